@@ -93,7 +93,7 @@ def make(
     console = report.console()
     for run in runs:
         if not run.remaining:
-            heads, cells, notes = run.figure.say(run.rows)
+            heads, cells, notes = run.figure.format_text(run.rows)
             console.print(rich_table(run.figure.title, heads, cells))
             for note in notes:
                 console.print(f"- {note}", highlight=False)
@@ -112,7 +112,7 @@ def compute(runs: list[FigureRun], launcher: str, jobs: int | None) -> list[Exce
         if not run.remaining:  # interrupted before plotting
             run.finish()
     parallel, serial = (
-        [(run, task) for run in runs if run.figure.alone == is_alone for task in reversed(run.remaining)]
+        [(run, task) for run in runs if run.figure.needs_all_cores == is_alone for task in reversed(run.remaining)]
         for is_alone in (False, True)
     )
     with report.progress() as bar:
@@ -303,14 +303,14 @@ def result(path: Path) -> dict[str, Any]:
 def _section(path: Path, data: dict[str, Any], figure: Figure) -> list[str]:
     rows = data["rows"]
     try:
-        heads, cells, notes = figure.say(rows, brief=True)
+        heads, cells, notes = figure.format_text(rows, brief=True)
     except (KeyError, TypeError) as error:
         raise FormatError(f"{path}: not a result of this figure ({error})") from None
     lines = [f"| {' | '.join(line)} |" for line in (heads, *cells)]
     return [
         f'<a id="{path.stem}"></a>',
         f"## {figure.title}",
-        figure.about,
+        figure.introduction,
         f"![{path.stem}]({path.stem}.png)",
         "\n".join([lines[0], f"|---|{'---:|' * (len(heads) - 1)}", *lines[1:]]),
         "\n".join(f"- {note}" for note in notes),

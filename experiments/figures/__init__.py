@@ -23,68 +23,68 @@ from simulator.program import Program
 WORKLOADS = cli.CONFIGS / "workload"
 
 
-def networks(settings: DictConfig, among: Collection[str] = ()) -> list[str]:
+def networks(settings: DictConfig, allowed: Collection[str] = ()) -> list[str]:
     """Returns the shipped workloads in ``settings.networks``.
 
     Raises:
-        UsageError: A workload is unknown, or not ``among`` the paper's networks.
+        UsageError: A workload is unknown, or not ``allowed``.
     """
-    found = [network(str(name), "networks") for name in cli.values(settings, "networks")]
-    for name in found:
-        if among and name not in among:
-            raise cli.UsageError(f"figure.networks: {name!r} is not in the table ({', '.join(among)})")
-    return found
+    names = [network(str(name), "networks") for name in cli.values(settings, "networks")]
+    for name in names:
+        if allowed and name not in allowed:
+            raise cli.UsageError(f"figure.networks: {name!r} is not in the table ({', '.join(allowed)})")
+    return names
 
 
 def numbers(
-    settings: DictConfig, key: str, fits: Callable[[Any], bool], expected: str, kind: Any = (int, float)
+    settings: DictConfig, key: str, is_valid: Callable[[Any], bool], expected: str, types: Any = (int, float)
 ) -> list[Any]:
     """Returns the list of numbers ``settings.key``.
 
     Args:
-        fits: Whether a value is valid.
+        is_valid: Whether a value is valid.
         expected: Description of valid values for the error message.
-        kind: Accepted types; booleans are always rejected.
+        types: Accepted types; booleans are always rejected.
 
     Raises:
         UsageError: An entry has another type, or does not fit.
     """
     values = cli.values(settings, key)
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+        if isinstance(value, bool) or not isinstance(value, types) or not is_valid(value):
             raise cli.UsageError(f"figure.{key}: expected {expected}, got {value!r}")
     return values
 
 
-def integers(settings: DictConfig, key: str, least: int) -> list[int]:
-    """Returns the list ``settings.key`` of integers; raises UsageError if one is below ``least``."""
-    return numbers(settings, key, lambda value: value >= least, f"integers of at least {least}", int)
+def integers(settings: DictConfig, key: str, minimum: int) -> list[int]:
+    """Returns the list ``settings.key`` of integers; raises UsageError if one is below ``minimum``."""
+    return numbers(settings, key, lambda value: value >= minimum, f"integers of at least {minimum}", int)
 
 
-def chosen(settings: DictConfig, key: str, among: Collection[str], what: str = "") -> list[str]:
+def choices(settings: DictConfig, key: str, allowed: Collection[str], kind: str = "") -> list[str]:
     """Returns the names in the list ``settings.key``.
 
     Args:
-        among: Valid names.
-        what: Kind of name for the error message, such as "network ".
+        allowed: Valid names.
+        kind: Kind of name for the error message, such as "network ".
 
     Raises:
-        UsageError: A name is not ``among`` the valid ones; the message suggests the nearest.
+        UsageError: A name is not ``allowed``; the message suggests the nearest.
     """
-    found = [str(name) for name in cli.values(settings, key)]
-    for name in found:
-        if name not in among:
-            raise cli.UsageError(f"figure.{key}: unknown {what}{name!r}{cli.nearest(name, set(among))}")
-    return found
+    names = [str(name) for name in cli.values(settings, key)]
+    for name in names:
+        if name not in allowed:
+            raise cli.UsageError(f"figure.{key}: unknown {kind}{name!r}{cli.nearest(name, set(allowed))}")
+    return names
 
 
-def batch_sizes(settings: DictConfig, least: int) -> dict[str, int]:
-    """Returns the batch sizes by workload; raises UsageError if one is no integer of at least ``least``."""
-    batches: dict[str, int] = cli.plain(settings.batches)
+def batch_sizes(settings: DictConfig, minimum: int) -> dict[str, int]:
+    """Returns the batch sizes by workload; raises UsageError if one is no integer of at least ``minimum``."""
+    batches: dict[str, int] = cli.to_dict(settings.batches)
     for name, batch in batches.items():
         network(name, "batches")
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < least:
-            raise cli.UsageError(f"figure.batches.{name}: expected an integer of at least {least}, got {batch!r}")
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < minimum:
+            raise cli.UsageError(f"figure.batches.{name}: expected an integer of at least {minimum}, got {batch!r}")
     return batches
 
 
@@ -95,12 +95,12 @@ def share_of_peak(limit: Any, key: str = "limit") -> Any:
     return limit
 
 
-def grouped(rows: Iterable[Row], key: str = "network") -> dict[Any, list[Row]]:
+def group_by(rows: Iterable[Row], key: str = "network") -> dict[Any, list[Row]]:
     """Groups rows by an entry, in the order in which its values appear."""
-    out: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
-        out.setdefault(row[key], []).append(row)
-    return out
+        groups.setdefault(row[key], []).append(row)
+    return groups
 
 
 def attempt(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> Plan | None:
@@ -111,17 +111,17 @@ def attempt(planner: agents.Planner, program: Program, machine: Machine, limit: 
         return None
 
 
-def least_limit(planner: agents.Planner, program: Program, machine: Machine, within: int) -> int:
-    """Returns the smallest limit for which the planner finds a plan, to within ``within`` bytes (bisection)."""
+def least_limit(planner: agents.Planner, program: Program, machine: Machine, tolerance: int) -> int:
+    """Returns the smallest limit for which the planner finds a plan, to within ``tolerance`` bytes (bisection)."""
     has_plan = partial(attempt, planner, program, machine)
-    return bisect(lambda limit: has_plan(limit) is not None, 0, program.peak_bytes, within)[1]
+    return bisect(lambda limit: has_plan(limit) is not None, 0, program.peak_bytes, tolerance)[1]
 
 
 def network(name: str, key: str) -> str:
     """Returns the name of a shipped workload; raises UsageError, naming the ``key``, if it is unknown."""
-    known = {path.stem for path in WORKLOADS.glob("*.yaml") if "batch_size" in workload(path.stem)}
-    if name not in known:
-        raise cli.UsageError(f"figure.{key}: unknown workload {name!r}{cli.nearest(name, known)}")
+    names = {path.stem for path in WORKLOADS.glob("*.yaml") if "batch_size" in workload(path.stem)}
+    if name not in names:
+        raise cli.UsageError(f"figure.{key}: unknown workload {name!r}{cli.nearest(name, names)}")
     return name
 
 
@@ -137,7 +137,7 @@ def program(name: str, machine: Machine, **changes: Any) -> Program:
     return workloads.load({**workload(name), **changes}, machine).program
 
 
-def planned(program: Program, machine: Machine, limit: int, name: str, **options: Any) -> dict[str, Any]:
+def evaluate(program: Program, machine: Machine, limit: int, name: str, **options: Any) -> dict[str, Any]:
     """Runs a planner and simulates its plan.
 
     Args:
@@ -154,8 +154,8 @@ def planned(program: Program, machine: Machine, limit: int, name: str, **options
     begin = time.perf_counter()
     plan = attempt(planner, program, machine, limit)
     seconds = round(time.perf_counter() - begin, 3)
-    over = None if plan is None else round(100 * simulate(program, plan, machine, limit).overhead, 4)
-    return {"overhead_percent": over, "plan_s": seconds, "simulator_calls": planner.simulator_calls}
+    overhead_percent = None if plan is None else round(100 * simulate(program, plan, machine, limit).overhead, 4)
+    return {"overhead_percent": overhead_percent, "plan_s": seconds, "simulator_calls": planner.simulator_calls}
 
 
 _LABELS = {"unet": "U-Net", "lstm": "LSTM", "kmeans": "K-means", "resnet_stochastic": "ResNet110, stochastic depth",
@@ -182,7 +182,7 @@ def measured_ms(config: Mapping[str, Any], machine: Machine) -> float | None:
     return times.get(machine.name)
 
 
-def packed(name: str, intervals: Intervals, alignment: int = 1, seconds: float = 5.0) -> Packing:
+def checked_packing(name: str, intervals: Intervals, alignment: int = 1, seconds: float = 5.0) -> Packing:
     """Returns an allocator's packing, checked for overlaps.
 
     Args:

@@ -34,34 +34,34 @@ class Checkmate(Figure):
     def tasks(self, settings: DictConfig) -> list[Row]:
         if not (DATA / "answers.json").exists():
             raise cli.UsageError(f"{DATA} not found: the graphs come with the repository and the source distribution")
-        known = {network: sorted(published(network)) for network in LABELS}
+        valid = {network: sorted(published(network)) for network in LABELS}
         planners: dict[str, Any] = cli.to_dict(settings)["planners"]
-        out: list[Row] = []
+        tasks: list[Row] = []
         for network, budgets in cli.to_dict(settings)["budgets"].items():
-            if network not in known:
-                raise cli.UsageError(f"figure.budgets: unknown network {network!r}{cli.nearest(network, set(known))}")
+            if network not in valid:
+                raise cli.UsageError(f"figure.budgets: unknown network {network!r}{cli.nearest(network, set(valid))}")
             for budget in budgets:
-                if budget not in known[network]:
-                    raise cli.UsageError(f"figure.budgets.{network}: expected some of {known[network]}, got {budget!r}")
-                out.append({"network": network, "budget_gib": budget, "planners": planners})
-        return out
+                if budget not in valid[network]:
+                    raise cli.UsageError(f"figure.budgets.{network}: expected some of {valid[network]}, got {budget!r}")
+                tasks.append({"network": network, "budget_gib": budget, "planners": planners})
+        return tasks
 
     def run(self, task: Row, machine: Machine) -> Row:
         program = Program.load(DATA / f"{task['network']}.json.gz")
         limit = int(task["budget_gib"] * GIB)
         theirs = published(task["network"])[task["budget_gib"]]
-        replayed = simulate(program, plan_of(theirs["run"]), machine, limit)
-        found: Row = {}
+        replayed = simulate(program, plan_from(theirs["run"]), machine, limit)
+        results: Row = {}
         for name, options in task["planners"].items():
             mode = {"mode": "recompute"} if "mode" in agents.options(name) else {}
             start = time.perf_counter()
             plan = figures.attempt(agents.make(name, **mode, **options), program, machine, limit)
             seconds = round(time.perf_counter() - start, 1)
             if plan is None:
-                found[name] = {"overhead_percent": None, "plan_s": seconds}
+                results[name] = {"overhead_percent": None, "plan_s": seconds}
                 continue
             timeline = simulate(program, plan, machine, limit)
-            found[name] = {
+            results[name] = {
                 "overhead_percent": round(100 * timeline.overhead, 4), "peak_bytes": timeline.peak_bytes,
                 "decisions": len(plan.decisions), "plan_s": seconds,
             }  # fmt: skip
@@ -69,7 +69,7 @@ class Checkmate(Figure):
             "published": {key: theirs[key] for key in PUBLISHED},
             "replayed": {"overhead_percent": round(100 * replayed.overhead, 4), "peak_bytes": replayed.peak_bytes},
             "floor_percent": round(100 * floor(program, machine, limit, "recompute").overhead, 4),
-            "found": found,
+            "found": results,
         }
 
     def numbers(self, rows: list[Row]) -> Row:
@@ -77,29 +77,29 @@ class Checkmate(Figure):
         published = [row["published"]["overhead_percent"] for row in rows]
         for name in names:
             ours = [row["found"][name]["overhead_percent"] for row in rows]
-            off = [a - b for a, b in zip(ours, published, strict=True) if a is not None]
-            below, same = sum(o < -SAME for o in off), sum(abs(o) <= SAME for o in off)
-            planners.append({"label": look(name).label, "below": below, "same": same})
+            differences = [a - b for a, b in zip(ours, published, strict=True) if a is not None]
+            below, equal = sum(o < -SAME for o in differences), sum(abs(o) <= SAME for o in differences)
+            planners.append({"label": look(name).label, "below": below, "same": equal})
         lines = [
             {**row, "label": LABELS[row["network"]], "solved": duration(row["published"]["solve_seconds"]),
              "cells": [cell(row["found"][name]) for name in names]}
             for row in rows
         ]  # fmt: skip
         exact = [abs(r["replayed"]["overhead_percent"] - b) <= SAME for r, b in zip(rows, published, strict=True)]
-        return {"lines": lines, "heads": [one["label"] for one in planners], "planners": planners,
+        return {"lines": lines, "heads": [entry["label"] for entry in planners], "planners": planners,
                 "count": len(rows), "exact": sum(exact)}  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         panels = []
-        for network, mine in figures.grouped(sorted(rows, key=lambda row: row["budget_gib"])).items():
-            budgets = [row["budget_gib"] for row in mine]
-            low = [row["floor_percent"] / 100 for row in mine]
+        for network, lines in figures.group_by(sorted(rows, key=lambda row: row["budget_gib"])).items():
+            budgets = [row["budget_gib"] for row in lines]
+            low = [row["floor_percent"] / 100 for row in lines]
             marks: list[Mark] = [floor_area(budgets, low)]
             for name in rows[0]["planners"]:
-                points = [(r["budget_gib"], r["found"][name]["overhead_percent"]) for r in mine]
-                x, y = zip(*((budget, over / 100) for budget, over in points if over is not None), strict=True)
+                points = [(r["budget_gib"], r["found"][name]["overhead_percent"]) for r in lines]
+                x, y = zip(*((budget, percent / 100) for budget, percent in points if percent is not None), strict=True)
                 marks.append(Line(x, y, look(name).colour, look(name).label, look(name).marker))
-            published = [row["published"]["overhead_percent"] / 100 for row in mine]
+            published = [row["published"]["overhead_percent"] / 100 for row in lines]
             marks.append(Line(budgets, published, INK, "Checkmate, Gurobi, up to 24 h", "_", "", size=16, front=5))
             panels.append(Panel(LABELS[network], marks, Axis("memory budget", "{:g} GiB"),
                                 Axis("overhead of an iteration", "%", scale="log")))  # fmt: skip
@@ -112,24 +112,24 @@ def published(network: str) -> dict[float, Row]:
     return {b["budget_gib"]: b for m in models if m["program"] == f"{network}.json.gz" for b in m["budgets"]}
 
 
-def plan_of(run: Sequence[int]) -> Plan:
+def plan_from(run: Sequence[int]) -> Plan:
     """Converts a schedule, kernels in execution order with first executions in program order, to a plan."""
     decisions: list[Rerun] = []
-    waiting: list[int] = []
-    at = 0
+    recomputed: list[int] = []
+    kernel = 0
     for k in run:
-        if k == at:
-            decisions += [Rerun(w, at) for w in waiting]
-            waiting, at = [], at + 1
+        if k == kernel:
+            decisions += [Rerun(w, kernel) for w in recomputed]
+            recomputed, kernel = [], kernel + 1
         else:
-            waiting.append(k)
+            recomputed.append(k)
     return Plan(tuple(decisions))
 
 
-def cell(found: Row) -> str:
+def cell(result: Row) -> str:
     """Formats a planner's overhead (if it found a plan) and time."""
-    over = found["overhead_percent"]
-    return ("" if over is None else f"{over:.4f}%") + f" ({found['plan_s']:,.0f} s)"
+    overhead = result["overhead_percent"]
+    return ("" if overhead is None else f"{overhead:.4f}%") + f" ({result['plan_s']:,.0f} s)"
 
 
 def duration(seconds: float) -> str:

@@ -63,7 +63,7 @@ class Compiled(Figure):
     """Measured peaks and times of compiled steps: ours, PyTorch's memory budgets, checkpointing, and neither."""
 
     name = "compiled"
-    alone = True
+    needs_all_cores = True
     on_demand = True
     simulated = False
 
@@ -71,47 +71,47 @@ class Compiled(Figure):
         config = cli.to_dict(settings)
         if config["device"] not in ("cpu", "cuda"):
             raise cli.UsageError(f"figure.device: expected cpu or cuda, got {config['device']}")
-        found = []
+        tasks = []
         for workload in config["networks"]:
-            asked = {key: workload.pop(key, config[key]) for key in ("limits", "budgets", "solvers", "swaps")}
+            options = {key: workload.pop(key, config[key]) for key in ("limits", "budgets", "solvers", "swaps")}
             for key in ("limits", "budgets", "swaps"):
-                if not (asked[key] or key == "swaps") or not all(
-                    isinstance(v, float) and 0 < v <= 1 for v in asked[key]
+                if not (options[key] or key == "swaps") or not all(
+                    isinstance(v, float) and 0 < v <= 1 for v in options[key]
                 ):
-                    raise cli.UsageError(f"figure.{key}: expected fractions, got {asked[key]}")
+                    raise cli.UsageError(f"figure.{key}: expected fractions, got {options[key]}")
             if workload["kind"] not in KINDS:
                 raise cli.UsageError(f"figure.networks: expected one of {', '.join(KINDS)}, got {workload['kind']}")
             shared = {key: config[key] for key in ("device", "rounds", "planner", "seconds")}
-            found.append({"network": workload["name"], "workload": workload, **asked, **shared})
-        return found[::-1]
+            tasks.append({"network": workload["name"], "workload": workload, **options, **shared})
+        return tasks[::-1]
 
     def run(self, task: Row, machine: Machine) -> Row:
         if task["device"] == "cuda" and not torch.cuda.is_available():
             raise cli.UsageError("figure.device: no CUDA GPU found; figure=compiled measures on the CPU")
         with tempfile.TemporaryDirectory() as cache:  # an empty cache, so that compilation is timed
-            words = [sys.executable, "-m", "experiments.figures.compiled", json.dumps(task)]
+            command = [sys.executable, "-m", "experiments.figures.compiled", json.dumps(task)]
             env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=env)
-        found: Row = json.loads(done.stdout.splitlines()[-1])
-        return found
+            process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
+        result: Row = json.loads(process.stdout.splitlines()[-1])
+        return result
 
     def numbers(self, rows: list[Row]) -> Row:
-        lines, ran, lowest = [], [], 0
+        lines, results, lowest = [], [], 0
         for row in rows:
-            methods = [(name, kind(name, m), m) for name, m in row["methods"].items()]
-            none = row["methods"]["none"]["peak_bytes"]
-            for name, which, m in methods:
+            methods = [(name, look_key(name, m), m) for name, m in row["methods"].items()]
+            plain_bytes = row["methods"]["none"]["peak_bytes"]
+            for name, method_kind, m in methods:
                 line = {"network": row["network"], "method": name, "peak": "refused", "time": ""}
-                if which:
-                    line |= {"peak": f"{m['peak_bytes'] / none:.1%}", "time": f"{m['ratio']:.3f}"}
-                    ran.append({**m, "kind": which, "of": m["peak_bytes"] / none})
+                if method_kind:
+                    line |= {"peak": f"{m['peak_bytes'] / plain_bytes:.1%}", "time": f"{m['ratio']:.3f}"}
+                    results.append({**m, "kind": method_kind, "of": m["peak_bytes"] / plain_bytes})
                 lines.append(line)
-            ours, theirs = ([m["peak_bytes"] for _, which, m in methods if which in kinds]
+            ours, theirs = ([m["peak_bytes"] for _, method_kind, m in methods if method_kind in kinds]
                             for kinds in (("ours",), ("none", "budget", "chains", "checkpoint")))  # fmt: skip
-            lowest += min(ours, default=none) < min(theirs)
-        planned = [m for m in ran if m["kind"] in ("ours", "joint")]
-        pairs = [m["against"] for m in ran if "against" in m]
-        swapped = [m["of"] for m in ran if m.get("swaps")]
+            lowest += min(ours, default=plain_bytes) < min(theirs)
+        planned = [m for m in results if m["kind"] in ("ours", "joint")]
+        pairs = [m["against"] for m in results if "against" in m]
+        swapped = [m["of"] for m in results if m.get("swaps")]
         return {
             "lines": lines, "points": len(planned), "networks": len(rows), "lowest": lowest,
             "error": max(abs(m["peak_bytes"] / m["predicted_bytes"] - 1) for m in planned),
@@ -124,19 +124,19 @@ class Compiled(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         panels, device = [], rows[0]["on"]
-        on, measure = ("on the CPU", "CPU time") if device == "CPU" else (f"on an {device}", "time")
+        text, measure = ("on the CPU", "CPU time") if device == "CPU" else (f"on an {device}", "time")
         axes = Axis("real peak", "{:.0%}"), Axis(f"{measure} of a step", "{:.2f}")
         for row in rows:
             methods, marks = row["methods"], []
-            for which, look in LOOKS.items():
-                found = sorted((m["peak_bytes"] / methods["none"]["peak_bytes"], m["ratio"])
-                               for name, m in methods.items() if kind(name, m) == which)  # fmt: skip
-                marks.append(Line([a for a, _ in found], [b for _, b in found], *look))
+            for method_kind, look in LOOKS.items():
+                points = sorted((m["peak_bytes"] / methods["none"]["peak_bytes"], m["ratio"])
+                                for name, m in methods.items() if look_key(name, m) == method_kind)  # fmt: skip
+                marks.append(Line([a for a, _ in points], [b for _, b in points], *look))
             panels.append(Panel(row["network"], marks, *axes))
-        return Chart(f"torch.compile within a memory, {on}", panels, 2, (5.2, 3.6), keys=2 if len(panels) == 1 else 3)
+        return Chart(f"torch.compile within a memory, {text}", panels, 2, (5.2, 3.6), keys=2 if len(panels) == 1 else 3)
 
 
-def kind(name: str, method: Row) -> str:
+def look_key(name: str, method: Row) -> str:
     """Returns the key of a method in ``LOOKS``, or "" if its limit was refused."""
     if "refused" in method:
         return ""
@@ -145,7 +145,7 @@ def kind(name: str, method: Row) -> str:
     return "chains" if name.startswith("chains") else "budget" if "budget" in method else name
 
 
-def measured(task: Row) -> Row:
+def measure_task(task: Row) -> Row:
     """Measures every method on one network.
 
     Returns:
@@ -158,15 +158,15 @@ def measured(task: Row) -> Row:
     model, x, y = (part.to(device) for part in network(task["workload"]))
     runs: dict[str, Callable[[], Tensor]] = {}
     rows: dict[str, Row] = {}
-    bits: list[Tensor] = []
+    reference_bits: list[Tensor] = []
 
-    def add(name: str, make: Callable[[nn.Module], Any], **told: Any) -> None:
-        own = copy.deepcopy(model)
+    def add(name: str, make: Callable[[nn.Module], Any], **facts: Any) -> None:
+        model_copy = copy.deepcopy(model)
         begin = _seconds()
-        compiled = make(own)
+        compiled = make(model_copy)
 
         def step() -> Tensor:
-            own.zero_grad()
+            model_copy.zero_grad()
             torch.manual_seed(1)
             loss: Tensor = compiled(x, y)
             loss.backward()
@@ -175,56 +175,56 @@ def measured(task: Row) -> Row:
         try:
             step()
         except CompileError as error:
-            rows[name] = {"refused": str(error).split("\n")[0], **told}
+            rows[name] = {"refused": str(error).split("\n")[0], **facts}
             return
-        rows[name] = row = {"compile_s": round(_seconds() - begin, 2), **told}
-        found = [p.grad.clone() for p in own.parameters() if p.grad is not None]
-        own.zero_grad()
+        rows[name] = row = {"compile_s": round(_seconds() - begin, 2), **facts}
+        gradients = [p.grad.clone() for p in model_copy.parameters() if p.grad is not None]
+        model_copy.zero_grad()
         row["peak_bytes"] = allocated_peak(step, device)
-        if told.get("ours"):
+        if facts.get("ours"):
             (graph,) = report(compiled).graphs
             row |= {"predicted_bytes": graph.peak_bytes, "limit_bytes": graph.limit, "without": graph.without_bytes,
                     "plan_s": round(graph.seconds, 2), "looking_s": round(graph.looking_s, 2),
                     "swaps": sum(isinstance(d, Swap) for d in graph.plan.decisions) if graph.plan else 0}  # fmt: skip
-        bits[:] = bits or found
-        row["bits"] = all(map(torch.equal, found, bits))
+        reference_bits[:] = reference_bits or gradients
+        row["bits"] = all(map(torch.equal, gradients, reference_bits))
         runs[name] = step
 
-    def ours(name: str, memory: int | float, mode: str = "recompute", **told: Any) -> None:
+    def add_ours(name: str, memory: int | float, mode: str = "recompute", **facts: Any) -> None:
         settings = {"memory": memory, "planner": task["planner"], "seconds": task["seconds"], "mode": mode}
-        add(name, lambda own: compile(own, **settings), ours=True, mode=mode, **told)
+        add(name, lambda model_copy: compile(model_copy, **settings), ours=True, mode=mode, **facts)
 
-    def beside(name: str) -> None:
+    def add_at_peak_of(name: str) -> None:
         """Measures our plan at the peak of a rival, unless another rival has the same peak."""
-        asked = rows[name]["peak_bytes"]
-        near = any("beside" in m and abs(m["asked"] / asked - 1) < NEAR for m in rows.values())
-        if asked < rows["none"]["peak_bytes"] and not near:
-            ours(f"at {name}", asked, beside=name, asked=asked)
+        peak_bytes = rows[name]["peak_bytes"]
+        has_match = any("beside" in m and abs(m["asked"] / peak_bytes - 1) < NEAR for m in rows.values())
+        if peak_bytes < rows["none"]["peak_bytes"] and not has_match:
+            add_ours(f"at {name}", peak_bytes, beside=name, asked=peak_bytes)
 
     warm_up(CPU, task["planner"])
-    add("none", _alone)
-    add("checkpoint", lambda own: _alone(_checkpointed(own)))
-    beside("checkpoint")
+    add("none", _compile_plain)
+    add("checkpoint", lambda model_copy: _compile_plain(_checkpoint_blocks(model_copy)))
+    add_at_peak_of("checkpoint")
     points = [("dp", budget) for budget in task["budgets"]]
     points += [(solver, task["budgets"][-1]) for solver in task["solvers"]]
     for solver, budget in points:
         name = f"{solver} {budget:g}"
-        add(name, partial(_budgeted, budget=budget, solver=solver), budget=budget)
+        add(name, partial(_compile_budgeted, budget=budget, solver=solver), budget=budget)
         if solver != "chains":
-            beside(name)
+            add_at_peak_of(name)
     for limit in task["limits"]:
-        ours(f"ours {limit:g}", limit, limit=limit)
+        add_ours(f"ours {limit:g}", limit, limit=limit)
     for limit in task["swaps"]:
-        ours(f"with swaps {limit:g}", limit, "joint", limit=limit)
+        add_ours(f"with swaps {limit:g}", limit, "joint", limit=limit)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(task["rounds"]):
-        for name, one in runs.items():
-            times[name].append(_taken(one, device))
-    for name, taken in times.items():
-        rows[name]["step_s"] = [min(taken), statistics.median(taken), max(taken)]
-        rows[name]["ratio"] = statistics.median(map(truediv, taken, times["none"]))
-        if (beside := rows[name].get("beside")) is not None:
-            rows[name]["against"] = statistics.median(map(truediv, taken, times[beside]))
+        for name, step in runs.items():
+            times[name].append(_step_seconds(step, device))
+    for name, step_s in times.items():
+        rows[name]["step_s"] = [min(step_s), statistics.median(step_s), max(step_s)]
+        rows[name]["ratio"] = statistics.median(map(truediv, step_s, times["none"]))
+        if (rival := rows[name].get("beside")) is not None:
+            rows[name]["against"] = statistics.median(map(truediv, step_s, times[rival]))
     return {"methods": rows, "on": torch.cuda.get_device_name() if device == "cuda" else "CPU"}
 
 
@@ -260,11 +260,11 @@ def _resnet(stages: str, width: int, classes: int, **_: int) -> nn.Module:
 KINDS: dict[str, Callable[..., nn.Module]] = {"gpt2": _gpt2, "llama": _llama, "resnet": _resnet, "vit": _vit}
 
 
-def _alone(model: nn.Module) -> Any:
+def _compile_plain(model: nn.Module) -> Any:
     return torch.compile(model, dynamic=False)
 
 
-def _budgeted(model: nn.Module, budget: float, solver: str) -> Any:
+def _compile_budgeted(model: nn.Module, budget: float, solver: str) -> Any:
     """Compiles with torch.compile under PyTorch's memory budget."""
 
     def backend(gm: Any, inputs: Any) -> Any:
@@ -278,7 +278,7 @@ def _budgeted(model: nn.Module, budget: float, solver: str) -> Any:
     return torch.compile(model, backend=backend, dynamic=False)
 
 
-def _checkpointed(model: nn.Module) -> nn.Module:
+def _checkpoint_blocks(model: nn.Module) -> nn.Module:
     """Wraps each member of the model's longest list of modules in ``checkpoint``."""
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     for block in max(lists, key=len):
@@ -287,7 +287,7 @@ def _checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
-def _taken(step: Callable[[], object], device: str) -> float:
+def _step_seconds(step: Callable[[], object], device: str) -> float:
     """Returns the seconds of one step."""
     if device != "cpu":
         return timed(step, 1, device)[0] / 1e9
@@ -313,4 +313,4 @@ class CompiledGpu(Compiled):
 
 
 if __name__ == "__main__":
-    print(json.dumps(measured(json.loads(sys.argv[1]))))
+    print(json.dumps(measure_task(json.loads(sys.argv[1]))))

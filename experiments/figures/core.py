@@ -34,7 +34,7 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD
 from experiments.common.report import CONTROL, Row, console, heuristics, warm_up
-from experiments.figures import grouped, network, program, share_of_peak
+from experiments.figures import group_by, network, program, share_of_peak
 from experiments.figures.figure import Figure, Range
 from experiments.plotting import palette
 from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel, between
@@ -60,15 +60,15 @@ class Core(Figure):
     """Core suite of the benchmark: named tasks, agents with equal budgets, and scores."""
 
     name = "core"
-    alone = True
+    needs_all_cores = True
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         config = cli.to_dict(settings)
-        out: list[Row] = []
+        tasks: list[Row] = []
         shared = {key: config[key] for key in ("agents", "calls", "seconds", "seeds")}
         for name, agent in config["agents"].items():
             if agent.get("planner") != PUBLISHED:
-                maker(agent, f"figure.agents.{name}")
+                planner_factory(agent, f"figure.agents.{name}")
         for name, task in config["tasks"].items():
             if set(task) != _TASK or task["split"] not in SPLITS:
                 raise cli.UsageError(
@@ -76,8 +76,8 @@ class Core(Figure):
                 )
             network(task["workload"], f"tasks.{name}.workload")
             share_of_peak(task["limit"], f"tasks.{name}.limit")
-            out.append({"task": name, **task, **shared, "beside": bool(config.get("beside"))})
-        return out
+            tasks.append({"task": name, **task, **shared, "beside": bool(config.get("beside"))})
+        return tasks
 
     def run(self, task: Row, machine: Machine) -> Row:
         machine = Machine.load(task["machine"])
@@ -93,82 +93,82 @@ class Core(Figure):
         floor_s = time.perf_counter() - begin
         runs: list[Row] = []
         for name, agent in task["agents"].items():
-            where = f"figure.agents.{name}"
+            entry = f"figure.agents.{name}"
             if agent.get("planner") == PUBLISHED:
-                runs.append(published(built, machine, limit, bound.overhead))
+                runs.append(best_published(built, machine, limit, bound.overhead))
                 continue
-            make, takes = maker(agent, where)
+            make, accepted = planner_factory(agent, entry)
             budgets: list[dict[str, float]] = [
-                {key: value} for key in ("calls", "seconds") if key in takes for value in task[key]
+                {key: value} for key in ("calls", "seconds") if key in accepted for value in task[key]
             ] or [{}]
-            outcome(make, budgets[0], built, machine, limit, bound.overhead)  # warm-up, not timed
+            run_agent(make, budgets[0], built, machine, limit, bound.overhead)  # warm-up, not timed
             for budget in budgets:
-                for seed in task["seeds"] if "seed" in takes else [0]:
-                    options = {**budget, **({"seed": seed} if "seed" in takes else {})}
-                    found = outcome(make, options, built, machine, limit, bound.overhead)
-                    runs.append({"agent": name, "calls": None, "seconds": None, **budget, "seed": seed, **found})
+                for seed in task["seeds"] if "seed" in accepted else [0]:
+                    options = {**budget, **({"seed": seed} if "seed" in accepted else {})}
+                    result = run_agent(make, options, built, machine, limit, bound.overhead)
+                    runs.append({"agent": name, "calls": None, "seconds": None, **budget, "seed": seed, **result})
         if task["beside"]:
-            runs += committed(task, set(task["agents"]))
+            runs += bundled_runs(task, set(task["agents"]))
         return {"kernels": len(built.kernels), "limit_bytes": limit, "floor_percent": round(100 * bound.overhead, 4),
                 "floor_s": round(floor_s, 2), "runs": runs}  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        found, lines = scores(rows), []
-        for agent, budget in sorted(found, key=lambda key: (*order(key[1]), iqm(found[key]))):
-            values = found[agent, budget]
-            of = [values[[row["split"] == split for row in rows]] for split in SPLITS]
+        by_key, lines = scores(rows), []
+        for agent, budget in sorted(by_key, key=lambda key: (*sort_key(key[1]), iqm(by_key[key]))):
+            gaps = by_key[agent, budget]
+            parts = [gaps[[row["split"] == split for row in rows]] for split in SPLITS]
             lines.append({
-                "budget": named(budget), "label": label(agent), "iqm": iqm(values), "interval": Range(interval(values)),
-                "splits": [iqm(part) if part.size else None for part in of], "without": (values >= WITHOUT).sum(),
+                "budget": describe(budget), "label": label(agent), "iqm": iqm(gaps), "interval": Range(interval(gaps)),
+                "splits": [iqm(part) if part.size else None for part in parts], "without": (gaps >= WITHOUT).sum(),
             })  # fmt: skip
         return {"lines": lines, "late": LATE, "most": WITHOUT}
 
     def chart(self, rows: list[Row]) -> Chart:
-        found, least = scores(rows), 0.01
-        budgets = sorted({budget for _, budget in found if budget != (None, None)}, key=order) or [(None, None)]
-        names = list(dict.fromkeys(agent for agent, _ in found))
+        by_key, least = scores(rows), 0.01
+        budgets = sorted({budget for _, budget in by_key if budget != (None, None)}, key=sort_key) or [(None, None)]
+        names = list(dict.fromkeys(agent for agent, _ in by_key))
         panels = []
         for budget in budgets:
             marks: list[Mark] = []
             for y, agent in enumerate(names):
-                values = found.get((agent, budget), found.get((agent, (None, None))))
-                if values is not None:
-                    ink, ends = palette.look(agent).colour, [max(end, least) for end in interval(values)]
-                    marker = "o" if (agent, budget) in found else "D"
+                gaps = by_key.get((agent, budget), by_key.get((agent, (None, None))))
+                if gaps is not None:
+                    ink, ends = palette.look(agent).colour, [max(end, least) for end in interval(gaps)]
+                    marker = "o" if (agent, budget) in by_key else "D"
                     marks += [Line(ends, [y, y], ink, width=5, alpha=0.35),
-                              Line([max(iqm(values), least)], [y], ink, marker=marker)]  # fmt: skip
-            panels.append(Panel(named(budget), marks, Axis("gap, points", "{:g}", (least, 1.3 * WITHOUT), "log",
-                                                           [0.01, 0.1, 1, 10, 100]),
+                              Line([max(iqm(gaps), least)], [y], ink, marker=marker)]  # fmt: skip
+            panels.append(Panel(describe(budget), marks, Axis("gap, points", "{:g}", (least, 1.3 * WITHOUT), "log",
+                                                              [0.01, 0.1, 1, 10, 100]),
                                 Axis(names=[label(agent) for agent in names])))  # fmt: skip
         title = "The gap to the floor: interquartile means and their intervals; diamonds: without a budget"
         return Chart(title, panels, 5, (3.0, 0.42 * len(names) + 1.1), (2.6, 0.4))
 
 
-def maker(agent: Mapping[str, Any], where: str) -> tuple[Callable[..., Planner], set[str]]:
+def planner_factory(agent: Mapping[str, Any], entry: str) -> tuple[Callable[..., Planner], set[str]]:
     """Returns a factory of the agent's ``planner`` or ``target``, and its budget options (calls, seconds, seed).
 
     Raises:
         UsageError: The planner or the target is invalid.
     """
-    chosen = {key: value for key, value in agent.items() if key not in ("planner", "target")}
+    options = {key: value for key, value in agent.items() if key not in ("planner", "target")}
     if "target" not in agent:
         try:
-            known = agents.options(str(agent.get("planner")))
+            accepted = agents.options(str(agent.get("planner")))
         except ValueError as error:
-            raise cli.UsageError(f"{where}: {error}") from None
-        return partial(agents.make, agent["planner"], **chosen), BUDGETS & set(known)
+            raise cli.UsageError(f"{entry}: {error}") from None
+        return partial(agents.make, agent["planner"], **options), BUDGETS & set(accepted)
     from experiments.workloads.module import WorkloadError, import_target  # PyTorch
 
     try:
-        kind = import_target(agent["target"])
+        agent_class = import_target(agent["target"])
     except WorkloadError as error:
-        raise cli.UsageError(f"{where}: cannot import {agent['target']!r} as 'module:Class' ({error})") from None
-    if not callable(getattr(kind, "plan", None)):
-        raise cli.UsageError(f"{where}: {agent['target']} must be a class with a method plan(program, machine, limit)")
-    return partial(kind, **chosen), BUDGETS & set(inspect.signature(kind).parameters)
+        raise cli.UsageError(f"{entry}: cannot import {agent['target']!r} as 'module:Class' ({error})") from None
+    if not callable(getattr(agent_class, "plan", None)):
+        raise cli.UsageError(f"{entry}: {agent['target']} must be a class with a method plan(program, machine, limit)")
+    return partial(agent_class, **options), BUDGETS & set(inspect.signature(agent_class).parameters)
 
 
-def outcome(
+def run_agent(
     make: Callable[..., Planner], options: Mapping[str, Any], built: Program, machine: Machine, limit: int, bound: float
 ) -> Row:
     """Runs one agent on one task and returns its result."""
@@ -190,24 +190,24 @@ def outcome(
             "simulator_calls": planner.simulator_calls}  # fmt: skip
 
 
-def published(built: Program, machine: Machine, limit: int, bound: float) -> Row:
+def best_published(built: Program, machine: Machine, limit: int, bound: float) -> Row:
     """Returns the best heuristic's result; its time is the total of all heuristics."""
-    found = []
+    runs = []
     for name in heuristics():
         warm_up(machine, name)
-        found.append(outcome(partial(agents.make, name), {}, built, machine, limit, bound))
-    gaps = [one["gap"] for one in found if one["gap"] is not None]
+        runs.append(run_agent(partial(agents.make, name), {}, built, machine, limit, bound))
+    gaps = [run["gap"] for run in runs if run["gap"] is not None]
     return {"agent": PUBLISHED, "calls": None, "seconds": None, "seed": 0,
-            "gap": min(gaps, default=None), "late": False, "plan_s": round(sum(one["plan_s"] for one in found), 3),
-            "simulator_calls": sum(one["simulator_calls"] for one in found)}  # fmt: skip
+            "gap": min(gaps, default=None), "late": False, "plan_s": round(sum(run["plan_s"] for run in runs), 3),
+            "simulator_calls": sum(run["simulator_calls"] for run in runs)}  # fmt: skip
 
 
-def committed(task: Row, new: set[str]) -> list[Row]:
+def bundled_runs(task: Row, excluded: set[str]) -> list[Row]:
     """Returns the bundled runs of this task by other agents; their seconds are from another computer."""
     file = RESULTS / "core.json"
     rows = read_json(file)["rows"] if file.exists() else []
-    same = (row for row in rows if all(row[key] == task[key] for key in (*_TASK, "task")))
-    return [run for row in same for run in row["runs"] if run["agent"] not in new]
+    matching = (row for row in rows if all(row[key] == task[key] for key in (*_TASK, "task")))
+    return [run for row in matching for run in row["runs"] if run["agent"] not in excluded]
 
 
 Budget = tuple[float | None, float | None]  # calls, seconds
@@ -218,13 +218,13 @@ def scores(rows: Sequence[Row]) -> dict[tuple[str, Budget], NDArray[np.float64]]
 
     Runs without a plan in time score ``WITHOUT``.
     """
-    found: dict[tuple[str, Budget], list[list[float]]] = {}
+    by_key: dict[tuple[str, Budget], list[list[float]]] = {}
     for i, row in enumerate(rows):
-        for one in row["runs"]:
-            mine = found.setdefault((one["agent"], (one["calls"], one["seconds"])), [[] for _ in rows])
-            mine[i].append(WITHOUT if one["gap"] is None else min(one["gap"], WITHOUT))
-    whole = {key: each for key, each in found.items() if all(each)}
-    return {key: np.array([each[: min(map(len, of))] for each in of]) for key, of in whole.items()}
+        for run in row["runs"]:
+            by_task = by_key.setdefault((run["agent"], (run["calls"], run["seconds"])), [[] for _ in rows])
+            by_task[i].append(WITHOUT if run["gap"] is None else min(run["gap"], WITHOUT))
+    full = {key: tasks for key, tasks in by_key.items() if all(tasks)}
+    return {key: np.array([gaps[: min(map(len, tasks))] for gaps in tasks]) for key, tasks in full.items()}
 
 
 def iqm(values: NDArray[np.float64]) -> float:
@@ -237,20 +237,20 @@ def interval(values: NDArray[np.float64]) -> tuple[float, float]:
 
     Tasks are drawn with replacement, and so are the seeds of each task.
     """
-    random, (n, seeds) = np.random.default_rng(0), values.shape
-    of_tasks = random.integers(n, size=(DRAWS, n, 1))
-    drawn = values[of_tasks, random.integers(seeds, size=(DRAWS, n, seeds))].reshape(DRAWS, -1)
-    low, high = np.percentile(trim_mean(drawn, 0.25, axis=1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    rng, (n, seeds) = np.random.default_rng(0), values.shape
+    tasks = rng.integers(n, size=(DRAWS, n, 1))
+    samples = values[tasks, rng.integers(seeds, size=(DRAWS, n, seeds))].reshape(DRAWS, -1)
+    low, high = np.percentile(trim_mean(samples, 0.25, axis=1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
     return float(low), float(high)
 
 
-def order(budget: Budget) -> tuple[bool, float, float]:
+def sort_key(budget: Budget) -> tuple[bool, float, float]:
     """Returns the sort key of a budget: calls before seconds, smallest first."""
     calls, seconds = budget
     return (calls is None, calls or 0.0, seconds or 0.0)
 
 
-def named(budget: Budget) -> str:
+def describe(budget: Budget) -> str:
     """Formats a budget."""
     calls, seconds = budget
     return f"{calls:,.0f} calls" if calls is not None else f"{seconds:g} s" if seconds is not None else "–"
@@ -268,25 +268,25 @@ class TestSplit(Figure):
     """Gap to the certified lower bound against planning time, on networks not used in training the policy."""
 
     name = "test_split"
-    alone = True
+    needs_all_cores = True
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         config = cli.to_dict(settings)
-        out = []
-        for key, before in (("networks", ""), ("fresh", "fresh_")):
-            methods = config[f"{before}methods"]
+        tasks = []
+        for key, prefix in (("networks", ""), ("fresh", "fresh_")):
+            methods = config[f"{prefix}methods"]
             for name, method in methods.items():
                 if not isinstance(method, dict) or "planner" not in method:
-                    where = f"figure.{before}methods.{name}"
-                    raise cli.UsageError(f"{where}: expected a mapping with planner, got {method!r}")
-            shared = {"seeds": config[f"{before}seeds"], "weights": config["weights"], "methods": methods}
-            every = product(config[key], config[f"{before}machines"], config[f"{before}limits"])
-            out += [
+                    entry = f"figure.{prefix}methods.{name}"
+                    raise cli.UsageError(f"{entry}: expected a mapping with planner, got {method!r}")
+            shared = {"seeds": config[f"{prefix}seeds"], "weights": config["weights"], "methods": methods}
+            combinations = product(config[key], config[f"{prefix}machines"], config[f"{prefix}limits"])
+            tasks += [
                 {"network": network(str(name), key), "fresh": key == "fresh", "machine": machine, "limit": limit}
                 | shared
-                for name, machine, limit in every
+                for name, machine, limit in combinations
             ]
-        return out
+        return tasks
 
     def run(self, task: Row, machine: Machine) -> Row:
         machine = Machine.load(task["machine"])
@@ -295,7 +295,7 @@ class TestSplit(Figure):
         planners = {name: method["planner"] for name, method in task["methods"].items()}
         for name in {*planners.values(), *heuristics()}:
             if agents.PLANNERS[name].learned:
-                figures.planned(warm.TINY, machine, warm.TINY.peak_bytes, name, episodes=1)
+                figures.evaluate(warm.TINY, machine, warm.TINY.peak_bytes, name, episodes=1)
             else:
                 warm_up(machine, name)
         begin = time.perf_counter()
@@ -303,90 +303,90 @@ class TestSplit(Figure):
         bound = 0.0 if task["fresh"] else 100 * floor(built, machine, limit).overhead
         floor_s = time.perf_counter() - begin
 
-        def entry(line: str, calls: int | None, seed: int | None, found: list[Row]) -> Row:
-            known = [one["overhead_percent"] for one in found if one["overhead_percent"] is not None]
+        def entry(line: str, calls: int | None, seed: int | None, results: list[Row]) -> Row:
+            percent = [result["overhead_percent"] for result in results if result["overhead_percent"] is not None]
             return {
-                "line": line, "calls": calls, "seed": seed, "gap": round(min(known) - bound, 4) if known else None,
-                "plan_s": round(sum(one["plan_s"] for one in found), 3),
-                "simulator_calls": sum(one["simulator_calls"] for one in found),
+                "line": line, "calls": calls, "seed": seed, "gap": round(min(percent) - bound, 4) if percent else None,
+                "plan_s": round(sum(result["plan_s"] for result in results), 3),
+                "simulator_calls": sum(result["simulator_calls"] for result in results),
             }  # fmt: skip
 
-        found = [entry(PUBLISHED, None, None, [figures.planned(built, machine, limit, name) for name in heuristics()])]
+        found = [entry(PUBLISHED, None, None, [figures.evaluate(built, machine, limit, name) for name in heuristics()])]
         for line, calls, options in methods_of(task):
             for seed in task["seeds"]:
                 name = planners.get(line) or planners[line.split(",")[0]]  # or the same method with other weights
-                one = figures.planned(built, machine, limit, name, **options, seed=seed)
-                found.append(entry(line, calls, seed, [one]))
+                result = figures.evaluate(built, machine, limit, name, **options, seed=seed)
+                found.append(entry(line, calls, seed, [result]))
         floors = {"floor_percent": round(bound, 4), "floor_s": round(floor_s, 2)}
         return {"kernels": len(built.kernels), **floors, "found": found}
 
     def numbers(self, rows: list[Row]) -> Row:
-        test, fresh = ([row for row in rows if row.get("fresh", False) is key] for key in (False, True))
-        found, lines, networks, by_family = gaps_of(test), [], [], []
-        for (line, calls), values in found.items():
-            gaps, mine = values[..., 0], {"label": with_calls(line, calls)}
+        test, fresh = ([row for row in rows if row.get("fresh", False) is is_fresh] for is_fresh in (False, True))
+        gaps_by_line, lines, networks, by_family = gaps_of(test), [], [], []
+        for (line, calls), values in gaps_by_line.items():
+            gaps, heading = values[..., 0], {"label": with_calls(line, calls)}
             lines.append({
-                **mine, "seconds": np.median(values[..., 1]), "interval": mean_interval(gaps.mean(1)),
+                **heading, "seconds": np.median(values[..., 1]), "interval": mean_interval(gaps.mean(1)),
                 "mean": None if np.isnan(gaps).any() else gaps.mean(),
             })  # fmt: skip
-            without = found.get((NO_NETWORK, calls))
+            without = gaps_by_line.get((NO_NETWORK, calls))
             if line.startswith("policy_search") and without is not None:
-                off = without[..., 0].mean(1) - gaps.mean(1)
-                networks.append({**mine, "mean": off.mean(), "interval": mean_interval(off)})
+                gained = without[..., 0].mean(1) - gaps.mean(1)
+                networks.append({**heading, "mean": gained.mean(), "interval": mean_interval(gained)})
         families: dict[str, list[int]] = {}
         for i, row in enumerate(fresh):
             families.setdefault(figures.label(row["network"]), []).append(i)
         for (line, calls), values in gaps_of(fresh).items():
-            means = [values[of, :, 0].mean(1).mean() for of in families.values()]
+            means = [values[indices, :, 0].mean(1).mean() for indices in families.values()]
             cells = ["–" if np.isnan(mean) else f"{mean:.2f}" for mean in (*means, np.mean(means))]
             by_family.append({"label": with_calls(line, calls), "cells": cells})
         return {"lines": lines, "families": [*families, "mean of these"] if fresh else None, "networks": networks,
                 "fresh": by_family, "level": LEVEL}  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = gaps_of([row for row in rows if not row.get("fresh")])
+        gaps_by_line = gaps_of([row for row in rows if not row.get("fresh")])
         marks: list[Mark] = []
-        for line in dict.fromkeys(line for line, _ in found):
+        for line in dict.fromkeys(line for line, _ in gaps_by_line):
             if "," in line and line in rows[0]["methods"]:
                 continue
-            mine = [values for (name, _), values in found.items() if name == line]
-            low, middle, high = np.array([np.nanpercentile(values[..., 0], [25, 50, 75]) for values in mine]).T
-            seconds = [float(np.median(values[..., 1])) for values in mine]
-            known = {PUBLISHED: Look("", INK, "D"), NO_NETWORK: Look("", "#8a8a8a", "o")}
-            _, ink, marker = known.get(line, look(line.split(",")[0]))
+            by_calls = [values for (name, _), values in gaps_by_line.items() if name == line]
+            low, middle, high = np.array([np.nanpercentile(values[..., 0], [25, 50, 75]) for values in by_calls]).T
+            seconds = [float(np.median(values[..., 1])) for values in by_calls]
+            looks = {PUBLISHED: Look("", INK, "D"), NO_NETWORK: Look("", "#8a8a8a", "o")}
+            _, ink, marker = looks.get(line, look(line.split(",")[0]))
             marks.append(Line(seconds, middle, ink, label(line), marker, DASHED if line == NO_NETWORK else "-", 1.4,
                               band=(low, high), shade=0.08))  # fmt: skip
-            marks.append(between(low, high, seconds, ink, upright=True))
-        where = [Axis(name, "{:g}", scale="log") for name in ("planning time, s", "gap to the floor, points")]
+            marks.append(between(low, high, seconds, ink, vertical=True))
+        axes = [Axis(name, "{:g}", scale="log") for name in ("planning time, s", "gap to the floor, points")]
         title = "The gap to the floor against planning time, test split"
-        return Chart(title, [Panel("", marks, *where)], size=(8.6, 4.4), keys=3)
+        return Chart(title, [Panel("", marks, *axes)], size=(8.6, 4.4), keys=3)
 
 
 def methods_of(task: Row) -> list[tuple[str, int | None, dict[str, Any]]]:
     """Returns the line, calls and planner options of every method with every budget and weights."""
-    out: list[tuple[str, int | None, dict[str, Any]]] = []
+    methods: list[tuple[str, int | None, dict[str, Any]]] = []
     for name, method in task["methods"].items():
         learns = method["planner"].startswith("policy") and method.get("guide", True)
-        for which, file in (task["weights"] or {"": None}).items() if learns else [("", None)]:
+        for weights, file in (task["weights"] or {"": None}).items() if learns else [("", None)]:
             options = {key: value for key, value in method.items() if key not in ("planner", "calls")}
             options |= {"weights": file} if file else {}
-            line = f"{name}, {which}" if which else name
+            line = f"{name}, {weights}" if weights else name
             budgets = method.get("calls", [None])
-            out += [(line, calls, options | ({"calls": calls} if calls else {})) for calls in budgets]
-    return out
+            methods += [(line, calls, options | ({"calls": calls} if calls else {})) for calls in budgets]
+    return methods
 
 
 def gaps_of(rows: list[Row]) -> dict[tuple[str, int | None], np.ndarray]:
     """Returns float64[tasks, seeds, 2] by line and budget: gap (nan without a plan) and seconds."""
-    out: dict[tuple[str, int | None], np.ndarray] = {}
-    for line, calls in dict.fromkeys((f["line"], f["calls"]) for row in rows[:1] for f in row["found"]):
-        each = [
-            [(np.nan if f["gap"] is None else f["gap"], f["plan_s"]) for f in row["found"]
-             if (f["line"], f["calls"]) == (line, calls)]
+    gaps: dict[tuple[str, int | None], np.ndarray] = {}
+    for line, calls in dict.fromkeys((run["line"], run["calls"]) for row in rows[:1] for run in row["found"]):
+        by_task = [
+            [(np.nan if run["gap"] is None else run["gap"], run["plan_s"]) for run in row["found"]
+             if (run["line"], run["calls"]) == (line, calls)]
             for row in rows
         ]  # fmt: skip
-        out[line, calls] = np.array(each, np.float64)
-    return out
+        gaps[line, calls] = np.array(by_task, np.float64)
+    return gaps
 
 
 def with_calls(line: str, calls: int | None) -> str:
@@ -394,12 +394,12 @@ def with_calls(line: str, calls: int | None) -> str:
     return label(line) + (f", {calls:,} calls" if calls else "")
 
 
-def mean_interval(of_tasks: np.ndarray) -> Range | None:
+def mean_interval(gaps: np.ndarray) -> Range | None:
     """Returns the bootstrap interval of the mean of float64[tasks], or None if a value is nan."""
-    if np.isnan(of_tasks).any():
+    if np.isnan(gaps).any():
         return None
-    drawn = np.random.default_rng(0).integers(len(of_tasks), size=(DRAWS, len(of_tasks)))
-    return Range(np.percentile(of_tasks[drawn].mean(1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2]))
+    samples = np.random.default_rng(0).integers(len(gaps), size=(DRAWS, len(gaps)))
+    return Range(np.percentile(gaps[samples].mean(1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2]))
 
 
 MARGIN = 0.005  # of ideal time, over annealing
@@ -422,49 +422,49 @@ class Learning(Figure):
     def tasks(self, settings: DictConfig) -> list[Row]:
         folder = Path(str(settings.runs)).expanduser()
         files = sorted(folder.rglob("summary.json"))
-        found = [one for file in files if (one := summarise(file)) is not None]
+        runs = [summary for file in files if (summary := summarise(file)) is not None]
         curves = [learning_curve(file) for file in sorted(folder.rglob("curve.json"))]
         if not curves:
             raise cli.UsageError(f"figure.runs: no training with a curve.json under {folder}")
-        if len(found) < len(files):
+        if len(runs) < len(files):
             reason = "they are not of train_dqn, were resumed, or compared too few planners"
-            count = f"{len(files) - len(found)} of {len(files)} runs"
+            count = f"{len(files) - len(runs)} of {len(files)} runs"
             console().print(f"{count} under {folder} are not in the table: {reason}")
-        found.sort(key=lambda r: (r["workload"], r["machine"], r["limit_fraction"], r["mode"], r["seed"]))
-        return found + sorted(curves, key=lambda r: (*(str(r[key]) for key in CASE), r["agent"], r["seed"]))
+        runs.sort(key=lambda r: (r["workload"], r["machine"], r["limit_fraction"], r["mode"], r["seed"]))
+        return runs + sorted(curves, key=lambda r: (*(str(r[key]) for key in CASE), r["agent"], r["seed"]))
 
     def run(self, task: Row, machine: Machine) -> Row:
         return {}
 
     def numbers(self, rows: list[Row]) -> Row:
         ends = []
-        for (workload, _, limit, _), found in trainings(rows).items():
-            for agent, runs in found.items():
-                at, greedy = over_seeds(runs, GREEDY)
-                if not at:  # one run ends before another begins
+        for (workload, _, limit, _), group in trainings(rows).items():
+            for agent, runs in group.items():
+                calls, greedy = over_seeds(runs, GREEDY)
+                if not calls:  # one run ends before another begins
                     continue
                 best = over_seeds(runs, BEST)[1]
                 ends.append({
-                    "agent": agent, "workload": workload, "limit": limit, "calls": at[-1],
+                    "agent": agent, "workload": workload, "limit": limit, "calls": calls[-1],
                     "greedy": iqm(greedy[-1:]), "interval": Range(interval(greedy[-1:])), "best": iqm(best[-1:]),
                 })  # fmt: skip
         return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends}
 
     def chart(self, rows: list[Row]) -> Chart:
         panels, tasks = [], trainings(rows)
-        inks = dict(zip(dict.fromkeys(agent for found in tasks.values() for agent in found), cycle(INKS), strict=False))
-        for (workload, _, limit, mode), found in tasks.items():
+        inks = dict(zip(dict.fromkeys(agent for group in tasks.values() for agent in group), cycle(INKS), strict=False))
+        for (workload, _, limit, mode), group in tasks.items():
             for key, title in MEANT.items():
                 marks, starts, ends, least = [], [], [], math.inf
-                for agent, runs in found.items():
-                    at, gaps = over_seeds(runs, key)
-                    if not at:
+                for agent, runs in group.items():
+                    calls, gaps = over_seeds(runs, key)
+                    if not calls:
                         continue
-                    low, high = np.array([interval(one[None]) for one in gaps]).T
+                    low, high = np.array([interval(seeds[None]) for seeds in gaps]).T
                     least = min(least, *low)
-                    starts.append(at[0])
-                    ends.append(at[-1])
-                    marks.append(Line(at, [iqm(one) for one in gaps], inks[agent], agent, band=(low, high)))
+                    starts.append(calls[0])
+                    ends.append(calls[-1])
+                    marks.append(Line(calls, [iqm(seeds) for seeds in gaps], inks[agent], agent, band=(low, high)))
                 if not starts:
                     continue
                 ticks = [t for i in range(10) if min(starts) <= (t := 10**i) <= max(ends)]
@@ -480,15 +480,15 @@ def learning_curve(file: Path) -> Row:
     Raises:
         FormatError: The file is not a training curve.
     """
-    kept = read_json(file)
+    stored = read_json(file)
     try:
-        points = kept["points"]
+        points = stored["points"]
         columns = {key: [point[key] for point in points] for key in ("calls", *MEANT)}
-        if not points or not all(isinstance(v, (int, float)) for v in [*columns["calls"], kept["floor"]]):
+        if not points or not all(isinstance(v, (int, float)) for v in [*columns["calls"], stored["floor"]]):
             raise TypeError("no points")
-        if not all(re.fullmatch(r"[\w ,.:+-]+", str(kept[key])) for key in (*CASE, "reward", "agent", "seed")):
+        if not all(re.fullmatch(r"[\w ,.:+-]+", str(stored[key])) for key in (*CASE, "reward", "agent", "seed")):
             raise TypeError("a name that is none")  # they are drawn and printed
-        return {**{key: kept[key] for key in (*CASE, "reward", "agent", "seed", "floor")}, **columns}
+        return {**{key: stored[key] for key in (*CASE, "reward", "agent", "seed", "floor")}, **columns}
     except (KeyError, TypeError) as error:
         raise FormatError(f"{file}: not the curve of a training ({json.dumps(str(error))})") from None
 
@@ -506,8 +506,8 @@ def summarise(file: Path) -> Row | None:
         rows = {r["planner"]: r for r in summary["results"]}
         dqn = rows.get("dqn")
         autoswap = [r["overhead"] for n, r in rows.items() if n.startswith("autoswap_") and r["feasible"]]
-        there = {"dqn", f"{CONTROL}, equal calls", f"{CONTROL}, equal seconds"} <= set(rows)
-        if dqn is None or not there or not autoswap or not rows.get("annealing", {}).get("feasible"):
+        has_controls = {"dqn", f"{CONTROL}, equal calls", f"{CONTROL}, equal seconds"} <= set(rows)
+        if dqn is None or not has_controls or not autoswap or not rows.get("annealing", {}).get("feasible"):
             return None
         return {
             "workload": dqn["workload"], "machine": dqn["machine"], "limit_fraction": round(dqn["limit_fraction"], 4),
@@ -526,11 +526,11 @@ def summarise(file: Path) -> Row | None:
 
 def spread(values: list[float | None]) -> str:
     """Formats mean, least and largest, and the number of missing values."""
-    known = [v for v in values if v is not None]
-    if not known:
+    numbers = [v for v in values if v is not None]
+    if not numbers:
         return "infeasible"
-    text = f"{sum(known) / len(known):.2%} ({min(known):.2%} to {max(known):.2%})"
-    return text if len(known) == len(values) else f"{text}, {len(values) - len(known)} infeasible"
+    text = f"{sum(numbers) / len(numbers):.2%} ({min(numbers):.2%} to {max(numbers):.2%})"
+    return text if len(numbers) == len(values) else f"{text}, {len(values) - len(numbers)} infeasible"
 
 
 def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64]]:
@@ -539,24 +539,24 @@ def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64
     Gaps are float64[points, seeds]. Between two points of a run the previous one holds; without a plan the gap is
     WITHOUT.
     """
-    at = sorted({calls for run in runs for calls in run["calls"]})
-    at = [calls for calls in at if max(run["calls"][0] for run in runs) <= calls <= min(r["calls"][-1] for r in runs)]
-    out = np.full((len(at), len(runs)), WITHOUT)
-    for j, one in enumerate(runs):
-        last = np.searchsorted(one["calls"], at, side="right") - 1
-        values = [one[key][i] for i in last]
-        out[:, j] = [WITHOUT if v is None else min(100 * (v - one["floor"]), WITHOUT) for v in values]
-    return at, out
+    x = sorted({calls for run in runs for calls in run["calls"]})
+    x = [calls for calls in x if max(run["calls"][0] for run in runs) <= calls <= min(r["calls"][-1] for r in runs)]
+    gaps = np.full((len(x), len(runs)), WITHOUT)
+    for j, run in enumerate(runs):
+        last = np.searchsorted(run["calls"], x, side="right") - 1
+        values = [run[key][i] for i in last]
+        gaps[:, j] = [WITHOUT if v is None else min(100 * (v - run["floor"]), WITHOUT) for v in values]
+    return x, gaps
 
 
 def trainings(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
     """Groups the curves by task, then by agent."""
-    out: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    curves: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for row in rows:
         if "calls" in row:
             name = row["agent"] if row["reward"] == "paper" else f"{row['agent']}, {row['reward']}"
-            out.setdefault(tuple(row[key] for key in CASE), {}).setdefault(name, []).append(row)
-    return out
+            curves.setdefault(tuple(row[key] for key in CASE), {}).setdefault(name, []).append(row)
+    return curves
 
 
 def cases(rows: list[Row]) -> list[Row]:
@@ -568,5 +568,5 @@ def cases(rows: list[Row]) -> list[Row]:
     return [
         {**runs[0], "seeds": len(runs), "cells": [spread([run[key] for run in runs]) for key in SHOWN],
          "holds": "yes" if all(r["dqn"] <= min(r["autoswap"], r["annealing"] + MARGIN) for r in runs) else "no"}
-        for runs in grouped(keyed, "case").values()
+        for runs in group_by(keyed, "case").values()
     ]  # fmt: skip

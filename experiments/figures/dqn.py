@@ -20,7 +20,7 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import bisect
 from experiments.common.report import Row
-from experiments.figures import grouped, network, program, share_of_peak
+from experiments.figures import group_by, network, program, share_of_peak
 from experiments.figures.figure import Figure
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
 from experiments.plotting.palette import FAINT, colour
@@ -42,7 +42,7 @@ class Baseline(NamedTuple):
     planner: str
     options: dict[str, Any]
     marker: str
-    cannot: tuple[str, ...]  # families that the paper's program could not run (section 5.1)
+    unsupported: tuple[str, ...]  # families that the paper's program could not run (section 5.1)
 
 
 _OTHERS = ("kmeans", "resnet_stochastic")
@@ -86,73 +86,73 @@ class Fig5(Figure):
         ]  # fmt: skip
 
     def run(self, task: Row, machine: Machine) -> Row:
-        found = {}
+        results = {}
         for name in task["networks"]:
             program = figures.program(name, machine, **task["changes"].get(name, {}))
-            found[name] = compare(program, machine, task)
-        return {"found": found}
+            results[name] = compare(program, machine, task)
+        return {"found": results}
 
     def numbers(self, rows: list[Row]) -> Row:
-        found, limits = panels(rows), rows[0]["limits"][-4:]
-        every = [duel for panel in found for duel in duels(panel)]
-        above = [duel for duel in every if duel["worst"] > duel["theirs"] + SAME]
-        below = [d["theirs"] - d["mean"] for d in every if d["theirs"] > SAME and d["mean"] < float("inf")]
-        details = [point for panel in found for mode in MODES for point in panel.details[mode]]
+        networks, limits = results_by_network(rows), rows[0]["limits"][-4:]
+        all_duels = [duel for net in networks for duel in duels(net)]
+        above = [duel for duel in all_duels if duel["worst"] > duel["theirs"] + SAME]
+        below = [d["theirs"] - d["mean"] for d in all_duels if d["theirs"] > SAME and d["mean"] < float("inf")]
+        details = [point for net in networks for mode in MODES for point in net.details[mode]]
         planned = [point for point in details if (point["planned"] or 0.0) > SAME]
         pairs = [p for p in planned if all(p[key] is not None for key in SEARCHES)]
-        gaps = [float(np.mean(panel.dqn["joint"][limit])) - bound for panel in found
-                for limit, bound in panel.first["floor"] if panel.dqn["joint"].get(limit)]  # fmt: skip
+        gaps = [float(np.mean(net.dqn["joint"][limit])) - bound for net in networks
+                for limit, bound in net.common["floor"] if net.dqn["joint"].get(limit)]  # fmt: skip
         return {
-            "heads": [f"−{1 - limit:.0%} memory" for limit in limits], "pairs": len(every), "above": len(above),
-            "networks": [{"label": figures.label(panel.name), "cells": cells(panel, limits)} for panel in found],
+            "heads": [f"−{1 - limit:.0%} memory" for limit in limits], "pairs": len(all_duels), "above": len(above),
+            "networks": [{"label": figures.label(net.name), "cells": cells(net, limits)} for net in networks],
             "below": 100 * np.median(below) if below else None, "all": len(pairs) or None,
             **{key: 100 * np.mean([p[key] for p in pairs]) if pairs else None for key in SEARCHES},
-            "calls": rows[0]["calls"], "seeds": max(panel.seeds for panel in found), "gaps": len(gaps),
+            "calls": rows[0]["calls"], "seeds": max(net.seeds for net in networks), "gaps": len(gaps),
             "gap": 100 * max(gaps) if gaps else None, "at_floor": sum(gap <= SAME for gap in gaps),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
-        limits, out = rows[0]["limits"], []
-        for panel in panels(rows):
+        limits, panels = rows[0]["limits"], []
+        for net in results_by_network(rows):
             marks: list[Mark] = []
             heights = [0.05]
-            if panel.first["floor"]:
-                x, y = zip(*((1 - there, bound) for there, bound in panel.first["floor"]), strict=True)
+            if net.common["floor"]:
+                x, y = zip(*((1 - share, bound) for share, bound in net.common["floor"]), strict=True)
                 marks.append(Line(x, y, FAINT, "the floor: no plan is below", width=1, front=2))
             for key, baseline in BASELINES.items():
-                points = sorted(panel.first["baselines"][key], reverse=True)
-                hollow = family(panel.name) in baseline.cannot
+                points = sorted(net.common["baselines"][key], reverse=True)
+                hollow = family(net.name) in baseline.unsupported
                 heights += [o for _, o in points]
-                x, y = [1 - there for there, _ in points], [o for _, o in points]
+                x, y = [1 - share for share, _ in points], [o for _, o in points]
                 ink, name = colour(baseline.planner), "" if hollow else baseline.label
                 marks.append(Line(x, y, ink, name, baseline.marker, width=1.1, hollow=hollow))
             for mode, label in MODES.items():
-                line = sorted(panel.dqn[mode].items(), reverse=True)
-                heights += [o for _, several in line for o in several]
+                line = sorted(net.dqn[mode].items(), reverse=True)
+                heights += [o for _, overheads in line for o in overheads]
                 marks.append(Line(
-                    [1 - there for there, _ in line], [np.mean(o) for _, o in line], colour("dqn"), label, "",
+                    [1 - share for share, _ in line], [np.mean(o) for _, o in line], colour("dqn"), label, "",
                     "-" if mode == "joint" else (0, (3, 1.4)), 2.4 if mode == "joint" else 1.8, front=5,
                     band=([min(o) for _, o in line], [max(o) for _, o in line]),
                 ))  # fmt: skip
             highest = max(heights)
             top = min(1.08 * highest, TOP)
-            over = f", to {highest:.0%}" if highest > top else ""
-            missing = [b.label for key, b in BASELINES.items() if not panel.first["baselines"][key]]
+            overflow = f", to {highest:.0%}" if highest > top else ""
+            missing = [b.label for key, b in BASELINES.items() if not net.common["baselines"][key]]
             none = ", ".join(missing) if len(missing) < len(BASELINES) else "any baseline"
-            title = f"{figures.label(panel.name)}, {panel.first['peak'] / 2**30:.3g} GiB{over}"
+            title = f"{figures.label(net.name)}, {net.common['peak'] / 2**30:.3g} GiB{overflow}"
             label = "memory reduction" + (f"\nno plan by {none}" if missing else "\n")
-            out.append(Panel(title, marks, Axis(label, "%", (1 - limits[0] - 0.04, 1 - limits[-1] + 0.04)),
+            panels.append(Panel(title, marks, Axis(label, "%", (1 - limits[0] - 0.04, 1 - limits[-1] + 0.04)),
                                     Axis("overhead over the ideal time", "%", (-0.02 * top, top))))  # fmt: skip
         title = "Overhead against memory reduction, GTX 1080 Ti; hollow: the paper's program could not run it"
-        return Chart(title, out, 4, (4.4, 4.0), keys=4)
+        return Chart(title, panels, 4, (4.4, 4.0), keys=4)
 
 
 def compare(program: Program, machine: Machine, task: Row) -> Row:
     """Computes one program's baselines, the DQN in both modes, and the certified lower bound."""
     peak, min_bytes = program.peak_bytes, task["min_bytes"]
     grid = [int(f * peak) for f in task["limits"]]
-    ends = [end for key in BASELINES if (end := smallest(key, program, machine, grid, min_bytes)) is not None]
-    limits = sorted({*grid, *ends}, reverse=True)
+    mins = [limit for key in BASELINES if (limit := smallest_limit(key, program, machine, grid, min_bytes)) is not None]
+    limits = sorted({*grid, *mins}, reverse=True)
     baselines = {}
     for key in BASELINES:
         scored = [(limit, overhead(key, program, machine, limit, min_bytes)) for limit in limits]
@@ -169,16 +169,16 @@ def compare(program: Program, machine: Machine, task: Row) -> Row:
             "baselines": baselines, "dqn": dqn, "floor": floors}  # fmt: skip
 
 
-def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode: str, also: list[Row]) -> list[Row]:
+def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode: str, extra: list[Row]) -> list[Row]:
     """Returns the overheads of SEARCHES at every limit, the loosest first.
 
-    A plan for a tighter limit also fits the next, as does one of ``also``, from a mode that this mode includes. No
+    A plan for a tighter limit also fits the next, as does one of ``extra``, from a mode that this mode includes. No
     search is run at limits with a plan of zero overhead.
     """
-    peak, out = program.peak_bytes, list[Row]()
+    peak, points = program.peak_bytes, list[Row]()
     for limit in sorted(limits):
-        carried = [p for p in (*out[-1:], *also) if p["limit"] <= limit / peak + SAME]
-        point: Row = {"limit": limit / peak, "overhead": min([p["overhead"] for p in carried], default=math.inf),
+        candidates = [p for p in (*points[-1:], *extra) if p["limit"] <= limit / peak + SAME]
+        point: Row = {"limit": limit / peak, "overhead": min([p["overhead"] for p in candidates], default=math.inf),
                       **dict.fromkeys(SEARCHES)}  # fmt: skip
         shared = {"mode": mode, "min_bytes": task["min_bytes"], "seed": task["seed"], "calls": task["calls"]}
         for key, (planner, options) in SEARCHES.items() if point["overhead"] > 0 else ():
@@ -188,8 +188,8 @@ def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode
         if point["planned"] is not None:
             point["overhead"] = min(point["overhead"], point["planned"])
         if point["overhead"] < math.inf:
-            out.append(point)
-    return out[::-1]
+            points.append(point)
+    return points[::-1]
 
 
 def overhead(key: str, program: Program, machine: Machine, limit: int, min_bytes: int) -> float | None:
@@ -199,39 +199,39 @@ def overhead(key: str, program: Program, machine: Machine, limit: int, min_bytes
     return None if plan is None else simulate(program, plan, machine, limit).overhead
 
 
-def smallest(key: str, program: Program, machine: Machine, grid: list[int], min_bytes: int) -> int | None:
+def smallest_limit(key: str, program: Program, machine: Machine, grid: list[int], min_bytes: int) -> int | None:
     """Returns approximately a baseline's smallest feasible limit, or None if no limit of the grid is feasible."""
-    fits = [limit for limit in grid if overhead(key, program, machine, limit, min_bytes) is not None]
-    if not fits:
+    feasible = [limit for limit in grid if overhead(key, program, machine, limit, min_bytes) is not None]
+    if not feasible:
         return None
-    high = min(fits)
+    high = min(feasible)
     low = max((limit for limit in grid if limit < high), default=high)
-    within = int(CLOSE * program.peak_bytes)
-    return bisect(lambda n: overhead(key, program, machine, n, min_bytes) is not None, low, high, within)[1]
+    tolerance = int(CLOSE * program.peak_bytes)
+    return bisect(lambda n: overhead(key, program, machine, n, min_bytes) is not None, low, high, tolerance)[1]
 
 
 class Network(NamedTuple):
     """Results of one network over the seeds."""
 
     name: str
-    first: Row  # results that do not depend on the seed
+    common: Row  # results that do not depend on the seed
     dqn: dict[str, dict[float, list[float]]]  # by mode and limit, over the seeds that found a plan
     details: dict[str, list[Row]]  # by mode, over limits and seeds
     seeds: int
 
 
-def panels(rows: list[Row]) -> list[Network]:
+def results_by_network(rows: list[Row]) -> list[Network]:
     """Returns the networks in the order of the paper's families, then of the tasks."""
     names = list(dict.fromkeys(name for row in rows for name in row["networks"]))
     names.sort(key=lambda name: [*ORDER, family(name)].index(family(name)))
-    out = []
+    results = []
     for name in names:
         runs = [row["found"][name] for row in sorted(rows, key=lambda r: r["seed"]) if name in row["networks"]]
         details = {mode: [point for run in runs for point in run["dqn"][mode]] for mode in MODES}
-        dqn = {mode: {limit: [p["overhead"] for p in mine] for limit, mine in figures.grouped(found, "limit").items()}
-               for mode, found in details.items()}  # fmt: skip
-        out.append(Network(name, max(runs, key=lambda run: len(run["floor"])), dqn, details, len(runs)))
-    return out
+        dqn = {mode: {limit: [p["overhead"] for p in part] for limit, part in figures.group_by(points, "limit").items()}
+               for mode, points in details.items()}  # fmt: skip
+        results.append(Network(name, max(runs, key=lambda run: len(run["floor"])), dqn, details, len(runs)))
+    return results
 
 
 def family(network: str) -> str:
@@ -239,7 +239,7 @@ def family(network: str) -> str:
     return str(figures.workload(network)["family"])
 
 
-def duels(panel: Network) -> Iterator[Row]:
+def duels(net: Network) -> Iterator[Row]:
     """Yields a comparison at every limit at which a rival of a mode has a plan.
 
     Each has the DQN's mean and worst overhead over its seeds (infinite if a seed has no plan), and the rival's
@@ -247,29 +247,29 @@ def duels(panel: Network) -> Iterator[Row]:
     """
     for mode, rivals in RIVALS.items():
         for key in rivals:
-            for limit, theirs in panel.first["baselines"][key]:
-                ours = panel.dqn[mode].get(limit, [])
-                if len(ours) < panel.seeds:
+            for limit, theirs in net.common["baselines"][key]:
+                ours = net.dqn[mode].get(limit, [])
+                if len(ours) < net.seeds:
                     ours = [float("inf")]
-                yield {"network": panel.name, "mode": mode, "baseline": key, "limit": limit,
+                yield {"network": net.name, "mode": mode, "baseline": key, "limit": limit,
                        "mean": float(np.mean(ours)), "worst": max(ours), "theirs": theirs}  # fmt: skip
 
 
-def at(points: dict[float, list[float]], limit: float) -> list[float]:
+def overheads_at(points: dict[float, list[float]], limit: float) -> list[float]:
     """Returns the overheads at a limit, over the seeds."""
-    return next((found for there, found in points.items() if abs(there - limit) < SAME), [])
+    return next((overheads for share, overheads in points.items() if abs(share - limit) < SAME), [])
 
 
-def cells(panel: Network, limits: list[float]) -> list[str]:
+def cells(net: Network, limits: list[float]) -> list[str]:
     """Returns, for each limit, the means of both modes over the seeds and the best baseline."""
-    out = []
+    cells = []
     for limit in limits:
-        theirs = [(o, BASELINES[key].label) for key in BASELINES for there, o in panel.first["baselines"][key]
-                  if abs(there - limit) < SAME]  # fmt: skip
-        ours = [at(panel.dqn[mode], limit) for mode in reversed(MODES)]
+        theirs = [(o, BASELINES[key].label) for key in BASELINES for share, o in net.common["baselines"][key]
+                  if abs(share - limit) < SAME]  # fmt: skip
+        ours = [overheads_at(net.dqn[mode], limit) for mode in reversed(MODES)]
         parts = [f"{np.mean(o):.2%}" if o else "–" for o in ours]
-        out.append(" / ".join([*parts, "{:.2%} {}".format(*min(theirs)) if theirs else "–"]))
-    return out
+        cells.append(" / ".join([*parts, "{:.2%} {}".format(*min(theirs)) if theirs else "–"]))
+    return cells
 
 
 PARTS = 10  # parts of a training whose mean overheads are stored
@@ -284,38 +284,38 @@ class Paper(Figure):
     on_demand = True
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        found = cli.to_dict(settings)
-        for name, line in found["lines"].items():
+        config = cli.to_dict(settings)
+        for name, line in config["lines"].items():
             if not isinstance(line, dict) or not {"network", "episodes"} <= set(line) <= KEYS:
                 raise cli.UsageError(f"figure.lines.{name}: expected network, episodes and some of {', '.join(KEYS)}")
             for key in ("network", "small"):
                 network(str(line.get(key, line["network"])), f"lines.{name}.{key}")
-        limit = share_of_peak(found["limit"])
+        limit = share_of_peak(config["limit"])
         return [{"line": name, "seed": seed, "limit": limit, **line}
-                for name, line in found["lines"].items() for seed in found["seeds"]]  # fmt: skip
+                for name, line in config["lines"].items() for seed in config["seeds"]]  # fmt: skip
 
     def run(self, task: Row, machine: Machine) -> Row:
-        config = config_of(task)
+        config = paper_config(task)
         small_calls = 0
         with TemporaryDirectory() as folder:
             if "small" in task:
-                before = config_of({**task, "agent": {}, "episodes": task["small_episodes"]})
-                first, _ = trained(task["small"], task, machine, before)
-                first.save(Path(folder) / "checkpoint.pt")
-                small_calls, config = first.simulator_calls, replace(config, weights=folder)
-            trainer, start = trained(task["network"], task, machine, config)
+                small_config = paper_config({**task, "agent": {}, "episodes": task["small_episodes"]})
+                small_trainer, _ = train(task["small"], task, machine, small_config)
+                small_trainer.save(Path(folder) / "checkpoint.pt")
+                small_calls, config = small_trainer.simulator_calls, replace(config, weights=folder)
+            trainer, initial = train(task["network"], task, machine, config)
         overheads = [100 * episode.overhead for episode in trainer.history]
         return {
-            **start, "greedy": percent(trainer.greedy_overhead()), "q_after": trainer.first_value(),
+            **initial, "greedy": percent(trainer.greedy_overhead()), "q_after": trainer.first_value(),
             "best": percent(trainer.best_overhead), "mean": round(float(np.mean(overheads)), 4),
             "parts": [round(float(part.mean()), 4) for part in np.array_split(overheads, PARTS)],
-            "updates": trainer.updates, "steps": float(np.mean([one.steps for one in trainer.history[-PARTS:]])),
+            "updates": trainer.updates, "steps": float(np.mean([e.steps for e in trainer.history[-PARTS:]])),
             "simulator_calls": trainer.simulator_calls, "small_simulator_calls": small_calls,
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
         lines = []
-        for name, runs in grouped(rows, "line").items():
+        for name, runs in group_by(rows, "line").items():
             learns = runs[0]["updates"] > 0
             lines.append({
                 "label": name, **{key: runs[0][key] for key in ("network", "episodes")},
@@ -327,7 +327,7 @@ class Paper(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         marks = []
-        for (name, runs), ink in zip(grouped(rows, "line").items(), INKS, strict=False):  # others are in the table
+        for (name, runs), ink in zip(group_by(rows, "line").items(), INKS, strict=False):  # others are in the table
             parts = np.array([run["parts"] for run in runs])
             marks.append(Line((np.arange(PARTS) + 1) * runs[0]["episodes"] / PARTS, parts.mean(0), ink, name,
                               band=(parts.min(0), parts.max(0))))  # fmt: skip
@@ -335,23 +335,23 @@ class Paper(Figure):
         return Chart("The DQN paper's form on VGG16 at 60 % of its peak", [panel], 1, (9.0, 4.2), keys=3)
 
 
-def config_of(task: Row) -> PaperConfig:
+def paper_config(task: Row) -> PaperConfig:
     """Returns the settings of ``agent=dqn_paper`` or ``agent=dqn_paper_tuned``, with the task's changes."""
     file = cli.CONFIGS / "agent" / ("dqn_paper_tuned.yaml" if task.get("tuned") else "dqn_paper.yaml")
-    chosen = {"mode": "swap", "episodes": task["episodes"], **task.get("agent", {})}
-    return cli.dataclass_from_config(PaperConfig, OmegaConf.merge(OmegaConf.load(file), chosen), "agent")
+    changes = {"mode": "swap", "episodes": task["episodes"], **task.get("agent", {})}
+    return cli.dataclass_from_config(PaperConfig, OmegaConf.merge(OmegaConf.load(file), changes), "agent")
 
 
-def trained(name: str, task: Row, machine: Machine, config: PaperConfig) -> tuple[Trainer, Row]:
+def train(name: str, task: Row, machine: Machine, config: PaperConfig) -> tuple[Trainer, Row]:
     """Trains on the network ``name``; returns the trainer, the initial greedy overhead and first Q-value."""
     from agents.learned.dqn_paper import Trainer  # PyTorch
 
     built = program(name, machine)
     trainer = Trainer(built, machine, limit_bytes(task["limit"], built), config, task["seed"])
-    before = {"greedy_before": percent(trainer.greedy_overhead()), "q_before": trainer.first_value()}
+    initial = {"greedy_before": percent(trainer.greedy_overhead()), "q_before": trainer.first_value()}
     while not trainer.done:
         trainer.step()
-    return trainer, before
+    return trainer, initial
 
 
 def percent(overhead: float) -> float | None:
@@ -359,5 +359,5 @@ def percent(overhead: float) -> float | None:
     return None if math.isnan(overhead) else round(100 * overhead, 4)
 
 
-def _cell(runs: list[Row], key: str, known: bool = True) -> str:
-    return ", ".join("none" if run[key] is None else f"{run[key]:.2f}" for run in runs) if known else "–"
+def _cell(runs: list[Row], key: str, has_value: bool = True) -> str:
+    return ", ".join("none" if run[key] is None else f"{run[key]:.2f}" for run in runs) if has_value else "–"

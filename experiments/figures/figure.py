@@ -37,15 +37,15 @@ class Figure:
 
     Attributes:
         name: Name of its YAML in configs/figure and of its section in a page.
-        among: Networks of the paper's table; if empty, any shipped workload.
-        alone: Whether a task needs all cores.
+        paper_networks: Networks of the paper's table; if empty, any shipped workload.
+        needs_all_cores: Whether a task needs all cores.
         on_demand: Whether ``figure=all`` skips the figure.
         simulated: Whether the picture's title says "(simulated)"; False for measurements.
     """
 
     name = ""
-    among: Collection[str] = ()
-    alone = False
+    paper_networks: Collection[str] = ()
+    needs_all_cores = False
     on_demand = False
     simulated = True
 
@@ -57,7 +57,7 @@ class Figure:
         Raises:
             UsageError: A setting of the YAML is invalid.
         """
-        return [{"network": name} for name in networks(settings, self.among)]
+        return [{"network": name} for name in networks(settings, self.paper_networks)]
 
     def run(self, task: Row, machine: Machine) -> Row:
         """Returns the result of a task, which is added to the task to form a row."""
@@ -82,11 +82,11 @@ class Figure:
         return self.text.partition("\n")[0].removeprefix("## ")
 
     @property
-    def about(self) -> str:
+    def introduction(self) -> str:
         """First paragraph of the section."""
         return " ".join(self.text.partition("\n")[2].partition("\n|")[0].split())
 
-    def say(self, rows: list[Row], brief: bool = False) -> tuple[list[str], list[list[str]], list[str]]:
+    def format_text(self, rows: list[Row], brief: bool = False) -> tuple[list[str], list[list[str]], list[str]]:
         """Returns headings and cells of the table (empty without a value), and the notes with all values present.
 
         ``brief`` selects the rows of the committed page.
@@ -94,9 +94,9 @@ class Figure:
         head, *notes = re.split(r"\n- ", self.text.partition("\n### ")[0])
         table = [[cell.strip() for cell in line.strip("|").split("|")] for line in head.splitlines() if line[:1] == "|"]
         numbers = self.numbers(rows)
-        cells = [_cells(cut, one) for line in table[2:] for cut, one in _each(line, numbers, brief)]
-        said = [fill(cut[0], one) for note in notes for cut, one in _each([" ".join(note.split())], numbers, brief)]
-        return _cells(table[0], numbers), cells, [note for note in said if note]
+        cells = [_cells(parts, row) for line in table[2:] for parts, row in _rows(line, numbers, brief)]
+        text = [fill(parts[0], row) for note in notes for parts, row in _rows([" ".join(note.split())], numbers, brief)]
+        return _cells(table[0], numbers), cells, [note for note in text if note]
 
     def draw(self, rows: list[Row], path: Path) -> None:
         """Saves the picture as PNG."""
@@ -114,7 +114,7 @@ def find(name: str) -> Figure:
     for path in FOLDER.glob("*.py"):
         if f'name = "{name}"\n' in path.read_text():
             module = vars(import_module(f"experiments.figures.{path.stem}"))
-            return next(one for one in module.values() if isinstance(one, type) and one.__dict__.get("name") == name)()
+            return next(cls for cls in module.values() if isinstance(cls, type) and cls.__dict__.get("name") == name)()
     raise KeyError(name)
 
 
@@ -133,14 +133,14 @@ class Range:
         self.values = list(values)
 
     def __format__(self, spec: str) -> str:
-        low, high = (format(of(self.values), spec) for of in (min, max))
+        low, high = (format(extremum(self.values), spec) for extremum in (min, max))
         return low if low == high else f"{low} to {high}"
 
 
 def span(values: Iterable[float | None]) -> Range | None:
     """Returns the range of the values that are not None, or None if all are."""
-    there = [value for value in values if value is not None]
-    return Range(there) if there else None
+    numbers = [value for value in values if value is not None]
+    return Range(numbers) if numbers else None
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str | None:
@@ -157,24 +157,24 @@ def fill(template: str, values: Mapping[str, Any]) -> str | None:
         return None
 
 
-def _each(parts: list[str], numbers: Row, brief: bool) -> Iterator[tuple[list[str], Row]]:
+def _rows(parts: list[str], numbers: Row, brief: bool) -> Iterator[tuple[list[str], Row]]:
     """Yields a row or note once per entry of the list that it names, with the values of each."""
-    found = re.match(r"\[(\w+)(?: if (\w+) in ([^\]]+))?\] ", parts[0])
-    entries: list[Row] = numbers[found[1]] if found else [{}]
-    entries = [{"label": label(one["network"]), **one} if "network" in one else one for one in entries]
-    if found and found[2] and brief:
-        kept = set(found[3].split("; "))
-        if kept <= {str(one[found[2]]) for one in entries}:  # else a user's own settings: show all
-            entries = [one for one in entries if str(one[found[2]]) in kept]
-    for one in entries:
-        yield [parts[0][found.end() :] if found else parts[0], *parts[1:]], {**numbers, **one}
+    match = re.match(r"\[(\w+)(?: if (\w+) in ([^\]]+))?\] ", parts[0])
+    entries: list[Row] = numbers[match[1]] if match else [{}]
+    entries = [{"label": label(entry["network"]), **entry} if "network" in entry else entry for entry in entries]
+    if match and match[2] and brief:
+        brief_values = set(match[3].split("; "))
+        if brief_values <= {str(entry[match[2]]) for entry in entries}:  # else a user's own settings: show all
+            entries = [entry for entry in entries if str(entry[match[2]]) in brief_values]
+    for entry in entries:
+        yield [parts[0][match.end() :] if match else parts[0], *parts[1:]], {**numbers, **entry}
 
 
 def _cells(templates: list[str], values: Row) -> list[str]:
     out: list[str] = []
     for cell in templates:
-        several = re.fullmatch(r"\[(\w+)\]", cell)
-        out += map(str, values[several[1]]) if several else [fill(cell, values) or ""]
+        match = re.fullmatch(r"\[(\w+)\]", cell)
+        out += map(str, values[match[1]]) if match else [fill(cell, values) or ""]
     return out
 
 
@@ -186,18 +186,18 @@ class _Formatter(string.Formatter):
     def get_field(self, name: str, args: Sequence[Any], values: Mapping[str, Any]) -> tuple[Any, str]:
         """Looks up a field as ``str.format`` does; raises _Missing for None."""
         first, *keys = re.findall(r"[^\[\].]+", name)
-        found = values[first]
+        value = values[first]
         for key in keys:
-            found = None if found is None else found[int(key) if isinstance(found, (list, tuple)) else key]
-        if found is None:
+            value = None if value is None else value[int(key) if isinstance(value, (list, tuple)) else key]
+        if value is None:
             raise _Missing
-        return found, first
+        return value, first
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:
         if conversion not in UNITS:
             return value
         unit = UNITS[conversion]
-        return Range(one / unit for one in value.values) if isinstance(value, Range) else value / unit
+        return Range(number / unit for number in value.values) if isinstance(value, Range) else value / unit
 
     def format_field(self, value: Any, spec: str) -> str:
-        return ", ".join(format(one, spec) for one in value) if isinstance(value, list) else format(value, spec)
+        return ", ".join(format(entry, spec) for entry in value) if isinstance(value, list) else format(value, spec)

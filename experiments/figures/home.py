@@ -22,7 +22,7 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row, warm_up
-from experiments.figures import chosen, home_networks as home
+from experiments.figures import choices, home_networks as home
 from experiments.figures.figure import Figure, span
 from experiments.figures.home_networks import ASPLOS, DASHES, LOOKS, METHODS, NETWORKS, TABLE2
 from experiments.measured.replays import FOLDER, Replay, replays
@@ -40,78 +40,78 @@ class Table2(Figure):
     """Table 2: largest batches of PyTorch, Capuchin and HOME, also at a bounded loss, and their images per second."""
 
     name = "home_table2"
-    among = NETWORKS
+    paper_networks = NETWORKS
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         resolution = cli.number(settings, "resolution")
         if not 0 < resolution < 1:
             raise cli.UsageError(f"figure.resolution: expected a number between 0 and 1, got {resolution}")
-        options = {"resolution": resolution, "slower": cli.number(settings, "slower"), **home.search(settings)}
+        options = {"resolution": resolution, "slower": cli.number(settings, "slower"), **home.search_options(settings)}
         return [{**task, **options} for task in super().tasks(settings)]
 
     def run(self, task: Row, machine: Machine) -> Row:
         network = task["network"]
-        of = home.sizes(network, machine)
+        sizes = home.sizes(network, machine)
 
         @cache
-        def plan(method: str, batch: int) -> Plan | None:
-            return home.planned(method, of.at(batch), machine, task)
+        def plan_of(method: str, batch: int) -> Plan | None:
+            return home.first_plan(method, sizes.at_batch(batch), machine, task)
 
-        def within(method: str, batch: int) -> bool:
-            return least(method, of.at(batch)) <= machine.memory_bytes
+        def may_fit(method: str, batch: int) -> bool:
+            return least_bytes(method, sizes.at_batch(batch)) <= machine.memory_bytes
 
-        def fits(method: str, batch: int) -> bool:
-            return plan(method, batch) is not None
+        def has_plan(method: str, batch: int) -> bool:
+            return plan_of(method, batch) is not None
 
-        def fast(method: str, batch: int) -> bool:
-            found = home.outcome(of.at(batch), plan(method, batch), machine)
-            return found is not None and found["iteration_ns"] / batch <= longest_ns
+        def is_fast(method: str, batch: int) -> bool:
+            result = home.run_plan(sizes.at_batch(batch), plan_of(method, batch), machine)
+            return result is not None and result["iteration_ns"] / batch <= longest_ns
 
-        plain = home.unplanned(of)
-        longest_ns = (1 + task["slower"]) * of.at(plain).ideal_ns / plain  # per image
-        bounds = {method: largest(partial(within, method), plain, home.MOST) for method in TABLE2}
-        found = {}
+        plain_batch = home.unplanned_batch(sizes)
+        longest_ns = (1 + task["slower"]) * sizes.at_batch(plain_batch).ideal_ns / plain_batch  # per image
+        bounds = {method: largest(partial(may_fit, method), plain_batch, home.MOST) for method in TABLE2}
+        results = {}
         for method, i in TABLE2.items():
-            batch = highest(partial(fits, method), plain, bounds[method], task["resolution"])
-            bounded = highest(partial(fast, method), plain, batch, task["resolution"])
-            program = of.timed(home.program(network, machine, batch))
-            if program.fingerprint != of.at(batch).fingerprint:
+            batch = largest_batch(partial(has_plan, method), plain_batch, bounds[method], task["resolution"])
+            bounded = largest_batch(partial(is_fast, method), plain_batch, batch, task["resolution"])
+            program = sizes.timed(home.program(network, machine, batch))
+            if program.fingerprint != sizes.at_batch(batch).fingerprint:
                 raise AssertionError(f"{network}: the capture at batch {batch} differs from the planned program")
-            theirs = NETWORKS[network].batch[i]
-            found[method] = {
+            paper_batch = NETWORKS[network].batch[i]
+            results[method] = {
                 "batch": batch, "bound": bounds[method], "bounded": bounded,
                 "peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns,
-                **(home.outcome(program, plan(method, batch), machine) or {}),
-                "at_paper": home.outcome(of.at(theirs), plan(method, theirs), machine),
+                **(home.run_plan(program, plan_of(method, batch), machine) or {}),
+                "at_paper": home.run_plan(sizes.at_batch(paper_batch), plan_of(method, paper_batch), machine),
             }  # fmt: skip
-        return {"limit": machine.memory_bytes, "factor": of.factor, "found": found}
+        return {"limit": machine.memory_bytes, "factor": sizes.factor, "found": results}
 
     def numbers(self, rows: list[Row]) -> Row:
         networks = [facts(row) for row in rows]
         return {
             "networks": networks, "limit": rows[0]["limit"], "slower": rows[0]["slower"], "count": len(rows),
-            **{f"{key}s": span(one[key] for one in networks) for key in ("gain", "gain_paper", "bounded_over")},
+            **{f"{key}s": span(net[key] for net in networks) for key in ("gain", "gain_paper", "bounded_over")},
             "ahead": [
-                {"rival": rival, **{key: sum(one[key]["HOME"] > one[key][rival] for one in networks)
+                {"rival": rival, **{key: sum(net[key]["HOME"] > net[key][rival] for net in networks)
                                     for key in ("batch", "bounded", "rate")}}
                 for rival in ("Capuchin", ASPLOS)
             ],
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = [facts(row) for row in rows]
+        networks = [facts(row) for row in rows]
         panels: dict[str, list[Mark]] = {key: [ONE] for key in ("batch", "bounded", "rate_at", "rate")}
         for shift, method in zip((-0.25, 0, 0.25), ("Capuchin", ASPLOS, "HOME"), strict=True):
             for key, marks in panels.items():
                 paper = "paper_batch" if key.startswith("b") else "paper_rate"
                 unit = "batch" if key.startswith("b") else "rate"
-                theirs = [one[paper][TABLE2[method]] / one[paper][0] for one in found]
-                ours = [one[key][method] and one[key][method] / one[unit]["PyTorch"] for one in found]
+                theirs = [net[paper][TABLE2[method]] / net[paper][0] for net in networks]
+                ours = [net[key][method] and net[key][method] / net[unit]["PyTorch"] for net in networks]
                 line, hollow, filled = visible_pairs(LOOKS[method], theirs, ours, shift)
                 marks += [filled] if method == ASPLOS else [line, hollow, filled]  # the paper has one Capuchin
         titles = ("Largest batch", f"Largest batch, at most {rows[0]['slower']:.0%} slower per image",
                   "Images/s at the paper's batch", "Images/s at the largest batch")  # fmt: skip
-        names = Axis(names=[one["label"] for one in found])
+        names = Axis(names=[net["label"] for net in networks])
         return Chart(
             "Largest batch and throughput in the 11 GB of an RTX 2080 Ti",
             [Panel(title, marks, Axis("over PyTorch's at its largest batch", "{:g}×", (0, None)), names)
@@ -126,7 +126,7 @@ def visible_pairs(look: Look, theirs: Sequence[float], ours: Sequence[float | No
     return [line, replace(hollow, size=11), replace(filled, size=5)]
 
 
-def least(method: str, program: Program) -> int:
+def least_bytes(method: str, program: Program) -> int:
     """Returns a lower bound on a method's bytes: the peak with everything swapped out that the method may move."""
     if method == "PyTorch":
         return program.peak_bytes
@@ -134,34 +134,34 @@ def least(method: str, program: Program) -> int:
     return Candidates(program, gaps).least_bytes
 
 
-def highest(fits: Callable[[int], bool], low: int, high: int, resolution: float) -> int:
+def largest_batch(is_feasible: Callable[[int], bool], low: int, high: int, resolution: float) -> int:
     """Returns the largest batch that fits, to within the fraction ``resolution``.
 
     Args:
         low: Batch that fits.
         high: Upper bound, which is tried first.
     """
-    if fits(high):
+    if is_feasible(high):
         return high
     while high - low > max(1, resolution * low):
         middle = min(2 * low, (low + high) // 2)  # approach from below: infeasible batches take longest
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if is_feasible(middle) else (low, middle)
     return low
 
 
 def facts(row: Row) -> Row:
     """Returns one network's batches and images/s by method, at its own and at the paper's largest batch."""
-    paper, found = NETWORKS[row["network"]], row["found"]
-    ideal = {m: one["batch"] / one["ideal_ns"] for m, one in found.items()}
-    at_paper = {m: one["at_paper"] and paper.batch[TABLE2[m]] / one["at_paper"]["iteration_ns"] * 1e9
-                for m, one in found.items()}  # fmt: skip
-    home_, pytorch = found["HOME"], found["PyTorch"]
+    paper, results = NETWORKS[row["network"]], row["found"]
+    ideal = {m: result["batch"] / result["ideal_ns"] for m, result in results.items()}
+    at_paper = {m: result["at_paper"] and paper.batch[TABLE2[m]] / result["at_paper"]["iteration_ns"] * 1e9
+                for m, result in results.items()}  # fmt: skip
+    home_result, pytorch = results["HOME"], results["PyTorch"]
     return {
         "label": paper.label, "paper_batch": paper.batch, "paper_rate": paper.throughput, "rate_at": at_paper,
-        **{key: {m: one[key] for m, one in found.items()} for key in ("batch", "bounded")},
-        "bounded_over": home_["bounded"] / pytorch["batch"],
-        "rate": {m: one["batch"] / one["iteration_ns"] * 1e9 for m, one in found.items()},
-        "times_paper": paper.batch[2] / paper.batch[0], "times": home_["batch"] / pytorch["batch"],
+        **{key: {m: result[key] for m, result in results.items()} for key in ("batch", "bounded")},
+        "bounded_over": home_result["bounded"] / pytorch["batch"],
+        "rate": {m: result["batch"] / result["iteration_ns"] * 1e9 for m, result in results.items()},
+        "times_paper": paper.batch[2] / paper.batch[0], "times": home_result["batch"] / pytorch["batch"],
         "gain": ideal["HOME"] / ideal["PyTorch"] - 1, "gain_paper": paper.throughput[2] / paper.throughput[0] - 1,
     }  # fmt: skip
 
@@ -174,32 +174,32 @@ class Fig6(Figure):
     """Fig. 6: images per second against the batch size, with the kernel-time model at each size."""
 
     name = "home_fig6"
-    among = NETWORKS
+    paper_networks = NETWORKS
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         shares = figures.numbers(settings, "shares", lambda value: 0 < value < float("inf"), "positive numbers")
-        options = home.search(settings)
+        options = home.search_options(settings)
         return [{**task, "share": share, **options} for task in super().tasks(settings) for share in sorted(shares)]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        batch = max(round(task["share"] * home.unplanned(home.sizes(task["network"], machine))), 2)
-        program = home.modeled(task["network"], machine, batch)
-        plans = {method: home.planned(method, program, machine, task) for method in METHODS}
-        found = {method: home.outcome(program, plan, machine) for method, plan in plans.items()}
-        return {"batch": batch, "limit": machine.memory_bytes, "ideal_ns": program.ideal_ns, "methods": found}
+        batch = max(round(task["share"] * home.unplanned_batch(home.sizes(task["network"], machine))), 2)
+        program = home.modeled_program(task["network"], machine, batch)
+        plans = {method: home.first_plan(method, program, machine, task) for method in METHODS}
+        results = {method: home.run_plan(program, plan, machine) for method, plan in plans.items()}
+        return {"batch": batch, "limit": machine.memory_bytes, "ideal_ns": program.ideal_ns, "methods": results}
 
     def numbers(self, rows: list[Row]) -> Row:
         claims = []
         for rival, theirs in CLAIMS.items():
-            both = [(ours / other, f"{NETWORKS[r['network']].label}, batch {r['batch']:,}", r["share"] > 1)
-                    for r in rows if r["share"] >= COMPARED
-                    if (ours := rate(r, "HOME")) and (other := rate(r, rival))]  # fmt: skip
-            needed = [times for times, _, is_needed in both if is_needed]
-            if both:
-                claims.append({"rival": rival, "theirs": theirs, "least": min(both), "most": max(both),
+            speedups = [(ours / other, f"{NETWORKS[r['network']].label}, batch {r['batch']:,}", r["share"] > 1)
+                        for r in rows if r["share"] >= COMPARED
+                        if (ours := rate(r, "HOME")) and (other := rate(r, rival))]  # fmt: skip
+            needed = [times for times, _, is_needed in speedups if is_needed]
+            if speedups:
+                claims.append({"rival": rival, "theirs": theirs, "least": min(speedups), "most": max(speedups),
                                "behind": sum(times < 1 for times in needed), "needed": len(needed)})  # fmt: skip
         ends = [[max((rate(row, method) or 0.0 for row in lines), default=0.0) for method in ("HOME", "PyTorch")]
-                for lines in figures.grouped(rows).values()]  # fmt: skip
+                for lines in figures.group_by(rows).values()]  # fmt: skip
         return {
             "methods": METHODS, "claims": claims,
             "lines": [{**r, "label": NETWORKS[r["network"]].label, "cells": cells(r)} for r in rows],
@@ -208,48 +208,48 @@ class Fig6(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         images, overheads = [], []
-        for network, lines in figures.grouped(rows).items():
+        for network, lines in figures.group_by(rows).items():
             paper, short = NETWORKS[network], [row for row in lines if row["share"] > 1]
-            above: list[Mark] = []
-            below: list[Mark] = []
+            rates: list[Mark] = []
+            losses: list[Mark] = []
             for method, (_, colour, marker) in LOOKS.items():
                 dash, name = DASHES.get(method, "-"), f"{method}, ours"
                 if method != "PyTorch":
                     overhead = [(row["methods"][method] or {}).get("overhead") for row in short]
                     label = f"{name} (overhead only)" * (method == ASPLOS)
-                    below.append(Line([row["share"] for row in short], overhead, colour, label, marker, dash, size=5,
-                                      hollow=method == ASPLOS))  # fmt: skip
+                    losses.append(Line([row["share"] for row in short], overhead, colour, label, marker, dash, size=5,
+                                       hollow=method == ASPLOS))  # fmt: skip
                 if method == ASPLOS:  # its images/s would hide Capuchin's
                     continue
-                kept = [r for r in lines if r["share"] >= 1 or method in ("PyTorch", "vDNN")]
+                drawn = [r for r in lines if r["share"] >= 1 or method in ("PyTorch", "vDNN")]
                 width, size = (2.8, 6) if method == "HOME" else (1.5, 7 if method == "PyTorch" else 4)
-                above.append(Line([row["batch"] for row in kept], [rate(row, method) for row in kept], colour,
+                rates.append(Line([row["batch"] for row in drawn], [rate(row, method) for row in drawn], colour,
                                   name + " (after the drop: all layers)" * (method == "vDNN"), marker, dash, width,
                                   size, front={"HOME": 2.5, "Capuchin": 3.5}.get(method, 3)))  # fmt: skip
                 if (i := TABLE2.get(method)) is not None:
                     label = f"{method}, largest batch in the paper (Table 2)"
-                    above.append(Line([paper.batch[i]], [paper.throughput[i]], colour, label, marker, "", size=9,
+                    rates.append(Line([paper.batch[i]], [paper.throughput[i]], colour, label, marker, "", size=9,
                                       hollow=True, front=4))  # fmt: skip
             ticks = [10**n for n in range(6) if lines[0]["batch"] <= 10**n <= lines[-1]["batch"]]
             size_axis = Axis("batch size", "{:,.0f}", scale="log", ticks=ticks)
-            images.append(Panel(paper.label, above, size_axis, Axis("images/s", "{:,.0f}", (0, None))))
+            images.append(Panel(paper.label, rates, size_axis, Axis("images/s", "{:,.0f}", (0, None))))
             shares = Axis("batch size / largest without a plan", "{:g}×", ticks=[row["share"] for row in short])
             level = Axis("overhead over the kernels", "%", (-0.001, 6), "symlog", (0, 0.01, 0.1, 1))
-            overheads.append(Panel(paper.label, below, shares, level))
+            overheads.append(Panel(paper.label, losses, shares, level))
         title = "Throughput against batch size, and overhead where memory is short: RTX 2080 Ti, 11 GB"
         return Chart(title, [*images, *overheads], 3, (4.9, 3.0), (0.0, 1.4))
 
 
 def rate(row: Row, method: str) -> float | None:
     """Returns the images per second, or None if nothing fits."""
-    found = row["methods"][method]
-    return float(row["batch"] / found["iteration_ns"] * 1e9) if found else None
+    result = row["methods"][method]
+    return float(row["batch"] / result["iteration_ns"] * 1e9) if result else None
 
 
 def cells(row: Row) -> list[str]:
     """Returns the images/s of every method."""
-    found = [(rate(row, method), row["methods"][method]) for method in METHODS]
-    return [f"{images:,.0f}{' (all)' * (of['planner'] == 'vdnn_all')}" if images else "–" for images, of in found]
+    runs = [(rate(row, method), row["methods"][method]) for method in METHODS]
+    return [f"{images:,.0f}{' (all)' * (run['planner'] == 'vdnn_all')}" if images else "–" for images, run in runs]
 
 
 # Section 4.3: parts of the iteration, as far as the text gives them.
@@ -272,20 +272,20 @@ class Fig7(Figure):
         batches = figures.batch_sizes(settings, 2)
         for name in batches.keys() - NETWORKS.keys():
             raise cli.UsageError(f"figure.batches: {name!r} is not one of HOME's networks ({', '.join(NETWORKS)})")
-        return [{"network": name, "batch": batch, **home.search(settings)} for name, batch in batches.items()]
+        return [{"network": name, "batch": batch, **home.search_options(settings)} for name, batch in batches.items()]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        of = home.sizes(task["network"], machine)
-        program = of.at(task["batch"])
-        found: dict[str, Row | None] = {}
+        sizes = home.sizes(task["network"], machine)
+        program = sizes.at_batch(task["batch"])
+        results: dict[str, Row | None] = {}
         for method in list(METHODS)[1:]:  # all but PyTorch
-            plan = home.planned(method, program, machine, task)
-            found[method] = None
+            plan = home.first_plan(method, program, machine, task)
+            results[method] = None
             if plan is not None:
                 timeline = simulate(program, plan, machine, machine.memory_bytes)
-                found[method] = {"planner": plan.planner, "iteration_ns": timeline.iteration_ns,
-                                 "overhead": timeline.overhead, "parts": parts(timeline)}  # fmt: skip
-        return {"unplanned": home.unplanned(of), "ideal_ns": program.ideal_ns, "methods": found}
+                results[method] = {"planner": plan.planner, "iteration_ns": timeline.iteration_ns,
+                                   "overhead": timeline.overhead, "parts": split_iteration(timeline)}  # fmt: skip
+        return {"unplanned": home.unplanned_batch(sizes), "ideal_ns": program.ideal_ns, "methods": results}
 
     def numbers(self, rows: list[Row]) -> Row:
         return {"lines": fig7_lines(rows)}
@@ -295,69 +295,69 @@ class Fig7(Figure):
         for row in rows:
             methods, unit = fig7_lines([row]), row["ideal_ns"]
             marks: list[Mark] = [Rule(1)]
-            left = np.zeros(len(methods))
-            longest = max((one["found"]["iteration_ns"] for one in methods if one["found"]), default=0) / unit
+            starts = np.zeros(len(methods))
+            longest = max((line["found"]["iteration_ns"] for line in methods if line["found"]), default=0) / unit
             for part, ink in PARTS.items():
-                width = np.array([one["found"]["parts"][part] / unit if one["found"] else 0.0 for one in methods])
-                texts = [f"{one['ours'][part] or 0:.0%}" * bool(w > 0.08 * longest)
-                         for one, w in zip(methods, width, strict=True)]  # fmt: skip
-                marks.append(Bars(range(len(methods)), width, ink, part, 0.62, left, texts=texts, inside=True,
+                width = np.array([line["found"]["parts"][part] / unit if line["found"] else 0.0 for line in methods])
+                texts = [f"{line['ours'][part] or 0:.0%}" * bool(w > 0.08 * longest)
+                         for line, w in zip(methods, width, strict=True)]  # fmt: skip
+                marks.append(Bars(range(len(methods)), width, ink, part, 0.62, starts, texts=texts, inside=True,
                                   hatch=HATCHES[part]))  # fmt: skip
-                left = left + width
-            for y, one in enumerate(methods):
-                text = f"  {one['found']['overhead']:+.2%}" if one["found"] else "  does not fit"
-                marks.append(Words(left[y], y, text, "left"))
-            where = Axis("iteration time, over that of the kernels alone", "{:g}×", (0, 1.2 * longest))
+                starts = starts + width
+            for y, line in enumerate(methods):
+                text = f"  {line['found']['overhead']:+.2%}" if line["found"] else "  does not fit"
+                marks.append(Words(starts[y], y, text, "left"))
+            x_axis = Axis("iteration time, over that of the kernels alone", "{:g}×", (0, 1.2 * longest))
             title = f"{NETWORKS[row['network']].label}, batch {row['batch']:,}"
-            times.append(Panel(title, marks, where, Axis(names=[one["method"] for one in methods])))
-            stated = [(f"{one['method']}: {part}", value, one["ours"][part])
-                      for one in methods for part, value in one["paper"].items() if value is not None]  # fmt: skip
+            times.append(Panel(title, marks, x_axis, Axis(names=[line["method"] for line in methods])))
+            stated = [(f"{line['method']}: {part}", value, line["ours"][part])
+                      for line in methods for part, value in line["paper"].items() if value is not None]  # fmt: skip
             if stated:
                 names, theirs, ours = zip(*stated, strict=True)
-                both = visible_pairs(Look("share", INK, "o"), theirs, ours)
-                where = Axis("share of the iteration", "%", (-0.03, 0.8))
-                shares.append(Panel("Shares that the paper states", both, where, Axis(names=names)))
-        panels = [panel for one in zip_longest(times, shares) for panel in one if panel]
+                share_marks = visible_pairs(Look("share", INK, "o"), theirs, ours)
+                x_axis = Axis("share of the iteration", "%", (-0.03, 0.8))
+                shares.append(Panel("Shares that the paper states", share_marks, x_axis, Axis(names=names)))
+        panels = [panel for group in zip_longest(times, shares) for panel in group if panel]
         title = "Where an iteration's time goes, in 11 GB of an RTX 2080 Ti"
         return Chart(title, panels, 2, (7.4, 3.3), keys=6)
 
 
-def parts(timeline: Timeline) -> dict[str, int]:
+def split_iteration(timeline: Timeline) -> dict[str, int]:
     """Splits the last iteration into ns of computation, overlap, recomputation and swapping."""
     begin, end = timeline.last_start_ns, timeline.boundaries[-1]
     kernels, outs, ins = (
         [(max(s.start_ns, begin), min(s.end_ns, end)) for s in timeline.spans if s.kind == kind and s.end_ns > begin]
         for kind in ("kernel", "swap_out", "swap_in")
     )
-    beside_out, beside_in = meet(kernels, outs), meet(kernels, ins)
-    both = sum(b - a for a, b in beside_out + beside_in) - sum(b - a for a, b in meet(beside_out, ins))
-    took = timeline.breakdown
-    waits = took.stall_memory_ns + took.stall_data_ns
-    return dict(zip(PARTS, (took.compute_ns - both, both, took.recompute_ns, waits), strict=True))
+    overlap_out, overlap_in = intersect(kernels, outs), intersect(kernels, ins)
+    overlap_ns = sum(b - a for a, b in overlap_out + overlap_in) - sum(b - a for a, b in intersect(overlap_out, ins))
+    breakdown = timeline.breakdown
+    waits = breakdown.stall_memory_ns + breakdown.stall_data_ns
+    return dict(zip(PARTS, (breakdown.compute_ns - overlap_ns, overlap_ns, breakdown.recompute_ns, waits), strict=True))
 
 
-def meet(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def intersect(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Returns the intersections of two lists of disjoint intervals."""
-    pairs = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
+    pairs = ((max(a, c), min(b, d)) for a, b in first for c, d in second)
     return [(start, end) for start, end in pairs if start < end]
 
 
 def fig7_lines(rows: list[Row]) -> list[Row]:
     """Returns a line per network and method; table cells have the paper's share, if stated, and ours."""
-    out = []
+    lines = []
     for row in rows:
-        for method, found in row["methods"].items():
-            ours = {part: found["parts"][part] / found["iteration_ns"] if found else None for part in PARTS}
-            paper = {**dict.fromkeys(PARTS), **(PAPER.get(row["network"], {}).get(method, {}) if found else {})}
+        for method, result in row["methods"].items():
+            ours = {part: result["parts"][part] / result["iteration_ns"] if result else None for part in PARTS}
+            paper = {**dict.fromkeys(PARTS), **(PAPER.get(row["network"], {}).get(method, {}) if result else {})}
             shares = [(paper[part], ours[part]) for part in PARTS]
-            out.append({
+            lines.append({
                 "network": NETWORKS[row["network"]].label, "batch": row["batch"], "ours": ours, "paper": paper,
-                "method": f"{method} (all layers)" if found and found["planner"] == "vdnn_all" else method,
-                "ms": f"{found['iteration_ns'] / 1e6:,.0f} ({found['overhead']:+.2%})" if found else "does not fit",
+                "method": f"{method} (all layers)" if result and result["planner"] == "vdnn_all" else method,
+                "ms": f"{result['iteration_ns'] / 1e6:,.0f} ({result['overhead']:+.2%})" if result else "does not fit",
                 "cells": ["" if b is None else f"{b:.1%}" if a is None else f"{a:.1%} / {b:.1%}" for a, b in shares],
-                "found": found,
+                "found": result,
             })  # fmt: skip
-    return out
+    return lines
 
 
 HATCHES = {"computation": "", "overlap": "//", "recomputation": "xx", "swapping": ".."}
@@ -372,48 +372,48 @@ class Fig9(Figure):
     name = "home_fig9"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        return [{"executor": EXECUTORS[name]} for name in chosen(settings, "executors", EXECUTORS)]
+        return [{"executor": EXECUTORS[name]} for name in choices(settings, "executors", EXECUTORS)]
 
     def run(self, task: Row, machine: Machine) -> Row:
         if task["executor"] == STREAMS:
             return {"replays": [row._asdict() for row in replays()]}
-        found = []
+        replayed = []
         for row in load_json(FOLDER / "probe.json", lambda data: data["rows"]):  # type: ignore[index]
             if row["section"] == "graph_replay":
                 _, workload, fraction, planner = row["plan"].split("-")
                 predicted, measured = row["predicted"], row["measured"]
                 replay = Replay(workload, float(fraction), planner, False, predicted, predicted, measured)
-                found.append(replay._asdict())
-        return {"replays": found}
+                replayed.append(replay._asdict())
+        return {"replays": replayed}
 
     def numbers(self, rows: list[Row]) -> Row:
-        found = [
-            {**one, "executor": row["executor"], "error": one["predicted_ns"] / one["measured_ns"] - 1,
-             "label": f"{REPLAYED[one['workload']]} {one['fraction']:.0%}, {one['planner']}"}
-            for row in sorted(rows, key=lambda row: row["executor"] != GRAPH) for one in row["replays"]
+        lines = [
+            {**run, "executor": row["executor"], "error": run["predicted_ns"] / run["measured_ns"] - 1,
+             "label": f"{REPLAYED[run['workload']]} {run['fraction']:.0%}, {run['planner']}"}
+            for row in sorted(rows, key=lambda row: row["executor"] != GRAPH) for run in row["replays"]
         ]  # fmt: skip
         plans: dict[str, Row] = {}
         summary: Row = {}
         for name, executor in (("graph", GRAPH), ("streams", STREAMS)):
-            here = [one for one in found if one["executor"] == executor]
-            errors = [abs(one["error"]) for one in here]
-            before = [abs(one["before_ns"] / one["measured_ns"] - 1) for one in here]
+            group = [run for run in lines if run["executor"] == executor]
+            errors = [abs(run["error"]) for run in group]
+            before = [abs(run["before_ns"] / run["measured_ns"] - 1) for run in group]
             summary[f"{name}_all"] = None
-            if here:
-                summary[f"{name}_all"] = {"plans": len(here), "mean": fmean(errors), "worst": max(errors),
+            if group:
+                summary[f"{name}_all"] = {"plans": len(group), "mean": fmean(errors), "worst": max(errors),
                                           "before": fmean(before)}  # fmt: skip
-            for one in here:
-                plans.setdefault(one["label"], {"label": one["label"], "graph": None, "streams": None})[name] = one
-        return {"lines": found, "plans": list(plans.values()), **summary}
+            for run in group:
+                plans.setdefault(run["label"], {"label": run["label"], "graph": None, "streams": None})[name] = run
+        return {"lines": lines, "plans": list(plans.values()), **summary}
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = self.numbers(rows)["lines"]
-        names = list(dict.fromkeys(one["label"] for one in found))
+        lines = self.numbers(rows)["lines"]
+        names = list(dict.fromkeys(line["label"] for line in lines))
         marks: list[Line | Rule] = [Rule(0), Rule(1, line=":", text="paper: below 1 %"), Rule(-1, line=":")]
         for executor, colour, marker in ((GRAPH, look("home").colour, "o"), (STREAMS, INK, "^")):
-            here = [one for one in found if one["executor"] == executor]
-            at, errors = [names.index(one["label"]) for one in here], [100 * one["error"] for one in here]
-            marks.append(Line(errors, at, colour, executor, marker, "", hollow=executor == STREAMS))
+            group = [line for line in lines if line["executor"] == executor]
+            positions, errors = [names.index(line["label"]) for line in group], [100 * line["error"] for line in group]
+            marks.append(Line(errors, positions, colour, executor, marker, "", hollow=executor == STREAMS))
         panel = Panel("", marks, Axis("predicted − measured, % of measured", "{:g}"), Axis(names=names))
         return Chart("Simulated iterations against replays on an H200", [panel], size=(6.5, 0.3 * len(names) + 1.2))
 
@@ -429,10 +429,10 @@ class Fig8(Figure):
     """Fig. 8: worst, average and best particle over the iterations of HOME's search."""
 
     name = "home_fig8"
-    among = NETWORKS
+    paper_networks = NETWORKS
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        share, options = home.share(settings), home.search(settings)
+        share, options = home.batch_share(settings), home.search_options(settings)
         seeds = figures.integers(settings, "seeds", 0)
         return [
             {**task, "share": share, "update": update, "seed": seed, **options}
@@ -440,9 +440,9 @@ class Fig8(Figure):
         ]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        of = home.sizes(task["network"], machine)
-        batch = round(task["share"] * home.unplanned(of))
-        program = of.at(batch)
+        sizes = home.sizes(task["network"], machine)
+        batch = round(task["share"] * home.unplanned_batch(sizes))
+        program = sizes.at_batch(batch)
         options = {key: task[key] for key in ("particles", "iterations", "seed", "update")}
         planner = HOME(**options, jobs=1)
         planner.plan(program, machine, machine.memory_bytes)
@@ -456,13 +456,13 @@ class Fig8(Figure):
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        keys = figures.grouped(({**row, "key": (row["network"], row["update"])} for row in rows), "key")
+        keys = figures.group_by(({**row, "key": (row["network"], row["update"])} for row in rows), "key")
         networks = [fig8_facts(runs) for runs in keys.values()]
-        ends = [one["last"] for one in networks]
-        printed, whole = ([row for row in rows if row["update"] == update] for update in UPDATES)
+        ends = [net["last"] for net in networks]
+        printed, single = ([row for row in rows if row["update"] == update] for update in UPDATES)
         return {
             "networks": networks, "near": NEAR, "particles": rows[0]["particles"],
-            "needed": span(map(needed, printed)), "needed_whole": span(map(needed, whole)),
+            "needed": span(map(iterations_needed, printed)), "needed_whole": span(map(iterations_needed, single)),
             "worse": span(b - a for a, b in zip(ends[::2], ends[1::2], strict=False)),
             "each": span(r["calls"] / len(r["best"]) for r in printed),
         }  # fmt: skip
@@ -470,23 +470,23 @@ class Fig8(Figure):
     def chart(self, rows: list[Row]) -> Chart:
         panels = []
         names = {"worst": "worst particle", "mean": "mean of the particles", "best": "best particle"}
-        for network, runs in figures.grouped(rows).items():
-            marks: list[Mark] = [Rule(1, across=True)]
+        for network, runs in figures.group_by(rows).items():
+            marks: list[Mark] = [Rule(1, horizontal=True)]
             stated = network in STATED
-            said = "paper: close to the end" if stated else f"paper: {OTHERS}, mean of all but InceptionV3"
-            marks.append(Rule(STATED.get(network, OTHERS), colour=FAINT, label=said, line=DASHED if stated else DOTTED))
-            updates = figures.grouped(runs, "update")
-            for which, ink in SWARM.items():
-                seeds = [np.array(run[which], float) / run["ideal_ns"] for run in updates[UPDATES[0]]]
+            text = "paper: close to the end" if stated else f"paper: {OTHERS}, mean of all but InceptionV3"
+            marks.append(Rule(STATED.get(network, OTHERS), colour=FAINT, label=text, line=DASHED if stated else DOTTED))
+            updates = figures.group_by(runs, "update")
+            for key, ink in SWARM.items():
+                seeds = [np.array(run[key], float) / run["ideal_ns"] for run in updates[UPDATES[0]]]
                 marks += [Line(range(1, len(y) + 1), y, ink, width=0.8, alpha=0.5) for y in seeds]
-                mean = curve(updates[UPDATES[0]], which)
-                marks.append(Line(range(1, len(mean) + 1), mean, ink, names[which], MARKERS[which], width=2))
-            whole = curve(updates[UPDATES[1]], "best")
+                mean = curve(updates[UPDATES[0]], key)
+                marks.append(Line(range(1, len(mean) + 1), mean, ink, names[key], MARKERS[key], width=2))
+            best = curve(updates[UPDATES[1]], "best")
             label = "best, one evaluation per particle"
-            marks.append(Line(range(1, len(whole) + 1), whole, INK, label, line="--", front=4))
-            close = round(fmean(map(needed, updates[UPDATES[1]])))
+            marks.append(Line(range(1, len(best) + 1), best, INK, label, line="--", front=4))
+            converged = round(fmean(map(iterations_needed, updates[UPDATES[1]])))
             label = f"the same, within {NEAR:.0%} of its end"
-            marks.append(Line([close], [whole[close - 1]], INK, label, "*", "", size=12, front=5))
+            marks.append(Line([converged], [best[converged - 1]], INK, label, "*", "", size=12, front=5))
             title = f"{NETWORKS[network].label}, batch {runs[0]['batch']:,}"
             x = Axis("iteration of the search", "{:g}", scale="log", ticks=(1, 10, 100, 500))
             panels.append(Panel(title, marks, x, Axis("iteration time / kernels alone", "{:g}×")))
@@ -494,18 +494,18 @@ class Fig8(Figure):
         return Chart(title, panels, 3, (4.4, 3.2), (0.0, 1.1))
 
 
-def curve(runs: list[Row], which: str) -> NDArray[np.float64]:
+def curve(runs: list[Row], key: str) -> NDArray[np.float64]:
     """Returns the swarm's best, mean or worst iteration time per search iteration, averaged over seeds.
 
     The result is float64[iterations], relative to total kernel time. A search that ended early keeps its last value.
     Iterations without a feasible particle are NaN.
     """
-    most = max(len(run[which]) for run in runs)
-    padded = [np.array(run[which] + run[which][-1:] * (most - len(run[which])), float) for run in runs]
+    length = max(len(run[key]) for run in runs)
+    padded = [np.array(run[key] + run[key][-1:] * (length - len(run[key])), float) for run in runs]
     return np.asarray(np.mean([times / run["ideal_ns"] for times, run in zip(padded, runs, strict=True)], axis=0))
 
 
-def needed(run: Row) -> int:
+def iterations_needed(run: Row) -> int:
     """Returns the iterations until the best particle is within ``NEAR`` of the final one."""
     best = run["best"]
     return next(i for i, ns in enumerate(best, 1) if ns is not None and ns <= (1 + NEAR) * best[-1])
@@ -516,7 +516,7 @@ def fig8_facts(runs: list[Row]) -> Row:
     network, best = runs[0]["network"], curve(runs, "best")
     return {
         "label": NETWORKS[network].label, "update": NAMES[runs[0]["update"]],
-        "paper": STATED.get(network, f"(mean {OTHERS})"), "needed": fmean(map(needed, runs)),
+        "paper": STATED.get(network, f"(mean {OTHERS})"), "needed": fmean(map(iterations_needed, runs)),
         "calls": fmean(run["calls"] / len(run["best"]) for run in runs), "first": best[0], "last": best[-1],
     }  # fmt: skip
 
@@ -528,16 +528,16 @@ class Table3(Figure):
     """Table 3: cost of HOME's search, and of one evaluation of a policy."""
 
     name = "home_table3"
-    among = NETWORKS
+    paper_networks = NETWORKS
     simulated = False
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        options = {"share": home.share(settings), **home.search(settings)}
+        options = {"share": home.batch_share(settings), **home.search_options(settings)}
         return [{**task, **options} for task in super().tasks(settings)]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        of = home.sizes(task["network"], machine)
-        program = of.at(round(task["share"] * home.unplanned(of)))
+        sizes = home.sizes(task["network"], machine)
+        program = sizes.at_batch(round(task["share"] * home.unplanned_batch(sizes)))
         warm_up(machine, "home")
         planner = HOME(particles=task["particles"], iterations=task["iterations"], jobs=1)
         begin = time.process_time()
@@ -546,8 +546,8 @@ class Table3(Figure):
         gaps = [m.gap for m in feature_maps(program)]
         evaluator = Evaluator(Engine(program, machine, machine.memory_bytes), gaps)
         rng = np.random.default_rng(0)
-        ways = [placements(program, gap, "joint") for gap in gaps]
-        particles = np.stack([rng.choice(np.array(w, np.int8), EVALUATIONS) for w in ways], axis=1)
+        modes = [placements(program, gap, "joint") for gap in gaps]
+        particles = np.stack([rng.choice(np.array(mode, np.int8), EVALUATIONS) for mode in modes], axis=1)
         begin = time.process_time()
         evaluator.evaluate(particles)
         return {
@@ -557,19 +557,19 @@ class Table3(Figure):
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        found = [table3_facts(row) for row in rows]
+        networks = [table3_facts(row) for row in rows]
         return {
-            "networks": found, "processors": sorted({row["processor"] for row in rows}),
-            "particles": rows[0]["particles"], "times": span(one["time"] for one in found),
+            "networks": networks, "processors": sorted({row["processor"] for row in rows}),
+            "particles": rows[0]["particles"], "times": span(net["time"] for net in networks),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = [table3_facts(row) for row in rows]
-        names = Axis(names=[one["label"] for one in found])
+        networks = [table3_facts(row) for row in rows]
+        names = Axis(names=[net["label"] for net in networks])
         panels = []
-        whole, one_of = ("search_paper", "search_s"), ("paper_ms", "ms")
-        for title, unit, keys in (("The whole search", "seconds", whole), ("One evaluation", "milliseconds", one_of)):
-            theirs, ours = ([one[key] for one in found] for key in keys)
+        search, single = ("search_paper", "search_s"), ("paper_ms", "ms")
+        for title, unit, keys in (("The whole search", "seconds", search), ("One evaluation", "milliseconds", single)):
+            theirs, ours = ([net[key] for net in networks] for key in keys)
             join, hollow, filled = pairs(look("home"), theirs, ours)
             marks = [join, replace(hollow, texts=[f"{x:.3g}" for x in theirs]),
                      replace(filled, texts=[f"{x:.2g}" for x in ours], side="left")]  # fmt: skip

@@ -70,34 +70,34 @@ MOST = 100_000  # batch size
 _modeled_ns: dict[tuple[str, str], int] = {}  # kernels at the paper's largest batch, by network and machine
 
 
-def share(settings: DictConfig) -> float:
+def batch_share(settings: DictConfig) -> float:
     """Returns ``settings.share``, relative to the largest unplanned batch; raises UsageError unless it is above 1."""
-    found = cli.number(settings, "share")
-    if found <= 1:
-        raise cli.UsageError(f"figure.share: expected a number above 1, got {found}")
-    return found
+    value = cli.number(settings, "share")
+    if value <= 1:
+        raise cli.UsageError(f"figure.share: expected a number above 1, got {value}")
+    return value
 
 
-def search(settings: DictConfig) -> Row:
+def search_options(settings: DictConfig) -> Row:
     """Returns HOME's options from a figure's settings."""
     return {key: cli.integer(settings, key, least=1) for key in SEARCH}
 
 
-def planned(method: str, program: Program, machine: Machine, task: Row) -> Plan | None:
+def first_plan(method: str, program: Program, machine: Machine, task: Row) -> Plan | None:
     """Returns the plan of the first planner of ``method`` that fits the machine's memory, or None.
 
     Args:
         task: Contains HOME's options.
     """
-    for name, fixed in METHODS[method]:
+    for name, defaults in METHODS[method]:
         options = {key: task[key] for key in SEARCH} if name == "home" else {}
-        planner = agents.make(name, **fixed, **options)
+        planner = agents.make(name, **defaults, **options)
         if (plan := figures.attempt(planner, program, machine, machine.memory_bytes)) is not None:
             return plan
     return None
 
 
-def outcome(program: Program, plan: Plan | None, machine: Machine) -> Row | None:
+def run_plan(program: Program, plan: Plan | None, machine: Machine) -> Row | None:
     """Simulates a plan within the machine's memory."""
     if plan is None:
         return None
@@ -109,9 +109,9 @@ def outcome(program: Program, plan: Plan | None, machine: Machine) -> Row | None
     }  # fmt: skip
 
 
-def unplanned(of: Sizes) -> int:
+def unplanned_batch(sizes: Sizes) -> int:
     """Returns the largest batch that fits without a plan."""
-    return largest(lambda batch: of.at(batch).peak_bytes <= of.machine.memory_bytes, CAPTURED[1], MOST)
+    return largest(lambda batch: sizes.at_batch(batch).peak_bytes <= sizes.machine.memory_bytes, CAPTURED[1], MOST)
 
 
 class Sizes:
@@ -132,15 +132,15 @@ class Sizes:
         scale: tuple[int, float] | None = None,
     ) -> None:  # fmt: skip
         self._batches, step = Batches(batches[0], captures[0], batches[1], captures[1]), batches[1] - batches[0]
-        for at_small, at_large in zip(*map(_numbers, captures), strict=True):
-            if (at_large - at_small) % step:
-                both = f"{at_small:,} and {at_large:,}"
-                raise ValueError(f"{both} differ by no multiple of {step} images; cannot interpolate")
+        for small, large in zip(*map(_numbers, captures), strict=True):
+            if (large - small) % step:
+                text = f"{small:,} and {large:,}"
+                raise ValueError(f"{text} differ by no multiple of {step} images; cannot interpolate")
         self.machine, self.factor = machine, 1.0
         if scale is not None:
-            self.factor = scale[1] * 1e9 / self.at(scale[0]).ideal_ns
+            self.factor = scale[1] * 1e9 / self.at_batch(scale[0]).ideal_ns
 
-    def at(self, batch: int) -> Program:
+    def at_batch(self, batch: int) -> Program:
         """Returns the program at one batch size."""
         return self.timed(self._batches.interpolated(batch))
 
@@ -164,22 +164,22 @@ def program(network: str, machine: Machine, batch: int) -> Program:
     return figures.program(network, machine, batch_size=batch, algorithms=False)
 
 
-def modeled(network: str, machine: Machine, batch: int) -> Program:
+def modeled_program(network: str, machine: Machine, batch: int) -> Program:
     """Captures a network at a batch size, with the kernel-time model's durations times one factor per network.
 
     At the paper's largest batch of PyTorch, the throughput is the paper's.
     """
-    paper, found, key = NETWORKS[network], program(network, machine, batch), (network, machine.name)
+    paper, captured, key = NETWORKS[network], program(network, machine, batch), (network, machine.name)
     if key not in _modeled_ns:
         _modeled_ns[key] = program(network, machine, paper.batch[0]).ideal_ns
     factor = paper.batch[0] / paper.throughput[0] * 1e9 / _modeled_ns[key]
-    return found.with_durations(scaled([k.duration_ns for k in found.kernels], round(found.ideal_ns * factor)))
+    return captured.with_durations(scaled([k.duration_ns for k in captured.kernels], round(captured.ideal_ns * factor)))
 
 
 @lru_cache(maxsize=1)  # a process runs the tasks of one network consecutively
 def _captured(network: str) -> tuple[Program, Program]:
-    on = Machine.load("rtx2080ti")  # any machine; durations are replaced
-    return program(network, on, CAPTURED[0]), program(network, on, CAPTURED[1])
+    machine = Machine.load("rtx2080ti")  # any machine; durations are replaced
+    return program(network, machine, CAPTURED[0]), program(network, machine, CAPTURED[1])
 
 
 def sizes(network: str, machine: Machine) -> Sizes:

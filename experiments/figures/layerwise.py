@@ -45,7 +45,7 @@ class Layer(NamedTuple):
     inputs: tuple[int, ...]
 
 
-class Step(NamedTuple):
+class MemoryStep(NamedTuple):
     """Memory contents during one kernel."""
 
     name: str
@@ -82,33 +82,33 @@ def resnet(*blocks: int) -> list[Layer]:
     for stage, count in enumerate(blocks, 2):
         width = 64 * 2 ** (stage - 2)
         for i in range(count):
-            here = f"{stage}.{i + 1}"
+            label = f"{stage}.{i + 1}"
             fork = len(layers)
-            layers.append(Layer(f"FORK{here}", "copy", layers[-1].floats, (fork - 1,)))
+            layers.append(Layer(f"FORK{label}", "copy", layers[-1].floats, (fork - 1,)))
             if i == 0 and stage > 2:
                 pixels //= 4
             parts: list[Part] = []
             for j, channels in enumerate((width, width, 4 * width), 1):
-                parts += [(f"CONV{here}.{j}", "conv", channels * pixels), (f"BN{here}.{j}", "norm", 0)]
-                parts += [(f"ACT{here}.{j}", "activation", 0)] if j < 3 else []
+                parts += [(f"CONV{label}.{j}", "conv", channels * pixels), (f"BN{label}.{j}", "norm", 0)]
+                parts += [(f"ACT{label}.{j}", "activation", 0)] if j < 3 else []
             layers = _chain(parts, layers)
-            right = len(layers) - 1
-            left = fork
+            main = len(layers) - 1
+            shortcut = fork
             if i == 0:
-                projection: list[Part] = [(f"CONV{here}.0", "conv", 4 * width * pixels), (f"BN{here}.0", "norm", 0)]
+                projection: list[Part] = [(f"CONV{label}.0", "conv", 4 * width * pixels), (f"BN{label}.0", "norm", 0)]
                 layers = _chain(projection, layers, fork)
-                left = len(layers) - 1
-            layers.append(Layer(f"JOIN{here}", "elementwise", 4 * width * pixels, (left, right)))
-            layers = _chain([(f"ACT{here}", "activation", 0)], layers)
+                shortcut = len(layers) - 1
+            layers.append(Layer(f"JOIN{label}", "elementwise", 4 * width * pixels, (shortcut, main)))
+            layers = _chain([(f"ACT{label}", "activation", 0)], layers)
     return _chain(
         [("POOL2", "pool", layers[-1].floats // pixels), ("FC1", "matmul", 1000), ("SOFTMAX", "other", 0)], layers
     )
 
 
-def _chain(parts: Sequence[Part], before: list[Layer], after: int = -1) -> list[Layer]:
-    """Appends a chain of layers after layer ``after`` to ``before``; 0 floats copies the input's size."""
-    layers = list(before)
-    previous = len(layers) - 1 if after < 0 else after
+def _chain(parts: Sequence[Part], head: list[Layer], start: int = -1) -> list[Layer]:
+    """Appends a chain of layers after layer ``start`` to ``head``; 0 floats copies the input's size."""
+    layers = list(head)
+    previous = len(layers) - 1 if start < 0 else start
     for name, kind, floats in parts:
         inputs = (previous,) if previous >= 0 else ()
         layers.append(Layer(name, kind, floats or layers[previous].floats, inputs))
@@ -125,13 +125,13 @@ def backward_order(layers: Sequence[Layer]) -> list[int]:
     for layer in layers:
         for i in layer.inputs:
             readers[i] += 1
-    order, todo = [], [len(layers) - 1]
-    while todo:
-        i = todo.pop()
+    order, stack = [], [len(layers) - 1]
+    while stack:
+        i = stack.pop()
         readers[i] -= 1
         if readers[i] <= 0:
             order.append(i)
-            todo += [layers[i].inputs[0], *reversed(layers[i].inputs[1:])] if layers[i].inputs else []
+            stack += [layers[i].inputs[0], *reversed(layers[i].inputs[1:])] if layers[i].inputs else []
     return order
 
 
@@ -145,11 +145,11 @@ def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 
     tensors: list[Tensor] = []
     kernels: list[Kernel] = []
 
-    def new(label: str, floats: int, kind: TensorKind) -> int:
+    def add_tensor(label: str, floats: int, kind: TensorKind) -> int:
         tensors.append(Tensor(label, batch_size * floats * FLOAT, kind))
         return len(tensors) - 1
 
-    def step(layer: Layer, phase: Phase, inputs: list[int], outputs: list[int]) -> None:
+    def add_kernel(layer: Layer, phase: Phase, inputs: list[int], outputs: list[int]) -> None:
         kernels.append(Kernel(layer.name, layer.kind, phase, tuple(inputs), tuple(outputs), STEP_NS))
 
     readers: list[list[int]] = [[] for _ in layers]
@@ -159,9 +159,9 @@ def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 
     outputs: list[dict[int, int]] = []  # per layer, the tensor for each reader; a fork has several
     for i, layer in enumerate(layers):
         names = [f"{layer.name} for {layers[r].name}" for r in readers[i]] if layer.kind == "copy" else [layer.name]
-        made = [new(label, layer.floats, "activation") for label in names]
-        outputs.append({r: made[b % len(made)] for b, r in enumerate(readers[i] or [-1])})
-        step(layer, "forward", [outputs[s][i] for s in layer.inputs], made)
+        produced = [add_tensor(label, layer.floats, "activation") for label in names]
+        outputs.append({r: produced[b % len(produced)] for b, r in enumerate(readers[i] or [-1])})
+        add_kernel(layer, "forward", [outputs[s][i] for s in layer.inputs], produced)
 
     gradients: list[dict[int, int]] = [{} for _ in layers]  # of each layer's output, by the reader that it comes from
     for i in backward_order(layers):
@@ -171,20 +171,20 @@ def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 
         label, floats = f"gradient of {layer.name}'s input", layers[layer.inputs[0]].floats if layer.inputs else image
         if layer.kind == "other":
             dx = [y]
-            step(layer, "backward", [*x, y], dx)
+            add_kernel(layer, "backward", [*x, y], dx)
         elif layer.kind in IN_PLACE:
             dx = dy
-            step(layer, "backward", [*x, y, *dy], dx)
+            add_kernel(layer, "backward", [*x, y, *dy], dx)
         elif layer.kind == "copy":
             dx = dy[:1]
-            step(layer, "backward", dy, dx)
+            add_kernel(layer, "backward", dy, dx)
         elif layer.kind == "elementwise":
-            copies = [new(f"{label} {b}", layer.floats, "gradient") for b in range(1, len(x))]
+            copies = [add_tensor(f"{label} {b}", layer.floats, "gradient") for b in range(1, len(x))]
             dx = [*dy, *copies]
-            step(layer, "backward", dy, copies)
+            add_kernel(layer, "backward", dy, copies)
         else:
-            dx = [new(label, floats, "gradient")]
-            step(layer, "backward", {"pool": [*x, y, *dy], "dropout": dy}.get(layer.kind, [*x, *dy]), dx)
+            dx = [add_tensor(label, floats, "gradient")]
+            add_kernel(layer, "backward", {"pool": [*x, y, *dy], "dropout": dy}.get(layer.kind, [*x, *dy]), dx)
         for source, tensor in zip(layer.inputs, dx, strict=False):
             gradients[source][i] = tensor
     return Program(name, tuple(tensors), tuple(kernels))
@@ -206,19 +206,19 @@ def plan(program: Program, offload: bool = True, strategy: str | None = None, br
     """
     if strategy not in (None, *STRATEGIES):
         raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    ways = evictable_gaps(program, "joint", 1, joins=branches)
+    kinds = evictable_gaps(program, "joint", 1, joins=branches)
     decisions: list[Decision] = [
         Swap(*gap, prefetch=gap.before - 1 if branches else _prefetch(program, gap), sync=True)
-        for gap, way in ways.items()
-        if way == SWAPPED and offload and program.kernels[gap.before].phase == "backward"
+        for gap, kind in kinds.items()
+        if kind == SWAPPED and offload and program.kernels[gap.before].phase == "backward"
     ]
-    dropped: dict[int, list[Gap]] = {}
+    recomputed: dict[int, list[Gap]] = {}
     segment = segments(program)
-    for gap, way in ways.items():
-        if way == RECOMPUTED and strategy:
-            dropped.setdefault(segment[gap.tensor], []).append(gap)
+    for gap, kind in kinds.items():
+        if kind == RECOMPUTED and strategy:
+            recomputed.setdefault(segment[gap.tensor], []).append(gap)
     l_peak = max(layer_bytes(program, k) for k in range(len(program.kernels)))
-    for gaps in dropped.values():
+    for gaps in recomputed.values():
         keep = strategy == "speed" or (strategy == "cost" and segment_bytes(program, gaps) <= l_peak)
         decisions += [Recompute(*gap, keep=keep) for gap in gaps]
     return Plan(tuple(decisions), program.fingerprint)
@@ -232,7 +232,7 @@ def _prefetch(program: Program, gap: Gap) -> int:
     return gap.before - 1
 
 
-def steps(program: Program, plan: Plan) -> tuple[list[Step], int, int]:
+def memory_steps(program: Program, plan: Plan) -> tuple[list[MemoryStep], int, int]:
     """Simulates a program under a plan, with copies that take no time.
 
     Returns:
@@ -240,17 +240,17 @@ def steps(program: Program, plan: Plan) -> tuple[list[Step], int, int]:
         recomputation needs before its kernel.
     """
     timeline = simulate(program, plan, FREE, FREE.memory_bytes)
-    held: Counter[int] = Counter()
-    events, found, again = iter(timeline.events), [], 0
+    in_memory: Counter[int] = Counter()
+    events, steps, recomputed = iter(timeline.events), [], 0
     event = next(events, None)
     for span in timeline.spans:
         while event is not None and event.time_ns <= span.start_ns:
-            held[event.owner] += event.nbytes
+            in_memory[event.owner] += event.nbytes
             event = next(events, None)
         if span.start_ns < timeline.last_start_ns:
             continue
-        again += span.kind == "recompute"
+        recomputed += span.kind == "recompute"
         if span.kind == "kernel":
-            kernel, there = program.kernels[span.index], tuple(sorted(+held))
-            found.append(Step(kernel.name, kernel.phase, sum(held.values()), there))
-    return found, again, timeline.peak_bytes
+            kernel, resident = program.kernels[span.index], tuple(sorted(+in_memory))
+            steps.append(MemoryStep(kernel.name, kernel.phase, sum(in_memory.values()), resident))
+    return steps, recomputed, timeline.peak_bytes

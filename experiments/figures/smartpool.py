@@ -16,15 +16,15 @@ from experiments.common import cli
 from experiments.common.bisection import bisect
 from experiments.common.report import MB as MEGABYTE, Row
 from experiments.figures.figure import Figure, span
-from experiments.figures.smartpool_loads import MB, PAPER, ZERO, last_kernels, limits_of, our_limit, planned, waits
+from experiments.figures.smartpool_loads import MB, PAPER, ZERO, last_kernels, limits_mb, our_limit, run_planner, waits
 from experiments.plotting import plots
 from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule, floor as floor_area, pairs
 from experiments.plotting.palette import FAINT, INK, LOAD, SWAPPED, look
 from simulator import Machine, Plan, Program, Swap, Timeline, simulate
 from simulator.pool.device import Device, train
 
-LEAST = 280  # MB: the lowest limit of Fig. 9, "slightly above the load_min"
-NONE, MINIMUM = "no swap", "load_min"
+LOWEST_LIMIT = 280  # MB: the lowest limit of Fig. 9, "slightly above the load_min"
+NO_SWAP, LOAD_MIN = "no swap", "load_min"
 
 
 class Fig8(Figure):
@@ -33,57 +33,57 @@ class Fig8(Figure):
     name = "smartpool_fig8"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        network, limits = settings.network, limits_of(settings, settings.network)
-        curves: list[Row] = [{"curve": NONE, "limit": None}, {"curve": MINIMUM, "limit": None}]
+        network, limits = settings.network, limits_mb(settings, settings.network)
+        curves: list[Row] = [{"curve": NO_SWAP, "limit": None}, {"curve": LOAD_MIN, "limit": None}]
         curves += [{"curve": f"limit {limit:g} MB", "limit": limit} for limit in limits]
         return [{"network": network, **curve} for curve in curves]
 
     def run(self, task: Row, machine: Machine) -> Row:
         program, limit, gradients = figures.program(task["network"], machine), None, None
-        if task["curve"] == MINIMUM:
-            found, timeline = load_min(program, machine)
-            x, y = np.array(program.start_ns) / 1e6, np.append(found, found[-1]) / MB
-            peak, most = int(found.max()), int(found.argmax())
+        if task["curve"] == LOAD_MIN:
+            load, timeline = load_min(program, machine)
+            x, y = np.array(program.start_ns) / 1e6, np.append(load, load[-1]) / MB
+            peak, peak_kernel = int(load.max()), int(load.argmax())
             uses = zip(program.tensors, program.accesses, strict=True)
-            gradients = sum(t.nbytes for t, u in uses if t.kind == "gradient" and u and u[0] <= most <= u[-1])
+            gradients = sum(t.nbytes for t, u in uses if t.kind == "gradient" and u and u[0] <= peak_kernel <= u[-1])
         else:
             timeline = simulate(program, Plan(), machine, program.peak_bytes)
             if task["limit"] is not None:
                 limit = our_limit(program, task["network"], task["limit"])
-                timeline = planned(agents.make("autoswap_bo"), program, machine, limit)
+                timeline = run_planner(agents.make("autoswap_bo"), program, machine, limit)
             peak, (x, y) = timeline.peak_bytes, plots.steady_memory(timeline)
             y = y * MEGABYTE / MB
-        out = [s for s in timeline.spans if s.kind == "swap_out" and s.start_ns >= timeline.last_start_ns]
+        swap_outs = [s for s in timeline.spans if s.kind == "swap_out" and s.start_ns >= timeline.last_start_ns]
         return {
             "ours": limit, "load": program.peak_bytes, "peak": peak, "gradients": gradients,
             "peak_ms": float(x[int(np.argmax(y))]), "iteration_ns": timeline.iteration_ns,
-            "ideal_ns": program.ideal_ns, "moved": sum(program.tensors[s.index].nbytes for s in out),
-            "swaps": len(out),
+            "ideal_ns": program.ideal_ns, "moved": sum(program.tensors[s.index].nbytes for s in swap_outs),
+            "swaps": len(swap_outs),
             "curve_points": [[round(float(a), 4), round(float(b), 3)] for a, b in zip(x, y, strict=True)],
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        least, theirs = next(row for row in rows if row["curve"] == MINIMUM), PAPER[rows[0]["network"]]["load"]
+        minimum, theirs = next(row for row in rows if row["curve"] == LOAD_MIN), PAPER[rows[0]["network"]]["load"]
         return {
             "curves": [{**row, "overhead": row["iteration_ns"] / row["ideal_ns"] - 1} for row in rows],
-            "away": least["load"] - least["peak"], "theirs": theirs - LEAST, "lowest": LEAST,
+            "away": minimum["load"] - minimum["peak"], "theirs": theirs - LOWEST_LIMIT, "lowest": LOWEST_LIMIT,
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
-        order = sorted(self.numbers(rows)["curves"], key=lambda row: -row["peak"])
+        curves = sorted(self.numbers(rows)["curves"], key=lambda row: -row["peak"])
         marks: list[Mark] = []
-        for row, ink in zip(order, [*[FAINT, *SWAPPED][: len(order) - 1], LOAD], strict=True):
+        for row, ink in zip(curves, [*[FAINT, *SWAPPED][: len(curves) - 1], LOAD], strict=True):
             x, y = zip(*row["curve_points"], strict=True)
-            words = f"{row['curve']}: peak {row['peak'] / MB:,.0f} MB"
+            text = f"{row['curve']}: peak {row['peak'] / MB:,.0f} MB"
             if row["limit"]:
                 ours = row["ours"] / MB
-                words = f"paper's limit {row['limit']:g} MB, ours {ours:,.0f} MB: {row['overhead']:.1%} overhead"
-                marks.append(Rule(ours, across=True, colour=ink))
-            marks.append(Line(x, y, ink, words, step=True, width=1.5, band=(0, y) if row["curve"] == NONE else None))
+                text = f"paper's limit {row['limit']:g} MB, ours {ours:,.0f} MB: {row['overhead']:.1%} overhead"
+                marks.append(Rule(ours, horizontal=True, colour=ink))
+            marks.append(Line(x, y, ink, text, step=True, width=1.5, band=(0, y) if row["curve"] == NO_SWAP else None))
         longest = max(row["curve_points"][-1][0] for row in rows)
-        where = Axis("time in the iteration (ms)", limits=(0, longest)), Axis("memory load (MB)", limits=(0, None))
+        axes = Axis("time in the iteration (ms)", limits=(0, longest)), Axis("memory load (MB)", limits=(0, None))
         title = f"{figures.label(rows[0]['network'])}, batch size 100, GTX 1080 Ti: load with AutoSwap"
-        return Chart(title, [Panel("", marks, *where)], size=(9.5, 4.4), keys=2)
+        return Chart(title, [Panel("", marks, *axes)], size=(9.5, 4.4), keys=2)
 
 
 def load_min(program: Program, machine: Machine) -> tuple[np.ndarray, Timeline]:
@@ -96,7 +96,7 @@ def load_min(program: Program, machine: Machine) -> tuple[np.ndarray, Timeline]:
 
 
 SCORES = tuple(f"autoswap_{score}" for score in BASIC)
-FREE = 447  # MB: the limit down to which the paper's overhead is zero
+FREE_LIMIT = 447  # MB: the limit down to which the paper's overhead is zero
 CLOSE, HIGHEST = 0.03, 0.2  # the paper's claims: maximum difference of the scores, maximum overhead
 DASHES, INKS = ("-", "--", ":", "-."), ("#08306b", "#4a9bd4", "#f16913", "#8e5bd0")  # by SCORES
 
@@ -108,7 +108,7 @@ class Fig9(Figure):
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         network = settings.network
-        shared = {"network": network, "limits": sorted(limits_of(settings, network), reverse=True)}
+        shared = {"network": network, "limits": sorted(limits_mb(settings, network), reverse=True)}
         seeds = figures.integers(settings, "seeds", 0)
         return [{**shared, "seed": None}, *({**shared, "seed": seed} for seed in seeds)]
 
@@ -118,13 +118,13 @@ class Fig9(Figure):
         planners, seed = {n: agents.make(n) for n in SCORES}, task["seed"]
         if seed is not None:
             planners = {"bo": agents.make("autoswap_bo", seed=seed)}
-        runs = {n: [planned(p, program, machine, limit) for limit in limits] for n, p in planners.items()}
-        found = {n: [timeline.overhead for timeline in mine] for n, mine in runs.items()}
+        runs = {n: [run_planner(p, program, machine, limit) for limit in limits] for n, p in planners.items()}
+        overheads = {n: [timeline.overhead for timeline in timelines] for n, timelines in runs.items()}
         if seed is None:
-            found["floor"] = [floor(program, machine, limit, "swap").overhead for limit in limits]
+            overheads["floor"] = [floor(program, machine, limit, "swap").overhead for limit in limits]
         forward = sum(kernel.phase == "forward" for kernel in program.kernels)
-        waited = {n: sum(waits(mine[-1], program)[:forward]) / program.ideal_ns for n, mine in runs.items()}
-        return {"load": program.peak_bytes, "ours": limits, "overheads": found, "forward": waited}
+        waited = {n: sum(waits(timelines[-1], program)[:forward]) / program.ideal_ns for n, timelines in runs.items()}
+        return {"load": program.peak_bytes, "ours": limits, "overheads": overheads, "forward": waited}
 
     def numbers(self, rows: list[Row]) -> Row:
         lines = Lines(rows)
@@ -136,8 +136,8 @@ class Fig9(Figure):
             "lines": [dict(zip(("paper", "ours", "scores", "bo", "floor"), values, strict=True))
                       for values in zip(*columns, strict=True)],
             "count": len(paid), "paid": int(paid.sum()), "weighted": int(weighted[paid].sum()),
-            "near": int((most - best < CLOSE).sum()), "below": int((most < HIGHEST).sum()), "claimed": FREE,
-            "free": [lines.free(some) for some in (lines.bo_median, best, lines.floor)],
+            "near": int((most - best < CLOSE).sum()), "below": int((most < HIGHEST).sum()), "claimed": FREE_LIMIT,
+            "free": [lines.free_limit(overheads) for overheads in (lines.bo_median, best, lines.floor)],
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -146,7 +146,7 @@ class Fig9(Figure):
         # The floor does not decrease with a tighter limit: between two limits the wider one's floor holds.
         x, y = [*lines.paper, min(lines.paper) - 5], [*lines.floor, lines.floor[-1]]
         marks: list[Mark] = [floor_area(x, y, -0.003, step=True),
-                             Rule(FREE, colour=FAINT, text="the paper's limit\nof no overhead")]  # fmt: skip
+                             Rule(FREE_LIMIT, colour=FAINT, text="the paper's limit\nof no overhead")]  # fmt: skip
         for name, overheads, dash, ink in zip(SCORES, lines.scores, DASHES, INKS, strict=True):
             label, _, marker = look(name)
             end = f"{label.split()[-1]} {overheads[-1]:.0%}"
@@ -173,7 +173,7 @@ class Lines:
         self.bo = np.array([row["overheads"]["bo"] for row in rows if row["seed"] is not None])
         self.bo_median = np.median(self.bo, axis=0)
 
-    def free(self, overheads: np.ndarray) -> float:
+    def free_limit(self, overheads: np.ndarray) -> float:
         """Returns the paper's lowest limit at and above which no limit has overhead."""
         paid = np.flatnonzero(overheads > ZERO)
         return float(self.paper[paid[0] - 1 if len(paid) else -1]) if not len(paid) or paid[0] else np.nan
@@ -196,7 +196,7 @@ class Table2(Figure):
     """Table II: largest reduction of the memory load by AutoSwap without overhead."""
 
     name = "smartpool_table2"
-    among = REDUCED
+    paper_networks = REDUCED
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         steps = cli.integer(settings, "steps", least=2)
@@ -205,9 +205,9 @@ class Table2(Figure):
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine)
         theirs = our_limit(program, task["network"], REDUCED[task["network"]])
-        least = lowest_floor(program, machine)
-        reduced = lowest_free(program, machine, task["steps"], least)
-        at_reduced, at_theirs = (planned(agents.make(PLANNER), program, machine, n) for n in (reduced, theirs))
+        least = floor_limit(program, machine)
+        reduced = lowest_free_limit(program, machine, task["steps"], least)
+        at_reduced, at_theirs = (run_planner(agents.make(PLANNER), program, machine, n) for n in (reduced, theirs))
         return {
             "load": program.peak_bytes, "reduced": reduced, "ideal_ns": program.ideal_ns, "least": least,
             "swapped_ns": at_reduced.breakdown.overlapped_transfer_ns, "at_theirs": at_theirs.overhead,
@@ -219,12 +219,12 @@ class Table2(Figure):
         return {
             "networks": networks, "count": len(rows), "free": sum(row["at_theirs"] <= ZERO for row in rows),
             "links": span(row["link"] for row in rows) or span([FASTEST]),
-            "early": span(one["early"] for one in networks),
+            "early": span(net["early"] for net in networks),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = [facts(row) for row in rows]
-        theirs, ours, most = ([one[key] for one in found] for key in ("paper", "of_theirs", "most_of_theirs"))
+        networks = [facts(row) for row in rows]
+        theirs, ours, most = ([net[key] for net in networks] for key in ("paper", "of_theirs", "most_of_theirs"))
         join, hollow, filled = pairs(look(PLANNER)._replace(marker="o"), theirs, ours)
         marks = [
             join, replace(hollow, texts=[f"{x:.0%}" for x in theirs], side="left"),
@@ -232,33 +232,33 @@ class Table2(Figure):
             Line(most, range(len(rows)), INK, "no plan of swaps can do more (proven)", "|", "", size=13,
                  texts=[f"{x:.0%}" for x in most]),
         ]  # fmt: skip
-        where = Axis("what leaves without overhead, of the paper's load", "%", (0, 0.6))
+        axis = Axis("what leaves without overhead, of the paper's load", "%", (0, 0.6))
         title = "Largest reduction of the load without overhead, batch size 100, GTX 1080 Ti"
-        return Chart(title, [Panel("", marks, where, Axis(names=[one["label"] for one in found]))],
+        return Chart(title, [Panel("", marks, axis, Axis(names=[net["label"] for net in networks]))],
                      size=(9.5, 0.42 * len(rows) + 0.8))  # fmt: skip
 
 
 def is_free(program: Program, machine: Machine, limit: int, planner: str = PLANNER) -> bool:
     """Returns whether AutoSwap's plan has no overhead."""
-    return planned(agents.make(planner), program, machine, limit).overhead <= ZERO
+    return run_planner(agents.make(planner), program, machine, limit).overhead <= ZERO
 
 
-def lowest_free(program: Program, machine: Machine, steps: int, above: int, planner: str = PLANNER) -> int:
-    """Returns AutoSwap's lowest limit without overhead, from ``above`` to the load in ``steps``."""
+def lowest_free_limit(program: Program, machine: Machine, steps: int, lowest: int, planner: str = PLANNER) -> int:
+    """Returns AutoSwap's lowest limit without overhead, from ``lowest`` to the load in ``steps``."""
     least = Candidates(program, peak_gaps(program)).least_bytes
     limits: list[int] = np.linspace(program.peak_bytes, least, steps + 1).astype(np.int64).tolist()
-    return min(limit for limit in limits if limit >= above and is_free(program, machine, limit, planner))
+    return min(limit for limit in limits if limit >= lowest and is_free(program, machine, limit, planner))
 
 
-def lowest_floor(program: Program, machine: Machine) -> int:
+def floor_limit(program: Program, machine: Machine) -> int:
     """Returns the highest limit below which every plan of swaps has overhead or does not fit, to 1 % of the load."""
     high = program.peak_bytes
     low = floor(program, machine, high, "swap").least_bytes
 
-    def free(limit: int) -> bool:
+    def is_free(limit: int) -> bool:
         return floor(program, machine, limit, "swap").overhead <= ZERO
 
-    return low if free(low) else bisect(free, low, high, program.peak_bytes // 100)[0]
+    return low if is_free(low) else bisect(is_free, low, high, program.peak_bytes // 100)[0]
 
 
 def on_demand_ns(program: Program, machine: Machine, limit: int) -> int:
@@ -266,10 +266,10 @@ def on_demand_ns(program: Program, machine: Machine, limit: int) -> int:
     device = Device(limit=limit)
     iterations = train(device, program, 2)
     next(iterations)
-    before = len(device.swapped_out), len(device.swapped_in)
+    counts = len(device.swapped_out), len(device.swapped_in)
     next(iterations)
-    out, back = device.swapped_out[before[0] :], device.swapped_in[before[1] :]
-    return sum(map(machine.d2h_ns, out)) + sum(map(machine.h2d_ns, back))
+    swapped_out, swapped_in = device.swapped_out[counts[0] :], device.swapped_in[counts[1] :]
+    return sum(map(machine.d2h_ns, swapped_out)) + sum(map(machine.h2d_ns, swapped_in))
 
 
 def slowest_link(program: Program, machine: Machine, limit: int) -> float | None:
@@ -278,28 +278,28 @@ def slowest_link(program: Program, machine: Machine, limit: int) -> float | None
     None if ``FASTEST`` is too slow.
     """
 
-    def enough(factor: float) -> bool:
+    def is_enough(factor: float) -> bool:
         speeds = (round(speed * factor) for speed in (machine.h2d_bytes_per_s, machine.d2h_bytes_per_s))
         h2d, d2h = speeds
         return is_free(program, replace(machine, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h), limit)
 
     low, high = SLOWEST, FASTEST
-    if not enough(high):
+    if not is_enough(high):
         return None
     for _ in range(BISECTIONS):
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if enough(middle) else (middle, high)
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
 
 
 def facts(row: Row) -> Row:
     """Returns a network's limits in MB and as fractions of the load."""
-    load, left = PAPER[row["network"]]["load"], row["load"] - row["reduced"]
+    load, reduction = PAPER[row["network"]]["load"], row["load"] - row["reduced"]
     return {
         **row, "label": figures.label(row["network"]), "load_paper": load, "reduced_paper": REDUCED[row["network"]],
         "link": f"more than {FASTEST:g}" if row["link"] is None else f"{row['link']:.2f}",
         "paper": paper(row),
-        "ours": left / row["load"], "of_theirs": left / MB / load, "most": 1 - row["least"] / row["load"],
+        "ours": reduction / row["load"], "of_theirs": reduction / MB / load, "most": 1 - row["least"] / row["load"],
         "most_of_theirs": (row["load"] - row["least"]) / MB / load, "early": row["on_demand_ns"] / row["ideal_ns"],
     }  # fmt: skip
 
@@ -312,23 +312,23 @@ class Cause(Figure):
     """Table II with a slower link, waits per swap, and a slower host."""
 
     name = "smartpool_cause"
-    among = REDUCED
+    paper_networks = REDUCED
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        more = {
+        options = {
             "steps": cli.integer(settings, "steps", least=2),
             "links": figures.numbers(settings, "links", lambda x: 0 < x <= 1, "numbers of at most 1"),
             "waits_us": figures.numbers(settings, "waits_us", lambda x: x > 0, "positive numbers"),
             "issue_us": cli.integer(settings, "issue_us", least=1),
         }
-        return [{**task, **more} for task in super().tasks(settings)]
+        return [{**task, **options} for task in super().tasks(settings)]
 
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine)
         load = PAPER[task["network"]]["load"] * MB
         reductions = {
-            label: (program.peak_bytes - lowest_free(program, other, task["steps"], 0, CAUSE_PLANNER)) / load
-            for label, other in variants(task, machine).items()
+            label: (program.peak_bytes - lowest_free_limit(program, variant, task["steps"], 0, CAUSE_PLANNER)) / load
+            for label, variant in variants(task, machine).items()
         }
         return {"reductions": reductions}
 
@@ -338,28 +338,28 @@ class Cause(Figure):
         return {"networks": networks, "heads": list(rows[0]["reductions"])}
 
     def chart(self, rows: list[Row]) -> Chart:
-        at = range(len(rows))
-        marks = [Line([paper(row) for row in rows], at, INK, "paper", "o", "", size=9, hollow=True)]
+        positions = range(len(rows))
+        marks = [Line([paper(row) for row in rows], positions, INK, "paper", "o", "", size=9, hollow=True)]
         for label, (colour, marker) in zip(rows[0]["reductions"], LOOKS, strict=False):
             x, plain = [row["reductions"][label] for row in rows], label == "as measured"
-            marks.append(Line(x, at, colour, label, marker, "", size=12 if plain else 7, hollow=plain))
-        where = Axis("reduction without overhead, of the paper's load", "%", (0, 0.6))
+            marks.append(Line(x, positions, colour, label, marker, "", size=12 if plain else 7, hollow=plain))
+        axis = Axis("reduction without overhead, of the paper's load", "%", (0, 0.6))
         names = Axis(names=[figures.label(row["network"]) for row in rows])
-        return Chart("Table II under costs that the simulator leaves out by default", [Panel("", marks, where, names)],
+        return Chart("Table II under costs that the simulator leaves out by default", [Panel("", marks, axis, names)],
                      size=(9.5, 0.42 * len(rows) + 0.8))  # fmt: skip
 
 
 def variants(task: Row, machine: Machine) -> dict[str, Machine]:
     """Returns the machine as measured, with slower links, with waits per swap, and with a slower host."""
     speeds = machine.h2d_bytes_per_s, machine.d2h_bytes_per_s
-    found = {"as measured": machine}
+    machines = {"as measured": machine}
     for factor in task["links"]:
         h2d, d2h = (round(speed * factor) for speed in speeds)
-        found[f"link × {factor:g}"] = replace(machine, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h)
+        machines[f"link × {factor:g}"] = replace(machine, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h)
     for us in task["waits_us"]:
-        found[f"wait {us:g} us"] = replace(machine, wait_ns=round(1000 * us))
-    found[f"issue {task['issue_us']} us"] = replace(machine, issue_ns=1000 * task["issue_us"])
-    return found
+        machines[f"wait {us:g} us"] = replace(machine, wait_ns=round(1000 * us))
+    machines[f"issue {task['issue_us']} us"] = replace(machine, issue_ns=1000 * task["issue_us"])
+    return machines
 
 
 EXAMPLE = ("vgg16", 350)  # network, MB
@@ -383,64 +383,64 @@ class Optimality(Figure):
         if network == EXAMPLE[0]:
             limits.append((None, our_limit(program, *EXAMPLE)))
         high = next(k for k, load in enumerate(program.live_bytes) if load >= 0.95 * program.peak_bytes)
-        found = [at_limit(program, machine, limit, task["calls"], share) for share, limit in limits]
+        entries = [measure_limit(program, machine, limit, task["calls"], share) for share, limit in limits]
         ns = {"ideal_ns": program.ideal_ns, "ramp_ns": program.start_ns[high]}
-        return {"load": program.peak_bytes, **ns, "limits": [one for one in found if one is not None]}
+        return {"load": program.peak_bytes, **ns, "limits": [entry for entry in entries if entry is not None]}
 
     def numbers(self, rows: list[Row]) -> Row:
-        every = points(rows)
-        paid = [one for one in every if one["ours"] > ZERO]
-        avoided = {kind: [1 - one["known"] / one["ours"] for one in paid if one["network"].startswith(kind)]
+        cases = points(rows)
+        paid = [case for case in cases if case["ours"] > ZERO]
+        avoided = {kind: [1 - case["known"] / case["ours"] for case in paid if case["network"].startswith(kind)]
                    for kind in ("vgg", "resnet")}  # fmt: skip
         return {
-            "points": [limits[-1] for limits in figures.grouped(every).values()],
-            "paid": len(paid), "known": sum(one["least"] > ZERO for one in paid),
-            "proven": 100 * max((one["least"] for one in paid), default=0), "negligible": NEGLIGIBLE,
-            "small": sum(one["paper"] <= NEGLIGIBLE for one in paid),
-            **{kind: float(np.median(found)) if found else None for kind, found in avoided.items()},
-            "examples": [one for one in paid if one["share"] is None],
+            "points": [limits[-1] for limits in figures.group_by(cases).values()],
+            "paid": len(paid), "known": sum(case["least"] > ZERO for case in paid),
+            "proven": 100 * max((case["least"] for case in paid), default=0), "negligible": NEGLIGIBLE,
+            "small": sum(case["paper"] <= NEGLIGIBLE for case in paid),
+            **{kind: float(np.median(shares)) if shares else None for kind, shares in avoided.items()},
+            "examples": [case for case in paid if case["share"] is None],
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
-        every, panels = points(rows), []
-        heights = Axis("overhead of an iteration", "%", (-0.015, 1.08 * max(0.01, *(one["ours"] for one in every))))
+        cases, panels = points(rows), []
+        heights = Axis("overhead of an iteration", "%", (-0.015, 1.08 * max(0.01, *(case["ours"] for case in cases))))
         shares = Axis("swapped out, of the load", "%", (0.48, 0.72), ticks=(0.5, 0.55, 0.6, 0.65, 0.7))
-        for network, lines in figures.grouped(every).items():
-            lines = sorted(lines, key=lambda one: -one["limit"])
-            x, low, known, ours, paper = (
-                np.array([one[key] for one in lines]) for key in ("left", "floor", "known", "ours", "paper")
+        for network, lines in figures.group_by(cases).items():
+            lines = sorted(lines, key=lambda case: -case["limit"])
+            x, low, best_known, ours, paper = (
+                np.array([case[key] for case in lines]) for key in ("left", "floor", "known", "ours", "paper")
             )
-            after = "AutoSwap BO less what the paper's method avoids"
+            label = "AutoSwap BO less what the paper's method avoids"
             marks: list[Mark] = [
                 floor_area(x, low),
-                Line(x, known, look("annealing").colour, "best plan known (annealing)", "s", DASHED),
-                Line(x, ours - paper, INK, after, "D", DOTTED, size=8, hollow=True),
+                Line(x, best_known, look("annealing").colour, "best plan known (annealing)", "s", DASHED),
+                Line(x, ours - paper, INK, label, "D", DOTTED, size=8, hollow=True),
                 Line(x, ours, look("autoswap_bo").colour, "AutoSwap BO", "o", size=4.5, front=4),
             ]
-            marks += [Rule(one["left"], colour=FAINT, text="350 MB,\nthe paper's\nexample") for one in lines
-                      if one["share"] is None]  # fmt: skip
+            marks += [Rule(case["left"], colour=FAINT, text="350 MB,\nthe paper's\nexample") for case in lines
+                      if case["share"] is None]  # fmt: skip
             panels.append(Panel(figures.label(network), marks, shares, heights))
         return Chart("AutoSwap's overhead, and how much of it is avoidable", panels, 4, (3.6, 2.9))
 
 
-def at_limit(program: Program, machine: Machine, limit: int, calls: int, share: float | None) -> Row | None:
+def measure_limit(program: Program, machine: Machine, limit: int, calls: int, share: float | None) -> Row | None:
     """Returns the times of an iteration at one limit, or None if AutoSwap's candidates do not reach it."""
     if (plan := figures.attempt(agents.make("autoswap_bo"), program, machine, limit)) is None:
         return None
     timeline = simulate(program, plan, machine, limit)
-    better = agents.make("annealing", calls=calls, mode="swap").plan(program, machine, limit)
-    waited, could = avoidable(timeline, program, plan, machine)
+    annealed = agents.make("annealing", calls=calls, mode="swap").plan(program, machine, limit)
+    wait_ns, avoidable_ns = avoidable_wait(timeline, program, plan, machine)
     begin = timeline.last_start_ns
     return {
-        "share": share, "limit": limit, "iteration_ns": timeline.iteration_ns, "forward_wait_ns": waited,
-        "avoidable_ns": could,
+        "share": share, "limit": limit, "iteration_ns": timeline.iteration_ns, "forward_wait_ns": wait_ns,
+        "avoidable_ns": avoidable_ns,
         "out_ns": sum(s.end_ns - s.start_ns for s in timeline.spans if s.stream == "d2h" and s.start_ns >= begin),
-        "annealing_ns": min(simulate(program, better, machine, limit).iteration_ns, timeline.iteration_ns),
+        "annealing_ns": min(simulate(program, annealed, machine, limit).iteration_ns, timeline.iteration_ns),
         "floor_ns": floor(program, machine, limit, "swap").iteration_ns,
     }  # fmt: skip
 
 
-def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine) -> tuple[int, int]:
+def avoidable_wait(timeline: Timeline, program: Program, plan: Plan, machine: Machine) -> tuple[int, int]:
     """Returns the forward-pass wait of the last iteration, and the part avoidable by the paper's method, in ns."""
     begin, kernels = timeline.last_start_ns, last_kernels(timeline, program)
     end = max(k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward") + 1
@@ -450,32 +450,32 @@ def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine
         return 0, 0
     last = max(k for k, ns in enumerate(waited) if ns)
     selected = {(d.tensor, d.after, d.before) for d in plan.decisions}
-    ready = {}  # gaps open at the last wait, with the time since which they are
+    opened = {}  # gaps open at the last wait, with the time since which they are
     for g in program.gaps(MIB):
         if g not in selected and (g.after < last < g.before if g.after < g.before else not g.before <= last <= g.after):
-            ready[g] = kernels[g.after].end_ns if g.after < last else begin
-    copy_ns, saved = {g: machine.d2h_ns(program.tensors[g.tensor].nbytes) for g in ready}, 0
-    for start, stop in idle(timeline, begin, kernels[last].start_ns):
+            opened[g] = kernels[g.after].end_ns if g.after < last else begin
+    copy_ns, saved = {g: machine.d2h_ns(program.tensors[g.tensor].nbytes) for g in opened}, 0
+    for start, stop in idle_intervals(timeline, begin, kernels[last].start_ns):
         now = start
         while True:
-            fits = [(copy_ns[g], g) for g, since in ready.items() if max(now, since) + copy_ns[g] <= stop]
-            if not fits:
+            candidates = [(copy_ns[g], g) for g, open_ns in opened.items() if max(now, open_ns) + copy_ns[g] <= stop]
+            if not candidates:
                 break
-            transfer, g = max(fits)
-            now = max(now, ready.pop(g)) + transfer
+            transfer, g = max(candidates)
+            now = max(now, opened.pop(g)) + transfer
             saved += transfer
     return total, min(saved, total)
 
 
-def idle(timeline: Timeline, begin: int, until: int) -> list[tuple[int, int]]:
+def idle_intervals(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
     """Returns the intervals [start, end) between two times in which the swap-out stream is idle."""
     busy = sorted((s.start_ns, s.end_ns) for s in timeline.spans if s.stream == "d2h" and s.end_ns > begin)
-    out, now = [], begin
-    for start, end in [*busy, (until, until)]:
-        if min(start, until) > now:
-            out.append((now, min(start, until)))
-        now = max(now, end)
-    return out
+    intervals, now = [], begin
+    for start, stop in [*busy, (end, end)]:
+        if min(start, end) > now:
+            intervals.append((now, min(start, end)))
+        now = max(now, stop)
+    return intervals
 
 
 def points(rows: list[Row]) -> list[Row]:
@@ -484,17 +484,17 @@ def points(rows: list[Row]) -> list[Row]:
     Overheads: "ours" is AutoSwap's, "known" the best known plan's, "floor" the certified lower bound. Avoidable
     overheads: "paper" by the paper's method, "least" relative to the best known plan, "most" relative to the floor.
     """
-    out = []
+    points = []
     for row in rows:
         ideal, label = row["ideal_ns"], figures.label(row["network"])
-        for found in row["limits"]:
-            ours, known, low = (found[key] / ideal - 1 for key in ("iteration_ns", "annealing_ns", "floor_ns"))
-            paper = found["avoidable_ns"] / ideal
-            over = {"ours": ours, "paper": paper, "least": ours - known, "most": ours - low}
-            out.append({
-                **found, **over, "known": known, "floor": low, "network": row["network"],
-                "label": f"{label} paper" if found["share"] is None else f"{label} {found['share']:.0%}",
-                "left": 1 - found["limit"] / row["load"], "waits": found["forward_wait_ns"] / ideal,
-                "ms": {key: value * ideal / 1e6 for key, value in over.items()},
+        for result in row["limits"]:
+            ours, best_known, low = (result[key] / ideal - 1 for key in ("iteration_ns", "annealing_ns", "floor_ns"))
+            paper = result["avoidable_ns"] / ideal
+            overheads = {"ours": ours, "paper": paper, "least": ours - best_known, "most": ours - low}
+            points.append({
+                **result, **overheads, "known": best_known, "floor": low, "network": row["network"],
+                "label": f"{label} paper" if result["share"] is None else f"{label} {result['share']:.0%}",
+                "left": 1 - result["limit"] / row["load"], "waits": result["forward_wait_ns"] / ideal,
+                "ms": {key: value * ideal / 1e6 for key, value in overheads.items()},
             })  # fmt: skip
-    return out
+    return points

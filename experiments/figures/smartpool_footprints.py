@@ -37,10 +37,10 @@ class Fig10(Figure):
     name = "smartpool_fig10"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        least = "numbers of at least 0"
-        overheads = figures.numbers(settings, "overheads", lambda value: 0 <= value < float("inf"), least)
+        expected = "numbers of at least 0"
+        overheads = figures.numbers(settings, "overheads", lambda value: 0 <= value < float("inf"), expected)
         batches = figures.integers(settings, "batches", 2)
-        pool = cli.choice(settings, "pool", tuple(name for name, how in KNOWN.items() if not how.online))
+        pool = cli.choice(settings, "pool", tuple(name for name, allocator in KNOWN.items() if not allocator.online))
         seconds, steps = cli.number(settings, "seconds"), cli.integer(settings, "steps", least=2)
         search = {"overheads": sorted(overheads), "pool": pool, "seconds": seconds, "steps": steps}
         search["evaluations"] = cli.integer(settings, "evaluations", least=4)
@@ -50,32 +50,32 @@ class Fig10(Figure):
         from experiments import workloads  # only captures need PyTorch
 
         config = figures.workload(task["network"])
-        program = at_batch(config, task["batch"], machine)
+        program = with_batch(config, task["batch"], machine)
         lives = program_lifetimes(program).intervals
-        kept = [tensor.nbytes for tensors in kept_by_singa(workloads.build(config)[0]) for tensor in tensors]
+        sizes = [tensor.nbytes for tensors in kept_by_singa(workloads.build(config)[0]) for tensor in tensors]
         return {
             "load": program.peak_bytes, "ideal_ns": program.ideal_ns, "memory": machine.memory_bytes,
-            "kept_by_singa": sum(kept), "footprints": {name: footprint(name, lives, machine) for name in PLAIN},
-            "swapped": smallest(program, machine, task),
+            "kept_by_singa": sum(sizes), "footprints": {name: footprint(name, lives, machine) for name in PLAIN},
+            "swapped": smallest_footprints(program, machine, task),
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
         overheads, batch = rows[0]["overheads"], min((row["batch"] for row in rows), key=lambda b: abs(b - 100))
-        networks, claims, off = [], [], []
+        networks, claims, deviations = [], [], []
         for name, lines in by_network(rows).items():
-            here = next(row for row in lines if row["batch"] == batch)
-            cells = [f"{one['footprint'] / MB:,.0f} ({span(saved(row, i) for row in lines):.0%})"
-                     for i, one in enumerate(here["swapped"])]  # fmt: skip
-            networks.append({"network": name, "footprints": here["footprints"], "cells": cells})
+            chosen = next(row for row in lines if row["batch"] == batch)
+            cells = [f"{entry['footprint'] / MB:,.0f} ({span(saving(row, i) for row in lines):.0%})"
+                     for i, entry in enumerate(chosen["swapped"])]  # fmt: skip
+            networks.append({"network": name, "footprints": chosen["footprints"], "cells": cells})
             x, y = np.array([(row["batch"], row["swapped"][-1]["footprint"]) for row in lines], float).T
-            off.append(np.abs(np.poly1d(np.polyfit(x, y, 1))(x) / y - 1).max() if len(x) > 1 else 0.0)
+            deviations.append(np.abs(np.poly1d(np.polyfit(x, y, 1))(x) / y - 1).max() if len(x) > 1 else 0.0)
         for overhead, share, quotation in CLAIMS:
             if overhead in overheads:
-                found = [saved(row, i := overheads.index(overhead)) for row in rows]
-                kept = span(saved(row, i, row["kept_by_singa"]) for row in rows)
-                claims.append({"quotation": quotation, "share": share, "saved": span(found), "kept": kept,
-                               "enough": sum(one >= share for one in found), "count": len(rows)})  # fmt: skip
-        return {"networks": networks, "claims": claims, "at": batch, "most": overheads[-1], "off": max(off),
+                shares = [saving(row, i := overheads.index(overhead)) for row in rows]
+                with_kept = span(saving(row, i, row["kept_by_singa"]) for row in rows)
+                claims.append({"quotation": quotation, "share": share, "saved": span(shares), "kept": with_kept,
+                               "enough": sum(value >= share for value in shares), "count": len(rows)})  # fmt: skip
+        return {"networks": networks, "claims": claims, "at": batch, "most": overheads[-1], "off": max(deviations),
                 "heads": [f"+AutoSwap {o:.0%}" for o in overheads]}  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -88,7 +88,7 @@ class Fig10(Figure):
                 y = [row["swapped"][i]["footprint"] / 2**30 for row in lines]
                 ink = SWAPPED[round(i * (len(SWAPPED) - 1) / max(len(overheads) - 1, 1))]
                 marks.append(
-                    Line(x, y, ink, marker="o^vs"[i % 4], end=f"+AutoSwap {overhead:.0%}: −{saved(lines[-1], i):.0%}")
+                    Line(x, y, ink, marker="o^vs"[i % 4], end=f"+AutoSwap {overhead:.0%}: −{saving(lines[-1], i):.0%}")
                 )
             for pool in PLAIN:
                 name, ink, marker = ALLOCATORS[pool]
@@ -97,7 +97,7 @@ class Fig10(Figure):
                 marks.append(dotted if pool == "cudamalloc" else Line(x, y, ink, marker=marker, width=1.8, end=name))
             top = 1.06 * max(max(m.y) for m in marks if isinstance(m, Line))
             if memory < top:
-                marks.append(Rule(memory, across=True, text="the GPU's memory"))
+                marks.append(Rule(memory, horizontal=True, text="the GPU's memory"))
             batches = Axis("batch size", limits=(0, x[-1] * 1.02), ticks=x)
             panels.append(Panel(figures.label(network), marks, batches, Axis("footprint (GiB)", limits=(0, top))))
         note = "+AutoSwap: SmartPool+AutoSwap with at most so much simulated overhead, and what it saves of "
@@ -105,7 +105,7 @@ class Fig10(Figure):
         return Chart("Footprint against batch size on a GTX 1080 Ti", panels, 3, (5.2, 3.7), (0.0, 0.5), note=note)
 
 
-def at_batch(config: dict[str, Any], batch: int, machine: Machine) -> Program:
+def with_batch(config: dict[str, Any], batch: int, machine: Machine) -> Program:
     """Returns a workload at another batch size, with its measured time scaled by the roofline."""
     from experiments import workloads
 
@@ -119,35 +119,35 @@ def at_batch(config: dict[str, Any], batch: int, machine: Machine) -> Program:
     return captured.on(machine, iteration_ns=round(measured * 1e6 * captured.program.ideal_ns / roofline)).program
 
 
-def combined(task: Row, score: str = "bo", **options: Any) -> SmartPoolAutoSwap:
+def make_planner(task: Row, score: str = "bo", **options: Any) -> SmartPoolAutoSwap:
     """Returns SmartPool+AutoSwap with the settings of a task."""
     return SmartPoolAutoSwap(score, steps=task["steps"], evaluations=task["evaluations"], **options)
 
 
-def smallest(program: Program, machine: Machine, search: Row) -> list[Row]:
+def smallest_footprints(program: Program, machine: Machine, search: Row) -> list[Row]:
     """Returns the smallest footprint that the planner finds for each overhead."""
     pool, seconds = search["pool"], search["seconds"]
-    planner = combined(search, pool=pool, seconds=seconds)
-    out = []
+    planner = make_planner(search, pool=pool, seconds=seconds)
+    rows = []
     plans = planner.smallest(program, machine, [max(overhead, ZERO) for overhead in search["overheads"]])
     for overhead, plan in zip(search["overheads"], plans, strict=True):
         timeline = simulate(program, plan, machine, plan.limit)
         lives = timeline_lifetimes(timeline).intervals
-        out.append({
+        rows.append({
             "at_most": overhead, "overhead": timeline.overhead, "load": lives.peak_bytes, "swaps": len(plan.decisions),
             "footprint": footprint(pool, lives, machine, seconds),
         })  # fmt: skip
-    return out
+    return rows
 
 
-def saved(row: Row, i: int, more: int = 0) -> float:
-    """Returns the fraction of CnMem's footprint saved at the i-th overhead, with ``more`` bytes added to both."""
-    return float(1 - (row["swapped"][i]["footprint"] + more) / (row["footprints"]["cnmem"] + more))
+def saving(row: Row, i: int, extra: int = 0) -> float:
+    """Returns the fraction of CnMem's footprint saved at the i-th overhead, with ``extra`` bytes added to both."""
+    return float(1 - (row["swapped"][i]["footprint"] + extra) / (row["footprints"]["cnmem"] + extra))
 
 
 def by_network(rows: list[Row]) -> dict[str, list[Row]]:
     """Groups rows by network, in order of batch size."""
-    return {name: sorted(lines, key=lambda row: row["batch"]) for name, lines in figures.grouped(rows).items()}
+    return {name: sorted(lines, key=lambda row: row["batch"]) for name, lines in figures.group_by(rows).items()}
 
 
 POOLS = {  # allocators without and with a plan
@@ -189,23 +189,23 @@ class Fig11(Figure):
         }
         bases = {name: footprint(base, lives, machine) for name, (base, _) in POOLS.items()}
         points = {
-            name: [point(POOLS.get(name, OURS)[1], plan, limit, program, machine) for plan, limit in found]
-            for name, found in plans.items()
+            name: [measure_point(POOLS.get(name, OURS)[1], plan, limit, program, machine) for plan, limit in candidates]
+            for name, candidates in plans.items()
         }
         caffe = sum(tensor.nbytes for tensor in program.tensors)
-        found = {"load": program.peak_bytes, "memory": machine.memory_bytes, "caffe": caffe}
-        return {**found, "bases": bases, "points": points}
+        totals = {"load": program.peak_bytes, "memory": machine.memory_bytes, "caffe": caffe}
+        return {**totals, "bases": bases, "points": points}
 
     def numbers(self, rows: list[Row]) -> Row:
-        found = [fig11_facts(row) for row in rows]
-        off = np.array([gap for one in found for gap in one["off"]])
-        scores, drawn = (100 * np.array([one["gains"][i] for one in found]).ravel() for i in range(len(CONTROLS)))
+        networks = [fig11_facts(row) for row in rows]
+        gap = np.array([difference for net in networks for difference in net["off"]])
+        scores, random = (100 * np.array([net["gains"][i] for net in networks]).ravel() for i in range(len(CONTROLS)))
         return {
-            "networks": found, "count": len(rows), "tuned": len(scores), "scores": int((scores > SAME).sum()),
-            "ahead": int((drawn > SAME).sum()), "behind": int((drawn < -SAME).sum()),
-            "deeper": sum(one["deeper"] for one in found), "dearer": sum(one["dearer"] for one in found),
-            "points": len(off), "close": CLOSE, "worse": int((off > CLOSE).sum()), "beyond": int(np.isinf(off).sum()),
-            "better": int(((off < -CLOSE) & np.isfinite(off)).sum()),
+            "networks": networks, "count": len(rows), "tuned": len(scores), "scores": int((scores > SAME).sum()),
+            "ahead": int((random > SAME).sum()), "behind": int((random < -SAME).sum()),
+            "deeper": sum(net["deeper"] for net in networks), "dearer": sum(net["dearer"] for net in networks),
+            "points": len(gap), "close": CLOSE, "worse": int((gap > CLOSE).sum()), "beyond": int(np.isinf(gap).sum()),
+            "better": int(((gap < -CLOSE) & np.isfinite(gap)).sum()),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -213,33 +213,33 @@ class Fig11(Figure):
         for row in rows:
             marks: list[Mark] = []
             for name in POOLS:
-                points, how = reductions(row, name), look(name)
+                points, style = reductions(row, name), look(name)
                 if name == "superneurons":
                     dark = HUES["swap and recompute"].slots[-1]
-                    for one, (option, marker) in zip(points, OPTIONS.items(), strict=True):
-                        label = f"{how.label}: {option}"
-                        marks.append(Line([one[0]], [one[1]], dark, label, marker, "", size=8, hollow=True, front=4))
+                    for p, (option, marker) in zip(points, OPTIONS.items(), strict=True):
+                        label = f"{style.label}: {option}"
+                        marks.append(Line([p[0]], [p[1]], dark, label, marker, "", size=8, hollow=True, front=4))
                     continue
-                wide, points = name in ("smartpool+autoswap", "geeps"), points[points[:, 0].argsort()]
-                marks.append(Line(*points.T, how.colour, how.label, how.marker, "-" if wide else ""))
+                is_line, points = name in ("smartpool+autoswap", "geeps"), points[points[:, 0].argsort()]
+                marks.append(Line(*points.T, style.colour, style.label, style.marker, "-" if is_line else ""))
                 if name == "geeps":
                     caffe = reductions(row, name, row["caffe"])
                     label = "GeePS, against Caffe, which frees nothing"
-                    marks.append(Line(*caffe[caffe[:, 0].argsort()].T, how.colour, label, line=DASHED, width=1))
-            where = (
+                    marks.append(Line(*caffe[caffe[:, 0].argsort()].T, style.colour, label, line=DASHED, width=1))
+            axes = (
                 Axis("reduction of the footprint", "%", (0, 1)),
                 Axis(f"overhead (up to {TOP:.0%})", "%", (-0.015, TOP)),
             )
-            panels.append(Panel(figures.label(row["network"]), marks, *where))
+            panels.append(Panel(figures.label(row["network"]), marks, *axes))
         return Chart("Overhead against reduction of the footprint, batch size 100", panels, 4, (3.9, 3.5), keys=3)
 
 
 def footprint(pool: str, lives: Intervals, machine: Machine, seconds: float = 5.0) -> int:
     """Returns the bytes that an allocator reserves; for "cudamalloc" this is the load."""
-    return figures.packed(pool, lives, machine.alignment, seconds).footprint
+    return figures.checked_packing(pool, lives, machine.alignment, seconds).footprint
 
 
-def point(pool: str, plan: Plan, limit: int, program: Program, machine: Machine) -> list[float]:
+def measure_point(pool: str, plan: Plan, limit: int, program: Program, machine: Machine) -> list[float]:
     """Returns overhead and footprint of a plan under a limit, and the bytes it moves in both directions."""
     timeline = simulate(program, plan, machine, limit)
     moved = [s for s in timeline.spans if s.stream != "compute" and s.start_ns >= timeline.last_start_ns]
@@ -250,9 +250,9 @@ def point(pool: str, plan: Plan, limit: int, program: Program, machine: Machine)
 def autoswap(program: Program, machine: Machine, task: Row, score: str = "bo") -> Iterator[tuple[Plan, int]]:
     """Yields SmartPool alone, then with AutoSwap at each overhead."""
     yield Plan(), program.peak_bytes
-    found = combined(task, score).smallest(program, machine, [max(o, ZERO) for o in task["overheads"]])
+    plans = make_planner(task, score).smallest(program, machine, [max(o, ZERO) for o in task["overheads"]])
     # Equal swaps under different limits give different timelines.
-    yield from ((plan, plan.limit) for plan in {(plan.decisions, plan.limit): plan for plan in found}.values())
+    yield from ((plan, plan.limit) for plan in {(plan.decisions, plan.limit): plan for plan in plans}.values())
 
 
 def memonger(program: Program, machine: Machine) -> Iterator[tuple[Plan, int]]:
@@ -260,8 +260,8 @@ def memonger(program: Program, machine: Machine) -> Iterator[tuple[Plan, int]]:
     stages = Stages(program)
     budget = 0
     for _ in range(3):  # as in the planner
-        kept, largest, _ = stages.divide(budget)
-        budget = math.isqrt(kept * largest)
+        stored, largest, _ = stages.divide(budget)
+        budget = math.isqrt(stored * largest)
     for share in BUDGETS:
         rows = recomputations(stages.divide(round(share * budget))[2])
         yield Plan(decisions_of(rows)), machine.memory_bytes
@@ -287,38 +287,38 @@ def geeps(program: Program, machine: Machine, shares: list[float]) -> Iterator[t
 
 def reductions(row: Row, method: str, base: int | None = None) -> np.ndarray:
     """Returns float64[points, 2]: footprint reduction (relative to no plan, or to ``base`` bytes) and overhead."""
-    found = np.array(row["points"][method], dtype=float).reshape(-1, 3)
+    points = np.array(row["points"][method], dtype=float).reshape(-1, 3)
     base = base or row["bases"]["smartpool+autoswap" if method in CONTROLS else method]
-    return np.stack([1 - found[:, 1] / base, found[:, 0]], 1)
+    return np.stack([1 - points[:, 1] / base, points[:, 0]], 1)
 
 
-def at(points: np.ndarray, reduction: float) -> float:
+def overhead_at(points: np.ndarray, reduction: float) -> float:
     """Returns the least overhead of points that reduce by at least ``reduction``; inf if none does."""
     return float(points[points[:, 0] >= reduction - 1e-9, 1].min(initial=np.inf))
 
 
-def free(points: np.ndarray, overhead: float = ZERO) -> float:
+def deepest(points: np.ndarray, overhead: float = ZERO) -> float:
     """Returns the largest reduction within an overhead, at least 0."""
     return float(points[points[:, 1] <= overhead, 0].max(initial=0.0))
 
 
 def fig11_facts(row: Row) -> Row:
     """Returns a network's reductions and overheads by method."""
-    ours, memonger, both, geeps = (reductions(row, name) for name in POOLS)
+    ours, memonger, neurons, geeps = (reductions(row, name) for name in POOLS)
     limits = [max(overhead, ZERO) for overhead in row["overheads"]]
     return {
-        "network": row["network"], "free": free(ours), "at_15": free(ours, 0.15),
+        "network": row["network"], "free": deepest(ours), "at_15": deepest(ours, 0.15),
         # Reduction beyond that of each control, at each overhead.
-        "gains": [[free(ours, o) - free(reductions(row, name), o) for o in limits] for name in CONTROLS],
-        "most": said(ours[ours[:, 0].argmax()]), "memonger": [said(p) for p in memonger[memonger[:, 0].argsort()]],
-        "superneurons": [said(p) for p in both], "geeps_free": free(geeps),
-        "geeps": said(geeps[geeps[:, 0].argmax()]) if len(geeps) else "–",
-        "deeper": both[:, 0].max() > memonger[:, 0].max(), "dearer": both[-1, 1] > memonger[:, 1].max(),
+        "gains": [[deepest(ours, o) - deepest(reductions(row, name), o) for o in limits] for name in CONTROLS],
+        "most": render(ours[ours[:, 0].argmax()]), "memonger": [render(p) for p in memonger[memonger[:, 0].argsort()]],
+        "superneurons": [render(p) for p in neurons], "geeps_free": deepest(geeps),
+        "geeps": render(geeps[geeps[:, 0].argmax()]) if len(geeps) else "–",
+        "deeper": neurons[:, 0].max() > memonger[:, 0].max(), "dearer": neurons[-1, 1] > memonger[:, 1].max(),
         # Overhead of GeePS minus ours, at each of its points; -inf if ours does not reduce as much.
-        "off": [float(overhead) - at(ours, float(reduction)) for reduction, overhead in geeps],
+        "off": [float(overhead) - overhead_at(ours, float(reduction)) for reduction, overhead in geeps],
     }  # fmt: skip
 
 
-def said(point: Any) -> str:
+def render(point: Any) -> str:
     """Formats reduction and overhead of a point."""
     return f"{point[0]:.0%} ({point[1]:.0%})"

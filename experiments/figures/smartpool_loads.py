@@ -45,7 +45,7 @@ class Table1(Figure):
     """Table I: competitive ratio and time of cudaMalloc, CnMem and SmartPool."""
 
     name = "smartpool_table1"
-    among = PAPER
+    paper_networks = PAPER
 
     def run(self, task: Row, machine: Machine) -> Row:
         from experiments import workloads  # only captures need PyTorch
@@ -55,30 +55,30 @@ class Table1(Figure):
         gradients, filters = kept_by_singa(workloads.build(config)[0])
         singa = Program(program.name, (*program.tensors, *gradients, *filters), program.kernels)
         lives = program_lifetimes(program).intervals
-        kept = {"gradients": sum(t.nbytes for t in gradients), "filters": sum(t.nbytes for t in filters)}
+        extra = {"gradients": sum(t.nbytes for t in gradients), "filters": sum(t.nbytes for t in filters)}
         return {
             "load": program.peak_bytes, "blocks": len(lives), "ratios": ratios(lives, machine),
             "weights": sum(t.nbytes for t in program.tensors if t.kind == "parameter"),
             "ideal_ns": program.ideal_ns, "online": online(program),
             "allocation_ns": {name: allocation_ns(name, lives, machine) for name in ("cudamalloc", *POOLS)},
-            "singa": {"load": singa.peak_bytes, **kept, "ratios": ratios(program_lifetimes(singa).intervals, machine)},
+            "singa": {"load": singa.peak_bytes, **extra, "ratios": ratios(program_lifetimes(singa).intervals, machine)},
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        networks, found = [facts(row) for row in rows], [row["ratios"] for row in rows]
+        networks, pools = [facts(row) for row in rows], [row["ratios"] for row in rows]
         return {
             "networks": networks, "count": len(rows), "early": span(len(row["online"]["early"]) for row in rows),
-            "equal": sum(one["pool"] == round(one["ratios"]["smartpool"] * one["load"]) for one in networks),
-            "exact": max(one["smartpool"] for one in found), "aligned": max(one["aligned"] for one in found),
-            "apart": max(abs(one["smartpool_first"] - one["smartpool"]) for one in found),
+            "equal": sum(net["pool"] == round(net["ratios"]["smartpool"] * net["load"]) for net in networks),
+            "exact": max(r["smartpool"] for r in pools), "aligned": max(r["aligned"] for r in pools),
+            "apart": max(abs(r["smartpool_first"] - r["smartpool"]) for r in pools),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = [facts(row) for row in rows]
-        names = Axis(names=[one["label"] for one in found])
+        nets = [facts(row) for row in rows]
+        names = Axis(names=[net["label"] for net in nets])
         loads: list[Mark] = [
-            Line([one[key] for one in found], range(len(found)), colour, label, "o", "", size=7,
-                 texts=[f"{one[key] - 1:+.0%}" for one in found], side=side)
+            Line([net[key] for net in nets], range(len(nets)), colour, label, "o", "", size=7,
+                 texts=[f"{net[key] - 1:+.0%}" for net in nets], side=side)
             for key, colour, label, side in (("captured", FAINT, "load as captured", "left"),
                                              ("kept", KEPT, "with what SINGA keeps", "right"))
         ]  # fmt: skip
@@ -87,7 +87,7 @@ class Table1(Figure):
         for shift, pool in zip((-0.16, 0.16), POOLS, strict=True):
             look = ALLOCATORS[pool]._replace(label=ALLOCATORS[pool].label.partition(",")[0])
             for marks, paper, ours in ((ratios, pool, "ratios"), (speeds, f"{pool}_speedup", "speedups")):
-                marks += pairs(look, [one["paper"][paper] for one in found], [one[ours][pool] for one in found], shift)
+                marks += pairs(look, [net["paper"][paper] for net in nets], [net[ours][pool] for net in nets], shift)
         panels = [
             Panel("Peak load, over the paper's", [ONE, *loads], Axis("ours / paper", "%", (0.62, 1.14)), names),
             Panel("Competitive ratio", [ONE, *ratios], Axis("footprint / peak load", limits=(0.985, None)), names),
@@ -108,8 +108,8 @@ def online(program: Program) -> Row:
 def ratios(lives: Intervals, machine: Machine) -> dict[str, float]:
     """Returns footprints relative to the load; ``aligned`` is SmartPool with the machine's alignment."""
     load = lives.peak_bytes
-    found = {name: figures.packed(name, lives).footprint / load for name in (*POOLS, "smartpool_first")}
-    return {**found, "aligned": figures.packed("smartpool", lives, machine.alignment).footprint / load}
+    footprints = {name: figures.checked_packing(name, lives).footprint / load for name in (*POOLS, "smartpool_first")}
+    return {**footprints, "aligned": figures.checked_packing("smartpool", lives, machine.alignment).footprint / load}
 
 
 def kept_by_singa(model: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -151,24 +151,24 @@ class Fig2(Figure):
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         iterations = cli.integer(settings, "iterations", least=3)
-        found = figures.networks(settings)
-        return [{"network": name, "iterations": iterations, "curve": name == found[0]} for name in found]
+        names = figures.networks(settings)
+        return [{"network": name, "iterations": iterations, "curve": name == names[0]} for name in names]
 
     def run(self, task: Row, machine: Machine) -> Row:
         from experiments import workloads  # only the run needs PyTorch
 
         config = figures.workload(task["network"])
-        before, lines, starts = record(workloads.build(config), task["iterations"])
+        start_bytes, lines, starts = record(workloads.build(config), task["iterations"])
         bounds = list(pairwise([*starts, len(lines)]))
-        loads = [before]
+        loads = [start_bytes]
         for line in lines:
             loads.append(loads[-1] + {"malloc": line.nbytes, "free": -line.nbytes}.get(line.kind, 0))
         signatures = [signature(lines[a:b]) for a, b in bounds]
         changes = [[i, b] for i, (a, b) in enumerate(pairwise(loads)) if a != b]
         return {
             "operations": [b - a for a, b in bounds], "peaks": [max(loads[a : b + 1]) for a, b in bounds],
-            "same": [found == signatures[1] for found in signatures],  # equal to the second iteration
-            "starts": starts, "before": before, "points": changes if task["curve"] else [],
+            "same": [operations == signatures[1] for operations in signatures],  # equal to the second iteration
+            "starts": starts, "before": start_bytes, "points": changes if task["curve"] else [],
             "captured": figures.program(task["network"], machine).peak_bytes,
         }  # fmt: skip
 
@@ -188,12 +188,12 @@ class Fig2(Figure):
         peak, bounds = row["captured"] / MB, [*row["starts"], total]
         marks: list[Mark] = [
             Line(x, y, ink, step=True, width=1.2, band=(0, y), shade=0.15),
-            Rule(peak, across=True, colour=LOAD, label=f"peak of the captured program: {peak:,.0f} MB"),
+            Rule(peak, horizontal=True, colour=LOAD, label=f"peak of the captured program: {peak:,.0f} MB"),
             *(Rule(start, colour=FAINT, line="-") for start in row["starts"][1:]),
         ]
-        for i, ((a, b), same) in enumerate(zip(pairwise(bounds), row["same"], strict=True), 1):
-            words = "" if i == 2 else "\nas the 2nd" if same else "\nno momentum yet" if i == 1 else "\nother"
-            marks.append(Words((a + b) / 2, 0.98, f"iteration {i}{words}", top=True))
+        for i, ((a, b), is_same) in enumerate(zip(pairwise(bounds), row["same"], strict=True), 1):
+            text = "" if i == 2 else "\nas the 2nd" if is_same else "\nno momentum yet" if i == 1 else "\nother"
+            marks.append(Words((a + b) / 2, 0.98, f"iteration {i}{text}", top=True))
         x_axis = Axis("operation (malloc, free, read or write)", "{:,.0f}", (0, total))
         panel = Panel("", marks, x_axis, Axis("memory load (MB)", limits=(0, 1.3 * max(y))))
         title = f"{figures.label(row['network'])}, batch size 100: load over {row['iterations']} iterations"
@@ -202,8 +202,8 @@ class Fig2(Figure):
 
 def signature(lines: list[Operation]) -> list[tuple[str, int, int]]:
     """Returns operations with tensors renumbered by first appearance."""
-    number: dict[int, int] = {}
-    return [(line.kind, line.nbytes, number.setdefault(line.tensor, len(number))) for line in lines]
+    indices: dict[int, int] = {}
+    return [(line.kind, line.nbytes, indices.setdefault(line.tensor, len(indices))) for line in lines]
 
 
 def record(parts: Any, iterations: int) -> tuple[int, list[Operation], list[int]]:
@@ -219,7 +219,7 @@ def record(parts: Any, iterations: int) -> tuple[int, list[Operation], list[int]
 
     model, loss_fn, optimizer, (x, y) = parts
     recorder = _recorder()
-    before = sum(recorder.know(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    start_bytes = sum(recorder.register(tensor) for tensor in (*model.parameters(), *model.buffers()))
     starts = []
     with recorder:
         for _ in range(iterations):
@@ -229,8 +229,8 @@ def record(parts: Any, iterations: int) -> tuple[int, list[Operation], list[int]
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             del images, labels
-            recorder.reap()
-    return before, recorder.lines, starts
+            recorder.record_freed()
+    return start_bytes, recorder.lines, starts
 
 
 def _recorder() -> Any:
@@ -246,43 +246,43 @@ def _recorder() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.lines: list[Operation] = []
-            self.number: dict[Any, int] = {}  # by storage, including dead ones
+            self.indices: dict[Any, int] = {}  # by storage, including dead ones
             self.live: dict[Any, int] = {}  # bytes of live storages
 
-        def know(self, tensor: Tensor) -> int:
+        def register(self, tensor: Tensor) -> int:
             """Registers a tensor; returns its bytes if the storage is new, else 0."""
             key = StorageWeakRef(tensor.untyped_storage())
-            if key in self.number:
+            if key in self.indices:
                 return 0
-            self.number[key] = len(self.number)
+            self.indices[key] = len(self.indices)
             self.live[key] = tensor.untyped_storage().nbytes()
             return self.live[key]
 
-        def reap(self) -> None:
+        def record_freed(self) -> None:
             """Records the storages freed since the last operator."""
             for key in [key for key in self.live if key.expired()]:
-                self.lines.append(Operation("free", self.number[key], self.live.pop(key)))
+                self.lines.append(Operation("free", self.indices[key], self.live.pop(key)))
 
-        def note(self, kind: str, tensor: Tensor) -> None:
+        def record(self, kind: str, tensor: Tensor) -> None:
             storage = tensor.untyped_storage()
-            self.lines.append(Operation(kind, self.number[StorageWeakRef(storage)], storage.nbytes()))
+            self.lines.append(Operation(kind, self.indices[StorageWeakRef(storage)], storage.nbytes()))
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.reap()
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            self.record_freed()
+            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             out = func(*args, **(kwargs or {}))
             results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
             for result in results:
-                if self.know(result):
-                    self.note("malloc", result)
+                if self.register(result):
+                    self.record("malloc", result)
             written = mutated(func, args, kwargs or {}) + running_statistics(func, args, kwargs or {})
-            inside = {StorageWeakRef(x.untyped_storage()) for x in given}
-            fresh = [x for x in results if StorageWeakRef(x.untyped_storage()) not in inside]
-            view = Tag.inplace_view in func.tags or not (written or fresh)
-            if not view and func._overloadpacket not in ALLOCATIONS:
-                for kind, tensors in (("read", given), ("write", [*written, *fresh])):
+            input_keys = {StorageWeakRef(x.untyped_storage()) for x in inputs}
+            created = [x for x in results if StorageWeakRef(x.untyped_storage()) not in input_keys]
+            is_view = Tag.inplace_view in func.tags or not (written or created)
+            if not is_view and func._overloadpacket not in ALLOCATIONS:
+                for kind, tensors in (("read", inputs), ("write", [*written, *created])):
                     for tensor in unique(tensors):
-                        self.note(kind, tensor)
+                        self.record(kind, tensor)
             return out
 
     def unique(tensors: list[Tensor]) -> list[Tensor]:
@@ -291,13 +291,13 @@ def _recorder() -> Any:
     return Recorder()
 
 
-def limits_of(settings: DictConfig, network: Any) -> list[float]:
+def limits_mb(settings: DictConfig, network: Any) -> list[float]:
     """Returns the limits in the YAML file in the paper's MB; raises UsageError if one is invalid for this network."""
     if network not in PAPER:
         raise cli.UsageError(f"figure.network: {network!r} is not in Table I ({', '.join(PAPER)})")
-    most = PAPER[network]["load"]
-    wanted = f"MB above 0, at most {network}'s {most:g}"
-    return figures.numbers(settings, "limits", lambda value: 0 < value <= most, wanted)
+    load = PAPER[network]["load"]
+    expected = f"MB above 0, at most {network}'s {load:g}"
+    return figures.numbers(settings, "limits", lambda value: 0 < value <= load, expected)
 
 
 def our_limit(program: Program, network: str, paper_mb: float) -> int:
@@ -312,7 +312,7 @@ def our_limit(program: Program, network: str, paper_mb: float) -> int:
     return program.peak_bytes - round((load - paper_mb) * MB)
 
 
-def planned(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> Timeline:
+def run_planner(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> Timeline:
     """Returns the timeline of a planner's plan under its enforced limit; raises Infeasible if it finds none."""
     plan = planner.plan(program, machine, limit)
     return simulate(program, plan, machine, min(limit, plan.limit))
@@ -327,5 +327,5 @@ def last_kernels(timeline: Timeline, program: Program) -> list[Span]:
 def waits(timeline: Timeline, program: Program) -> list[int]:
     """Returns the compute stream's wait before each kernel of the last iteration in ns, without recomputation."""
     kernels = last_kernels(timeline, program)
-    free = [timeline.last_start_ns, *(s.end_ns for s in kernels)]
-    return [s.start_ns - ready for s, ready in zip(kernels, free, strict=False)]
+    ready_ns = [timeline.last_start_ns, *(s.end_ns for s in kernels)]
+    return [s.start_ns - ready for s, ready in zip(kernels, ready_ns, strict=False)]

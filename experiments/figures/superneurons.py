@@ -35,12 +35,12 @@ class Fig2(Figure):
 
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine, batch_size=FIG2_BATCH, algorithms=True)
-        chosen = [min(algorithms(kernel)) for kernel in program.kernels]
-        held = [live - kernel.workspace for live, kernel in zip(program.live_bytes, program.kernels, strict=True)]
+        fastest = [min(algorithms(kernel)) for kernel in program.kernels]
+        live_bytes = [live - kernel.workspace for live, kernel in zip(program.live_bytes, program.kernels, strict=True)]
         tensors = sum(tensor.nbytes for tensor in program.tensors)  # without freeing any
         return {
-            "without": max(held), "fastest": max(a + b for a, (_, b, _) in zip(held, chosen, strict=True)),
-            "sum": tensors + sum(nbytes for _, nbytes, _ in chosen), "all": tensors,
+            "without": max(live_bytes), "fastest": max(a + b for a, (_, b, _) in zip(live_bytes, fastest, strict=True)),
+            "sum": tensors + sum(nbytes for _, nbytes, _ in fastest), "all": tensors,
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
@@ -49,15 +49,15 @@ class Fig2(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         names = [figures.label(row["network"]) for row in rows]
-        shown = (("all", "all tensors", PREDICTED), ("sum", "all tensors and workspaces", MEASURED))
-        series = [(label, ink, [row[key] / GB for row in rows], []) for key, label, ink in shown]
+        columns = (("all", "all tensors", PREDICTED), ("sum", "all tensors and workspaces", MEASURED))
+        series = [(label, ink, [row[key] / GB for row in rows], []) for key, label, ink in columns]
         theirs = [FIG2_PAPER.get(row["network"]) for row in rows]
         paper = Line(theirs, range(len(rows)), INK, "paper", "D", "", size=7, hollow=True, front=5)
-        panel = Panel("", [*groups(series, across=True), paper], Axis("GB"), Axis(names=names))
+        panel = Panel("", [*groups(series, horizontal=True), paper], Axis("GB"), Axis(names=names))
         return Chart(f"Simulated memory of a step, batch {FIG2_BATCH}", [panel], size=(7.5, 0.55 * len(rows) + 1.0))
 
 
-GROUP_OF = dict.fromkeys(("pool", "activation", "norm", "lrn"), "POOL, ACT, BN, LRN") | {"conv": "CONV", "matmul": "FC"}
+GROUPS = dict.fromkeys(("pool", "activation", "norm", "lrn"), "POOL, ACT, BN, LRN") | {"conv": "CONV", "matmul": "FC"}
 
 
 class Fig8(Figure):
@@ -69,11 +69,11 @@ class Fig8(Figure):
         program = figures.program(task["network"], machine)
         times, sizes = Counter(dict.fromkeys(LAYERS, 0)), Counter(dict.fromkeys(LAYERS, 0))
         for kernel in program.kernels:
-            times[GROUP_OF.get(kernel.kind, "other")] += kernel.duration_ns
+            times[GROUPS.get(kernel.kind, "other")] += kernel.duration_ns
         for tensor, writes in zip(program.tensors, program.writes, strict=True):
             if writes and not tensor.persistent:
-                sizes[GROUP_OF.get(program.kernels[writes[0]].kind, "other")] += tensor.nbytes
-        shares = [{name: n / found.total() for name, n in found.items()} for found in (times, sizes)]
+                sizes[GROUPS.get(program.kernels[writes[0]].kind, "other")] += tensor.nbytes
+        shares = [{name: n / totals.total() for name, n in totals.items()} for totals in (times, sizes)]
         return {"time": shares[0], "memory": shares[1]}
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -103,46 +103,46 @@ class Fig12(Figure):
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program("alexnet", machine, batch_size=task["batch_size"], algorithms=True)
         planner = agents.make("superneurons", recompute="cost", early=True)
-        bare = program.with_variants(least_workspaces(program))
-        least, found = figures.least_limit(planner, bare, machine, 2**20), []
+        minimal = program.with_variants(least_workspaces(program))
+        least, results = figures.least_limit(planner, minimal, machine, 2**20), []
         for share in task["pools"]:
             limit = round(share * least)
-            one: Row = {"pool": limit}
-            for name, fill in (("least", False), ("filled", True)):
-                plan = plan_with_variants(planner, program, machine, limit, fill)
+            result: Row = {"pool": limit}
+            for name, is_filled in (("least", False), ("filled", True)):
+                plan = plan_with_variants(planner, program, machine, limit, is_filled)
                 iteration_ns = simulate(program, plan, machine, limit).iteration_ns
-                one[name] = {
+                result[name] = {
                     "images_per_s": task["batch_size"] / iteration_ns * 1e9,
                     "workspaces": sum(kernel.workspace for kernel in program.with_variants(plan.variants).kernels),
                 }
-            found.append(one)
-        return {"found": found, "wanted": sum(min(algorithms(kernel))[1] for kernel in program.kernels)}
+            results.append(result)
+        return {"found": results, "wanted": sum(min(algorithms(kernel))[1] for kernel in program.kernels)}
 
     def numbers(self, rows: list[Row]) -> Row:
-        found = [
-            {"batch_size": row["batch_size"], "pool": one["pool"], "slow": slow, "fast": fast, "times": fast / slow,
-             "share": one["filled"]["workspaces"] / row["wanted"]}
-            for row in rows for one in row["found"]
-            for slow, fast in [(one["least"]["images_per_s"], one["filled"]["images_per_s"])]
+        lines = [
+            {"batch_size": row["batch_size"], "pool": result["pool"], "slow": slow, "fast": fast, "times": fast / slow,
+             "share": result["filled"]["workspaces"] / row["wanted"]}
+            for row in rows for result in row["found"]
+            for slow, fast in [(result["least"]["images_per_s"], result["filled"]["images_per_s"])]
         ]  # fmt: skip
-        return {"rows": found, "gains": span(one["times"] for one in found)}
+        return {"rows": lines, "gains": span(line["times"] for line in lines)}
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = self.numbers(rows)["rows"]
+        lines = self.numbers(rows)["rows"]
         series = [
-            ("least workspaces", PREDICTED, [one["slow"] for one in found], []),
-            ("fastest that fit", MEASURED, [one["fast"] for one in found],
-             [f"{one['times']:.2f}×, {one['share']:.0%} of all workspaces" for one in found]),
+            ("least workspaces", PREDICTED, [line["slow"] for line in lines], []),
+            ("fastest that fit", MEASURED, [line["fast"] for line in lines],
+             [f"{line['times']:.2f}×, {line['share']:.0%} of all workspaces" for line in lines]),
         ]  # fmt: skip
         paper = [
-            Line([speed] * 2, [-0.5, len(found) - 0.5], INK, f"paper: {label}, {speed} images/s", line=dash, front=5)
+            Line([speed] * 2, [-0.5, len(lines) - 0.5], INK, f"paper: {label}, {speed} images/s", line=dash, front=5)
             for label, speed, dash in zip(("least", "most"), FIG12_PAPER, (":", "--"), strict=True)
         ]
-        names = [f"batch {one['batch_size']}, {one['pool'] / GB:.2f} GB" for one in found]
-        marks = [*groups(series, across=True), *paper]
+        names = [f"batch {line['batch_size']}, {line['pool'] / GB:.2f} GB" for line in lines]
+        marks = [*groups(series, horizontal=True), *paper]
         panel = Panel("", marks, Axis("images per second", room=1.6), Axis(names=names))
         title = "AlexNet on a K40c: simulated speed with workspaces"
-        return Chart(title, [panel], size=(7.0, 0.55 * len(found) + 1.0), keys=2)
+        return Chart(title, [panel], size=(7.0, 0.55 * len(lines) + 1.0), keys=2)
 
 
 TABLE2_PAPER = {  # images/s with cudaMalloc ("CUDA") and with the pool ("Ours")
@@ -155,7 +155,7 @@ class Table2(Figure):
     """Table 2: images per second with a memory pool and with cudaMalloc."""
 
     name = "superneurons_table2"
-    among = TABLE2_PAPER
+    paper_networks = TABLE2_PAPER
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         return [{**task, "batch": 128 if task["network"] == "alexnet" else 16} for task in super().tasks(settings)]
@@ -174,17 +174,17 @@ class Table2(Figure):
         return {"networks": table2_facts(rows)}
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = table2_facts(rows)
+        networks = table2_facts(rows)
         labels = {"paper": ("the paper", INK), "each": ("ours: one cost per block, fitted", ALLOCATORS[POOL].colour),
                   "ours": ("ours: costs by bytes, as on a GTX 1080 Ti", FAINT)}  # fmt: skip
         series = [
-            (*how, [one["speedup"][key] for one in found], [f"{one['speedup'][key]:.2f}×" for one in found])
-            for key, how in labels.items()
+            (*style, [net["speedup"][key] for net in networks], [f"{net['speedup'][key]:.2f}×" for net in networks])
+            for key, style in labels.items()
         ]
         panel = Panel(
             "",
-            [Rule(1, across=True, line="-"), *groups(series, hollow=("the paper",))],
-            Axis(names=[f"{one['label']}\nbatch {one['batch']}" for one in found]),
+            [Rule(1, horizontal=True, line="-"), *groups(series, hollow=("the paper",))],
+            Axis(names=[f"{net['label']}\nbatch {net['batch']}" for net in networks]),
             Axis("iteration with cudaMalloc / with the pool", "{:.1f}", (0, None), room=1.05),
         )
         title = "Speedup of SuperNeurons' memory pool over cudaMalloc, Tesla K40c"
@@ -196,19 +196,19 @@ def table2_facts(rows: list[Row]) -> list[Row]:
 
     ``each``: one cost per block for all networks, the median of the costs that give the paper's differences.
     """
-    out, costs = [], []
+    networks, costs = [], []
     for row in rows:
         slow, fast = TABLE2_PAPER[row["network"]]
         paper_ms, calls = 1e3 * row["batch"] * (1 / slow - 1 / fast), row["allocation_ns"]
         costs.append(paper_ms / row["blocks"])
         added = {"paper": paper_ms, "ours": (calls["cudamalloc"] - calls[POOL]) / 1e6}
-        out.append({**row, "label": figures.label(row["network"]), "slow": slow, "fast": fast, "added": added})
-    for one in out:
-        one["added"]["each"] = median(costs) * one["blocks"]
-        pool_ms = 1e3 * one["batch"] / one["fast"]
-        one["speedup"] = {key: 1 + ms / pool_ms for key, ms in one["added"].items()}
-        one["images"] = {key: one["fast"] / speedup for key, speedup in one["speedup"].items()}
-    return out
+        networks.append({**row, "label": figures.label(row["network"]), "slow": slow, "fast": fast, "added": added})
+    for net in networks:
+        net["added"]["each"] = median(costs) * net["blocks"]
+        pool_ms = 1e3 * net["batch"] / net["fast"]
+        net["speedup"] = {key: 1 + ms / pool_ms for key, ms in net["added"].items()}
+        net["images"] = {key: net["fast"] / speedup for key, speedup in net["speedup"].items()}
+    return networks
 
 
 LOSS = 0.3333  # largest loss without the cache in the paper
@@ -227,29 +227,29 @@ class Fig11(Figure):
         program = figures.program(task["network"], machine, batch_size=task["batch"])
         return {
             "peak": program.peak_bytes, "ideal_ns": program.ideal_ns,
-            "without": always_offloaded(program, machine),
-            "cached": cached(program, machine, machine.memory_bytes),
-            "cached_short": cached(program, machine, int(task["short"] * program.peak_bytes)),
+            "without": run_offloaded(program, machine),
+            "cached": run_cached(program, machine, machine.memory_bytes),
+            "cached_short": run_cached(program, machine, int(task["short"] * program.peak_bytes)),
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        found = [fig11_facts(row) for row in rows]
-        return {"networks": found, "losses": span(one["loss"] for one in found)}
+        networks = [fig11_facts(row) for row in rows]
+        return {"networks": networks, "losses": span(net["loss"] for net in networks)}
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = [fig11_facts(row) for row in rows]
+        networks = [fig11_facts(row) for row in rows]
         series = [
-            (label, colour, [one["speeds"][i] for one in found], [f"{one['speeds'][i]:.0%}" for one in found])
+            (label, colour, [net["speeds"][i] for net in networks], [f"{net['speeds'][i]:.0%}" for net in networks])
             for i, (label, colour) in enumerate((("with Tensor Cache", "#1f5fa8"), ("without", "#f16913")))
         ]
-        names = Axis(names=[one["label"] for one in found])
-        ends, label = [-0.5, len(found) - 0.5], f"paper: at least {1 - LOSS:.0%} without"
+        names = Axis(names=[net["label"] for net in networks])
+        ends, label = [-0.5, len(networks) - 0.5], f"paper: at least {1 - LOSS:.0%} without"
         paper = Line(ends, [1 - LOSS] * 2, INK, label, line="--", front=5)
         panel = Panel("", [*groups(series), paper], names, Axis("speed, of that without swaps", "%", (0, 1.15)))
         return Chart("Speed with and without the Tensor Cache, 12 GB", [panel], size=(1.4 * len(rows) + 2, 4.6))
 
 
-def always_offloaded(program: Program, machine: Machine) -> Row:
+def run_offloaded(program: Program, machine: Machine) -> Row:
     """Returns the iteration with every CONV output offloaded (section 3.3.1)."""
     limit = machine.memory_bytes
     plan = agents.make("superneurons", mode="swap", recompute="cost", cache="off").plan(program, machine, limit)
@@ -258,21 +258,21 @@ def always_offloaded(program: Program, machine: Machine) -> Row:
     return {"iteration_ns": timeline.iteration_ns, "offloaded": moved}
 
 
-def cached(program: Program, machine: Machine, limit: int) -> Row | None:
+def run_cached(program: Program, machine: Machine, limit: int) -> Row | None:
     """Returns the iteration with the Tensor Cache at run time; None if it does not fit."""
     try:
-        found = tensor_cache.run(program, machine, limit)
+        result = tensor_cache.run(program, machine, limit)
     except agents.Infeasible:
         return None
-    return {"iteration_ns": found.iteration_ns, "offloaded": found.offloaded_bytes, "misses": found.misses,
-            "hits": found.hits}  # fmt: skip
+    return {"iteration_ns": result.iteration_ns, "offloaded": result.offloaded_bytes, "misses": result.misses,
+            "hits": result.hits}  # fmt: skip
 
 
 def fig11_facts(row: Row) -> Row:
     """Returns the speeds of a network, also relative to the iteration without swaps."""
     short, ns = row["cached_short"], [row[key]["iteration_ns"] for key in ("cached", "without")]
     return {
-        **row, "label": figures.label(row["network"]), "images": [row["batch"] / one * 1e9 for one in ns],
-        "speeds": [row["ideal_ns"] / one for one in ns], "loss": 1 - ns[0] / ns[1],
+        **row, "label": figures.label(row["network"]), "images": [row["batch"] / time_ns * 1e9 for time_ns in ns],
+        "speeds": [row["ideal_ns"] / time_ns for time_ns in ns], "loss": 1 - ns[0] / ns[1],
         "short_speed": "does not fit" if short is None else f"{row['ideal_ns'] / short['iteration_ns']:.0%}",
     }  # fmt: skip

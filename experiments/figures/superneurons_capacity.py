@@ -30,11 +30,11 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
-from experiments.figures import attempt, chosen
+from experiments.figures import attempt, choices
 from experiments.figures.figure import Figure
 from experiments.figures.home_networks import Sizes
 from experiments.plotting.charts import Axis, Bars, Chart, Mark, Panel, Rule
-from experiments.plotting.palette import CAPACITY_OF, INK, label
+from experiments.plotting.palette import INK, METHOD_COLOURS, label
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.program import Kernel, Program, Tensor
@@ -61,49 +61,49 @@ METHODS = {
 FRAMEWORKS = ("Caffe", "MXNet", "Torch", "TensorFlow", "SuperNeurons")
 
 
-def planned(method: str, program: Program, machine: Machine) -> Timeline | None:
+def run_method(method: str, program: Program, machine: Machine) -> Timeline | None:
     """Returns the timeline of a method in the machine's memory, or None if it does not fit."""
-    if floor(method, program) > machine.memory_bytes:
+    if lower_bound(method, program) > machine.memory_bytes:
         return None
-    how = METHODS[method]
-    plan = attempt(agents.make(how.planner, **how.options), program, machine, machine.memory_bytes)
+    strategy = METHODS[method]
+    plan = attempt(agents.make(strategy.planner, **strategy.options), program, machine, machine.memory_bytes)
     return None if plan is None else simulate(program, plan, machine, machine.memory_bytes)
 
 
-def floor(method: str, program: Program) -> int:
+def lower_bound(method: str, program: Program) -> int:
     """Returns a lower bound on a method's bytes: the peak with its movable tensors swapped out while unused."""
     if method == "own":
         return sum(t.nbytes for t in program.tensors)
     if method == "none":
         return program.peak_bytes
-    how = METHODS[method]
-    if how.planner == "superneurons":
-        gaps = list(evictable_gaps(program, joins=how.options.get("joins", False)))
+    strategy = METHODS[method]
+    if strategy.planner == "superneurons":
+        gaps = list(evictable_gaps(program, joins=strategy.options.get("joins", False)))
     else:
         gaps = list(program.gaps()) if method == "bound" else [m.gap for m in feature_maps(program)]
     return Candidates(program, gaps).least_bytes
 
 
-def most(method: str, at: Callable[[int], Program], machine: Machine, first: int, limit: int) -> tuple[int, Row]:
+def max_size(method: str, build: Callable[[int], Program], machine: Machine, start: int, limit: int) -> tuple[int, Row]:
     """Returns the largest size up to ``limit`` at which a method fits, and its iteration if the method has a planner.
 
     Args:
-        at: Returns the program of a size.
-        first: Initial size of the search.
+        build: Returns the program of a size.
+        start: Initial size of the search.
     """
-    top = largest(lambda n: floor(method, at(n)) <= machine.memory_bytes, min(first, limit), limit)
+    top = largest(lambda n: lower_bound(method, build(n)) <= machine.memory_bytes, min(start, limit), limit)
     if not METHODS[method].planner:
         return top, {}
-    found: dict[int, Timeline | None] = {0: None}
+    timelines: dict[int, Timeline | None] = {0: None}
 
     def fits(n: int) -> bool:
-        if n not in found:
-            found[n] = planned(method, at(n), machine)
-        return n == 0 or found[n] is not None
+        if n not in timelines:
+            timelines[n] = run_method(method, build(n), machine)
+        return n == 0 or timelines[n] is not None
 
     # The lower bound is close, so the search starts there and goes down.
-    size = top if fits(top) else top - 1 - largest(lambda less: not fits(top - less), 1, top)
-    timeline = found[size]
+    size = top if fits(top) else top - 1 - largest(lambda steps: not fits(top - steps), 1, top)
+    timeline = timelines[size]
     if timeline is None:
         return 0, {}
     return size, {"overhead": timeline.overhead, "iteration_ns": timeline.iteration_ns, "peak": timeline.peak_bytes}
@@ -117,9 +117,9 @@ def panel(title: str, paper: Mapping[str, int | None], ours: Sequence[tuple[str,
         ours: Method, name, size and text of each bar.
     """
     n = len(paper)
-    named = ["N/A" if value is None else f"{value:,}" for value in paper.values()]
-    marks: list[Mark] = [Bars(range(n), list(paper.values()), INK, hollow=True, thick=0.7, texts=named)]
-    marks += [Bars([n + i], [value], CAPACITY_OF[method], thick=0.7, texts=[text])
+    texts = ["N/A" if value is None else f"{value:,}" for value in paper.values()]
+    marks: list[Mark] = [Bars(range(n), list(paper.values()), INK, hollow=True, thick=0.7, texts=texts)]
+    marks += [Bars([n + i], [value], METHOD_COLOURS[method], thick=0.7, texts=[text])
               for i, (method, _, value, text) in enumerate(ours)]  # fmt: skip
     marks += [] if bound is None else [Rule(bound)]
     names = [*(f"{name} (paper)" for name in paper), *(name for _, name, _, _ in ours)]
@@ -148,38 +148,38 @@ class Deeper:
             number(t.name) if t.persistent else self._kernels[uses[0]] if uses else None
             for t, uses in zip(program.tensors, program.accesses, strict=True)
         ]
-        mine = self._of(layer)
+        members = self._tensors_of(layer)
         self._twin: dict[int, int] = {}  # a neighbor's tensor: the corresponding tensor of the layer
-        for beside in (layer - 1, layer + 1):
-            theirs = self._of(beside)
-            if [_plain(program.tensors[t]) for t in mine] != [_plain(program.tensors[t]) for t in theirs]:
-                raise ValueError(f"{program.name}: layers {beside} and {layer} differ")
-            self._twin.update(zip(theirs, mine, strict=True))
-        self._pieces = [list(piece) for _, piece in groupby(range(len(program.kernels)), self._piece)]
+        for neighbor in (layer - 1, layer + 1):
+            others = self._tensors_of(neighbor)
+            if [_plain(program.tensors[t]) for t in members] != [_plain(program.tensors[t]) for t in others]:
+                raise ValueError(f"{program.name}: layers {neighbor} and {layer} differ")
+            self._twin.update(zip(others, members, strict=True))
+        self._pieces = [list(piece) for _, piece in groupby(range(len(program.kernels)), self._piece_key)]
         phases = [program.kernels[p[0]].phase for p in self._pieces if self._kernels[p[0]] == layer]
         if len(phases) != len(set(phases)):
             raise ValueError(f"{program.name}: the kernels of layer {layer} are not contiguous")
 
-    def _of(self, layer: int) -> list[int]:
+    def _tensors_of(self, layer: int) -> list[int]:
         return [t for t, owner in enumerate(self._tensors) if owner == layer]
 
-    def _piece(self, k: int) -> tuple[bool, str]:
+    def _piece_key(self, k: int) -> tuple[bool, str]:
         return self._kernels[k] == self._layer, self._program.kernels[k].phase
 
-    def by(self, more: int) -> Program:
+    def with_more(self, more: int) -> Program:
         """Returns the program with ``more`` layers (0: unchanged); raises ValueError if negative."""
         if more < 0:
             raise ValueError(f"more: expected at least 0, got {more}")
         program, layer = self._program, self._layer
-        mine, tensors = self._of(layer), list(program.tensors)
-        copies = [{t: t for t in mine}]
+        members, tensors = self._tensors_of(layer), list(program.tensors)
+        copies = [{t: t for t in members}]
         for c in range(1, more + 1):
-            copies.append({t: len(tensors) + i for i, t in enumerate(mine)})
-            tensors += [replace(tensors[t], name=f"{tensors[t].name}+{c}") for t in mine]
+            copies.append({t: len(tensors) + i for i, t in enumerate(members)})
+            tensors += [replace(tensors[t], name=f"{tensors[t].name}+{c}") for t in members]
 
-        def linked(k: int, c: int) -> Kernel:
-            def ids(some: tuple[int, ...]) -> tuple[int, ...]:
-                return tuple(chain.from_iterable(self._ids(t, self._kernels[k], c, copies) for t in some))
+        def link(k: int, c: int) -> Kernel:
+            def ids(tensor_ids: tuple[int, ...]) -> tuple[int, ...]:
+                return tuple(chain.from_iterable(self._ids(t, self._kernels[k], c, copies) for t in tensor_ids))
 
             kernel = program.kernels[k]
             return replace(kernel, inputs=ids(kernel.inputs), outputs=ids(kernel.outputs))
@@ -189,7 +189,7 @@ class Deeper:
             inside = self._kernels[piece[0]] == layer
             order = range(more + 1) if inside else range(1)
             for c in reversed(order) if program.kernels[piece[0]].phase == "backward" else order:
-                kernels += [linked(k, c) for k in piece]
+                kernels += [link(k, c) for k in piece]
         return Program(program.name, tuple(tensors), tuple(kernels))
 
     def _ids(self, t: int, layer: int | None, c: int, copies: Sequence[Mapping[int, int]]) -> Iterable[int]:
@@ -198,8 +198,8 @@ class Deeper:
         if layer == self._layer and owner is not None:
             if owner == layer:
                 return (copies[c][t],)
-            there = c + owner - layer
-            return (copies[there][self._twin[t]],) if t in self._twin and 0 <= there <= last else (t,)
+            other = c + owner - layer
+            return (copies[other][self._twin[t]],) if t in self._twin and 0 <= other <= last else (t,)
         if owner != self._layer:
             return (t,)
         if layer in (owner - 1, owner + 1):
@@ -209,8 +209,8 @@ class Deeper:
 
 def number(name: str) -> int | None:
     """Returns N for a parameter, buffer or optimizer state ``…layers.N.…``."""
-    found = re.search(r"\blayers\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    match = re.search(r"\blayers\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 def _kernel_layers(program: Program) -> list[int | None]:
@@ -219,11 +219,11 @@ def _kernel_layers(program: Program) -> list[int | None]:
     touched = [{numbers[t] for t in kernel.accesses} - {None} for kernel in program.kernels]
     out: list[int | None] = [None] * len(touched)
     for backward in (False, True):
-        now, n = None, len(touched)
+        current, n = None, len(touched)
         for k in reversed(range(n)) if backward else range(n):
             if (program.kernels[k].phase == "backward") == backward:
-                now = max(touched[k]) if len(touched[k]) == 1 else now if not touched[k] else None
-                out[k] = now
+                current = max(touched[k]) if len(touched[k]) == 1 else current if not touched[k] else None
+                out[k] = current
     return out
 
 
@@ -231,15 +231,15 @@ def _plain(tensor: Tensor) -> Tensor:
     return replace(tensor, name="")
 
 
-def anonymous(program: Program) -> tuple[list[Tensor], list[Kernel]]:
+def without_names(program: Program) -> tuple[list[Tensor], list[Kernel]]:
     """Returns a program's tensors and kernels without names, with tensors in the order of first access.
 
     Equal results mean equivalent programs.
     """
     order = list(dict.fromkeys(t for kernel in program.kernels for t in kernel.accesses))
-    place = {t: i for i, t in enumerate(order)}
+    index = {t: i for i, t in enumerate(order)}
     return [_plain(program.tensors[t]) for t in order], [
-        replace(k, inputs=tuple(sorted(place[t] for t in k.inputs)), outputs=tuple(sorted(place[t] for t in k.outputs)))
+        replace(k, inputs=tuple(sorted(index[t] for t in k.inputs)), outputs=tuple(sorted(index[t] for t in k.outputs)))
         for k in program.kernels
     ]
 
@@ -259,72 +259,72 @@ class Table4(Figure):
     name = "superneurons_table4"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        found, captured = chosen(settings, "methods", METHODS), str(settings.captured)
-        if captured not in found:
-            raise cli.UsageError(f"figure.captured: expected one of the methods {', '.join(found)}, got {captured!r}")
+        methods, captured = choices(settings, "methods", METHODS), str(settings.captured)
+        if captured not in methods:
+            raise cli.UsageError(f"figure.captured: expected one of the methods {', '.join(methods)}, got {captured!r}")
         batch = cli.integer(settings, "batch_size", least=2)
-        out = [{"method": name, "batch": batch, "captured": name == captured} for name in found]
-        alone = chosen(settings, "batch_1", METHODS) if settings.batch_1 else []
-        return out + [{"method": name, "batch": 1, "captured": False} for name in alone]
+        out = [{"method": name, "batch": batch, "captured": name == captured} for name in methods]
+        at_batch_1 = choices(settings, "batch_1", METHODS) if settings.batch_1 else []
+        return out + [{"method": name, "batch": 1, "captured": False} for name in at_batch_1]
 
     def run(self, task: Row, machine: Machine) -> Row:
         method, batch = task["method"], task["batch"]
-        shallow = Deeper(first(batch, machine), 4 + sum(STAGES[:2]) + CAPTURED // 2)
+        shallow = Deeper(base(batch, machine), 4 + sum(STAGES[:2]) + CAPTURED // 2)
         start = FIRST.get(method, 400) if batch > 1 else 400
-        n3, found = most(method, lambda n: shallow.by(n - CAPTURED), machine, start, TABLE4_MOST)
-        program = shallow.by(n3 - CAPTURED)
+        n3, iteration = max_size(method, lambda n: shallow.with_more(n - CAPTURED), machine, start, TABLE4_MOST)
+        program = shallow.with_more(n3 - CAPTURED)
         if task["captured"]:
-            whole = captured(batch, n3, machine)
-            if anonymous(whole) != anonymous(program):
+            program_captured = capture(batch, n3, machine)
+            if without_names(program_captured) != without_names(program):
                 raise AssertionError(f"n3 = {n3}: the captured program differs from the one with repeated blocks")
-            program = whole
-            if METHODS[method].planner and planned(method, whole, machine) is None:
+            program = program_captured
+            if METHODS[method].planner and run_method(method, program_captured, machine) is None:
                 raise AssertionError(f"{method}: n3 = {n3} fits with repeated blocks, but not as captured")
         sums = [m for m in feature_maps(program) if program.kernels[m.layer].kind in JOINS]
         return {
             "n3": n3, "depth": depth(n3), "kernels": len(program.kernels), "memory": machine.memory_bytes,
-            "at_end": program.live_bytes[-1], "sums": sum(program.tensors[m.tensor].nbytes for m in sums), **found,
+            "at_end": program.live_bytes[-1], "sums": sum(program.tensors[m.tensor].nbytes for m in sums), **iteration,
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        found = [
+        lines = [
             {**row, "label": METHODS[row["method"]].label + (AT_1 if row["batch"] == 1 else ""),
              "held": row["at_end"] / row["memory"], "overhead": row.get("overhead"),
              "images": row["batch"] / row["iteration_ns"] * 1e9 if "overhead" in row else None}
             for row in rows
         ]  # fmt: skip
-        paper = [{"framework": name, "there": there} for name, there in TABLE4_PAPER.items()]
-        return {"paper": paper, "batch": rows[0]["batch"], "found": found}
+        paper = [{"framework": name, "there": depth} for name, depth in TABLE4_PAPER.items()]
+        return {"paper": paper, "batch": rows[0]["batch"], "found": lines}
 
     def chart(self, rows: list[Row]) -> Chart:
         slower = [f" ({row['overhead']:.0%} slower)" if row.get("overhead") else "" for row in rows]
-        bars = [(one["method"], one["label"], one["depth"], f"{one['depth']:,}{text}")
-                for one, text in zip(self.numbers(rows)["found"], slower, strict=True)]  # fmt: skip
+        bars = [(line["method"], line["label"], line["depth"], f"{line['depth']:,}{text}")
+                for line, text in zip(self.numbers(rows)["found"], slower, strict=True)]  # fmt: skip
         paper = TABLE4_PAPER | (BATCH1_PAPER if any(row["batch"] == 1 for row in rows) else {})
         title = f"Deepest ResNet in 12 GB, batch size {rows[0]['batch']}: the paper (hollow), simulated (filled)"
         size = (8.6, 0.7 + 0.36 * (len(paper) + len(rows)))
-        return Chart(title, [panel("", paper, bars, "layers with weights", 1.28)], size=size, besides=(0.0, 0.3))
+        return Chart(title, [panel("", paper, bars, "layers with weights", 1.28)], size=size, margins=(0.0, 0.3))
 
 
-def captured(batch: int, n3: int, machine: Machine) -> Program:
+def capture(batch: int, n3: int, machine: Machine) -> Program:
     """Captures the network."""
     n1, n2, n4 = STAGES
     return figures.program("resnet50_imagenet", machine, batch_size=batch, stages=f"{n1}-{n2}-{n3}-{n4}")
 
 
-def first(batch: int, machine: Machine) -> Program:
+def base(batch: int, machine: Machine) -> Program:
     """Returns the network from which deeper ones are derived."""
     if batch == 1:
-        return Sizes((shallowest(BATCH1_FROM[0]), shallowest(BATCH1_FROM[1])), BATCH1_FROM, machine).at(1)
+        return Sizes((capture_base(BATCH1_FROM[0]), capture_base(BATCH1_FROM[1])), BATCH1_FROM, machine).at_batch(1)
     from executor.capture.durations import with_roofline  # PyTorch
 
-    return with_roofline(shallowest(batch), machine)
+    return with_roofline(capture_base(batch), machine)
 
 
 @lru_cache(maxsize=2)  # a process runs several tasks
-def shallowest(batch: int) -> Program:
+def capture_base(batch: int) -> Program:
     """Captures the network; its durations are not used."""
-    return captured(batch, CAPTURED, Machine.load("k40c"))
+    return capture(batch, CAPTURED, Machine.load("k40c"))
 
 
 def depth(n3: int) -> int:
@@ -354,12 +354,12 @@ class Table5(Figure):
     name = "superneurons_table5"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        found = figures.networks(settings, TABLE5_PAPER)
-        asked, ours = chosen(settings, "methods", METHODS), str(settings.ours)
-        if CHECKED not in asked:
+        names = figures.networks(settings, TABLE5_PAPER)
+        methods, ours = choices(settings, "methods", METHODS), str(settings.ours)
+        if CHECKED not in methods:
             raise cli.UsageError(f"figure.methods: {CHECKED} is required, since captures are compared at its batch")
-        searches: list[Row] = [{"network": name, "methods": asked} for name in found]
-        return searches + [{"network": n, "planner": ours, "batch": TABLE5_PAPER[n]["SuperNeurons"]} for n in found]
+        searches: list[Row] = [{"network": name, "methods": methods} for name in names]
+        return searches + [{"network": n, "planner": ours, "batch": TABLE5_PAPER[n]["SuperNeurons"]} for n in names]
 
     def run(self, task: Row, machine: Machine) -> Row:
         name = task["network"]
@@ -371,41 +371,41 @@ class Table5(Figure):
             return {"overhead": simulate(program, plan, machine, machine.memory_bytes).overhead}
         small, large = (figures.program(name, machine, batch_size=batch, algorithms=False) for batch in BATCHES)
         sizes = Sizes((small, large), BATCHES, machine)
-        found = {}
+        results = {}
         for method in task["methods"]:
-            batch, there = most(method, sizes.at, machine, BATCHES[0], TABLE5_MOST)
-            found[method] = {"batch": batch, **there}
-        batch = found[CHECKED]["batch"]
-        if figures.program(name, machine, batch_size=batch, algorithms=False) != sizes.at(batch):
+            batch, iteration = max_size(method, sizes.at_batch, machine, BATCHES[0], TABLE5_MOST)
+            results[method] = {"batch": batch, **iteration}
+        batch = results[CHECKED]["batch"]
+        if figures.program(name, machine, batch_size=batch, algorithms=False) != sizes.at_batch(batch):
             raise AssertionError(f"{name}: at batch {batch} the captured program differs from the interpolated one")
         kernels = len(small.kernels)
-        return {"found": found, "kernels": kernels, "memory": machine.memory_bytes, "host": machine.host_bytes}
+        return {"found": results, "kernels": kernels, "memory": machine.memory_bytes, "host": machine.host_bytes}
 
     def numbers(self, rows: list[Row]) -> Row:
         searched = [row for row in rows if "found" in row]
-        held = {row["network"]: row for row in rows if "planner" in row}
-        found = [row["found"] for row in searched]
+        planned = {row["network"]: row for row in rows if "planner" in row}
+        results_by_method = [row["found"] for row in searched]
         return {
             "networks": [
-                {"network": row["network"], "overhead": held[row["network"]]["overhead"],
+                {"network": row["network"], "overhead": planned[row["network"]]["overhead"],
                  "paper": ["N/A" if n is None else f"{n:,}" for n in TABLE5_PAPER[row["network"]].values()],
-                 "cells": [f"{there['batch']:,}" + (f" ({there['overhead']:.0%})" if there.get("overhead") else "")
-                           for there in row["found"].values()]}
+                 "cells": [f"{result['batch']:,}" + (f" ({result['overhead']:.0%})" if result.get("overhead") else "")
+                           for result in row["found"].values()]}
                 for row in searched
             ],
             "frameworks": [f"{name}, paper" for name in FRAMEWORKS],
-            "methods": [METHODS[method].label for method in found[0]],
-            "count": len(searched), "planner": label(next(iter(held.values()))["planner"]),
-            **{f"{name}_ahead": sum(one[name]["batch"] > one[CHECKED]["batch"] for one in found)
-               if name in found[0] else None for name in ("vdnn_all", "memonger")},
+            "methods": [METHODS[method].label for method in results_by_method[0]],
+            "count": len(searched), "planner": label(next(iter(planned.values()))["planner"]),
+            **{f"{name}_ahead": sum(results[name]["batch"] > results[CHECKED]["batch"] for results in results_by_method)
+               if name in results_by_method[0] else None for name in ("vdnn_all", "memonger")},
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         panels = []
         for row in (row for row in rows if "found" in row):
-            found = {m: there["batch"] for m, there in row["found"].items()}
-            bound = found.get("bound")
-            bars = [(m, METHODS[m].label, batch, f"{batch:,}") for m, batch in found.items() if m != "bound"]
+            sizes = {m: result["batch"] for m, result in row["found"].items()}
+            bound = sizes.get("bound")
+            bars = [(m, METHODS[m].label, batch, f"{batch:,}") for m, batch in sizes.items() if m != "bound"]
             title = figures.label(row["network"]) + (f": no plan beyond {bound:,}" if bound else "")
             panels.append(panel(title, TABLE5_PAPER[row["network"]], bars, "largest batch, images", 1.12, bound))
         title = "Largest batch in 12 GB: frameworks in the paper (hollow), methods simulated here (filled)"

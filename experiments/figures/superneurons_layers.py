@@ -47,26 +47,26 @@ class Fig10(Figure):
     name = "superneurons_alexnet"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        chosen = figures.chosen(settings, "shown", FIG10_LABELS)
-        return [{"shown": name, "batch_size": settings.batch_size} for name in chosen]
+        names = figures.choices(settings, "shown", FIG10_LABELS)
+        return [{"shown": name, "batch_size": settings.batch_size} for name in names]
 
     def run(self, task: Row, machine: Machine) -> Row:
         if task["shown"] == "captured":
-            return captured(task["batch_size"], machine)
+            return captured_steps(task["batch_size"], machine)
         program = layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"])
-        steps, again, peak = layerwise.steps(program, layerwise.plan(program, **PLANS[task["shown"]]))
-        most = max(range(len(steps)), key=lambda i: steps[i].nbytes)
+        steps, recomputed, peak = layerwise.memory_steps(program, layerwise.plan(program, **PLANS[task["shown"]]))
+        peak_step = max(range(len(steps)), key=lambda i: steps[i].nbytes)
         layer = program.kernels[POOL5 - 1]
         sizes = [[tensor.name, tensor.nbytes] for tensor in program.tensors]
         return {
-            "steps": [[s.name, s.phase, s.nbytes, len(s.tensors)] for s in steps], "peak": peak, "again": again,
-            "at_peak": [sizes[t] for t in steps[most].tensors], "tensors": len(program.tensors),
+            "steps": [[s.name, s.phase, s.nbytes, len(s.tensors)] for s in steps], "peak": peak, "again": recomputed,
+            "at_peak": [sizes[t] for t in steps[peak_step].tensors], "tensors": len(program.tensors),
             "all": sum(t.nbytes for t in program.tensors), "smallest": min(t.nbytes for t in program.tensors),
             "layer": [sizes[t] for t in layer.accesses],
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        ours, pytorch = found(rows), next((row for row in rows if row["shown"] == "captured"), None)
+        ours, pytorch = our_facts(rows), next((row for row in rows if row["shown"] == "captured"), None)
         units = {key: 0.5 if key == ROUNDED or "MB" not in key else 0.0011 for key in ours}
         exact = sum(abs(value - FIG10_PAPER[key]) < units[key] for key, value in ours.items())
         return {"lines": lines(ours, pytorch), "of": len(ours), "exact": exact, "captured": pytorch}
@@ -76,71 +76,71 @@ class Fig10(Figure):
         panels = []
         for row in rows:
             name, steps, ink = row["shown"], row["steps"], TECHNIQUES[row["shown"]]
-            x, sizes, most = range(1, len(steps) + 1), [s[2] / MB for s in steps], _most(row)
-            bars = Bars(x, sizes, ink, thick=1.0, across=False, shade=0.35, texts=[f"{s[3] or ''}" for s in steps])
-            marks: list[Mark] = [bars, Bars([most + 1], [sizes[most]], ink, thick=1.0, across=False)]
+            x, sizes, peak = range(1, len(steps) + 1), [s[2] / MB for s in steps], _peak_step(row)
+            bars = Bars(x, sizes, ink, thick=1.0, horizontal=False, shade=0.35, texts=[f"{s[3] or ''}" for s in steps])
+            marks: list[Mark] = [bars, Bars([peak + 1], [sizes[peak]], ink, thick=1.0, horizontal=False)]
             ends = [sum(s[1] == "forward" for s in steps), sum(s[1] != "optimizer" for s in steps)]
             marks += [Rule(end + 0.5, line="-") for end in ends if end < len(steps)]
             stated = FIG10_PAPER.get(f"{FIG10_LABELS[name]}: peak, MB")
-            paper = f" (paper: {exact(stated)} MB)" if stated else ""
-            where = f"{'step' if name in PLANS else 'kernel'} {most + 1}, {operator(steps[most][0])} {steps[most][1]}"
-            title = f"{FIG10_LABELS[name]}: peak {sizes[most]:,.3f} MB{paper} at {where}"
+            paper = f" (paper: {format_exact(stated)} MB)" if stated else ""
+            where = f"{'step' if name in PLANS else 'kernel'} {peak + 1}, {operator(steps[peak][0])} {steps[peak][1]}"
+            title = f"{FIG10_LABELS[name]}: peak {sizes[peak]:,.3f} MB{paper} at {where}"
             limits = 0.5, len(steps) + 0.5
             kernels, high = Axis("kernel: forward | backward | optimizer", limits=limits), None
             if name in PLANS:
-                whole, high = row["all"] / MB, top
-                text = f"all {row['tensors']} tensors at once: {whole:,.3f} MB"
-                marks.append(Rule(whole, across=True, text=text, below=True))
+                total_mb, high = row["all"] / MB, top
+                text = f"all {row['tensors']} tensors at once: {total_mb:,.3f} MB"
+                marks.append(Rule(total_mb, horizontal=True, text=text, below=True))
                 kernels = Axis("forward | backward", limits=limits, ticks=list(x), names=[s[0] for s in steps])
             panels.append(Panel(title, marks, kernels, Axis("memory (MB)", limits=(0, high))))
         title = f"AlexNet, batch {rows[0]['batch_size']}: what is in memory at each step, and how many tensors"
         return Chart(title, panels, 1, (14.0, 3.1), (0.0, 0.4))
 
 
-def captured(batch_size: int, machine: Machine) -> Row:
+def captured_steps(batch_size: int, machine: Machine) -> Row:
     """Returns the bytes at every kernel of PyTorch's program, and the contents of its peak by producing operator."""
     program = figures.program("alexnet", machine, batch_size=batch_size)
-    kept = sum(t.nbytes for t in program.tensors if t.persistent)
-    most = max(range(len(program.kernels)), key=lambda k: program.live_bytes[k])
+    static = sum(t.nbytes for t in program.tensors if t.persistent)
+    peak_kernel = max(range(len(program.kernels)), key=lambda k: program.live_bytes[k])
     at_peak: dict[str, list[int]] = {}
     for t, tensor in enumerate(program.tensors):
         uses = program.accesses[t]
-        if not tensor.persistent and uses and uses[0] <= most <= uses[-1]:
+        if not tensor.persistent and uses and uses[0] <= peak_kernel <= uses[-1]:
             count = at_peak.setdefault(program.kernels[program.writes[t][0]].name, [0, 0])
             count[0] += 1
             count[1] += tensor.nbytes
-    plans = {name: layerwise.plan(program, **how) for name, how in PLANS.items()}
-    peaks = {name: simulate(program, p, FREE, FREE.memory_bytes).peak_bytes - kept for name, p in plans.items()}
+    plans = {name: layerwise.plan(program, **options) for name, options in PLANS.items()}
+    peaks = {name: simulate(program, p, FREE, FREE.memory_bytes).peak_bytes - static for name, p in plans.items()}
     return {
-        "steps": [[k.name, k.phase, n - kept, 0] for k, n in zip(program.kernels, program.live_bytes, strict=True)],
-        "peak": program.peak_bytes - kept, "peaks": peaks, "kept": kept,
+        "steps": [[k.name, k.phase, n - static, 0] for k, n in zip(program.kernels, program.live_bytes, strict=True)],
+        "peak": program.peak_bytes - static, "peaks": peaks, "kept": static,
         "at_peak": sorted(([name, *count] for name, count in at_peak.items()), key=lambda entry: -entry[2]),
         "tensors": sum(not t.persistent for t in program.tensors),
         "all": sum(t.nbytes for t in program.tensors if not t.persistent),
     }  # fmt: skip
 
 
-def found(rows: list[Row]) -> dict[str, float]:
+def our_facts(rows: list[Row]) -> dict[str, float]:
     """Returns our numbers, by the keys of ``FIG10_PAPER``, for the techniques that were computed."""
-    out: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for row in rows:
-        name, steps, most = FIG10_LABELS[row["shown"]], row["steps"], _most(row)
+        name, steps, peak_step = FIG10_LABELS[row["shown"]], row["steps"], _peak_step(row)
         if row["shown"] == "captured":
             continue
-        out |= {
+        numbers |= {
             "no sharing of memory: MB": row["all"] / MB, "no sharing of memory: tensors": row["tensors"],
-            f"{name}: peak, MB": row["peak"] / MB, f"{name}: step of the peak": most + 1,
-            f"{name}: tensors in memory then": steps[most][3], f"{name}: tensors at step 39": steps[POOL2 - 1][3],
+            f"{name}: peak, MB": row["peak"] / MB, f"{name}: step of the peak": peak_step + 1,
+            f"{name}: tensors in memory then": steps[peak_step][3], f"{name}: tensors at step 39": steps[POOL2 - 1][3],
             f"{name}: MB at step 32": steps[POOL5 - 1][2] / MB,
         }  # fmt: skip
         if row["shown"] == "liveness":
             layer, at_peak = dict(row["layer"]), dict(row["at_peak"])
-            out["outputs of CONV1 to CONV5 at step 32, MB"] = sum(at_peak[t] for t in at_peak.keys() - layer) / MB
-            out["tensors of POOL5's backward step, MB"] = sum(layer.values()) / MB
-    return {key: out[key] for key in FIG10_PAPER if key in out}
+            numbers["outputs of CONV1 to CONV5 at step 32, MB"] = sum(at_peak[t] for t in at_peak.keys() - layer) / MB
+            numbers["tensors of POOL5's backward step, MB"] = sum(layer.values()) / MB
+    return {key: numbers[key] for key in FIG10_PAPER if key in numbers}
 
 
-def _most(row: Row) -> int:
+def _peak_step(row: Row) -> int:
     sizes = [step[2] for step in row["steps"]]
     return sizes.index(max(sizes))
 
@@ -152,12 +152,12 @@ def lines(ours: dict[str, float], captured: Row | None) -> list[Row]:
         **{f"{FIG10_LABELS[name]}: peak, MB": n / MB for name, n in captured["peaks"].items()},
     }  # fmt: skip
     forms = {key: ",.3f" if "MB" in key else ",.0f" for key in ours}
-    return [{"words": key, "paper": exact(FIG10_PAPER[key]), "ours": format(value, forms[key]),
+    return [{"words": key, "paper": format_exact(FIG10_PAPER[key]), "ours": format(value, forms[key]),
              "pytorch": format(pytorch[key], forms[key]) if key in pytorch else None}
             for key, value in ours.items()]  # fmt: skip
 
 
-def exact(value: float) -> str:
+def format_exact(value: float) -> str:
     """Formats a number of the paper as printed."""
     return f"{value:,.3f}".rstrip("0").rstrip(".")
 
@@ -186,7 +186,7 @@ class Table1(Figure):
     name = "superneurons_table1"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        names = figures.chosen(settings, "networks", NETWORKS, "network ")
+        names = figures.choices(settings, "networks", NETWORKS, "network ")
         return [{"network": name, "strategy": strategy} for name in names for strategy in TABLE1_LABELS]
 
     def run(self, task: Row, machine: Machine) -> Row:
@@ -195,44 +195,44 @@ class Table1(Figure):
         branches = any(layer.kind in JOINS for layer in layers())
         plan = layerwise.plan(program, strategy=task["strategy"], branches=branches)
         planner = agents.make("superneurons", recompute=task["strategy"], joins=branches)
-        steps, again, peak = layerwise.steps(program, plan)
-        most = max(steps, key=lambda step: step.nbytes)
-        at_peak = [[program.tensors[t].name, program.tensors[t].nbytes] for t in most.tensors]
+        steps, recomputed, peak = layerwise.memory_steps(program, plan)
+        peak_step = max(steps, key=lambda step: step.nbytes)
+        at_peak = [[program.tensors[t].name, program.tensors[t].nbytes] for t in peak_step.tensors]
         return {
-            "batch_size": batch_size, "again": again, "peak": peak, "step": f"{most.name} {most.phase}",
+            "batch_size": batch_size, "again": recomputed, "peak": peak, "step": f"{peak_step.name} {peak_step.phase}",
             "at_peak": at_peak, "planner": figures.least_limit(planner, program, FREE, 1),
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        found = [facts(row) for row in rows]
+        lines = [facts(row) for row in rows]
         return {
-            "lines": found, "count": len(rows), "same": sum(one["again"] == one["paper"][0] for one in found),
-            "close": sum(one["close"] for one in found), "planner": sum(row["planner"] == row["peak"] for row in rows),
+            "lines": lines, "count": len(rows), "same": sum(row["again"] == row["paper"][0] for row in lines),
+            "close": sum(row["close"] for row in lines), "planner": sum(row["planner"] == row["peak"] for row in rows),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
-        found, panels = figures.grouped(map(facts, rows)), []
-        shown = (("Layers recomputed", "again", 1), ("Peak memory (MB)", "peak", MB))
-        for i, (title, key, unit) in enumerate(shown):
+        networks, panels = figures.group_by(map(facts, rows)), []
+        quantities = (("Layers recomputed", "again", 1), ("Peak memory (MB)", "peak", MB))
+        for i, (title, key, unit) in enumerate(quantities):
             marks: list[Mark] = []
             for s, (strategy, label) in enumerate(TABLE1_LABELS.items()):
-                mine = [next((one for one in net if one["strategy"] == strategy), None) for net in found.values()]
-                ours, theirs = [one and one[key] / unit for one in mine], [one and one["paper"][i] for one in mine]
+                runs = [next((row for row in net if row["strategy"] == strategy), None) for net in networks.values()]
+                ours, theirs = [row and row[key] / unit for row in runs], [row and row["paper"][i] for row in runs]
                 texts = ["" if a is None else f"{a:,.{3 * i}f}" + (f"\n({b:g})" if round(a - b, 3 * i - 1) else "")
                          for a, b in zip(ours, theirs, strict=True)]  # fmt: skip
-                x = [n + 0.27 * (s - 1) for n in range(len(found))]
-                marks.append(Bars(x, ours, STRATEGY[strategy], label, 0.24, across=False, texts=texts))
+                x = [n + 0.27 * (s - 1) for n in range(len(networks))]
+                marks.append(Bars(x, ours, STRATEGY[strategy], label, 0.24, horizontal=False, texts=texts))
                 marks.append(Line(x, theirs, INK, "the paper's (in brackets where it differs)", "_", "", size=19))
-            names = [f"{net[0]['label']}, batch {net[0]['batch_size']}" for net in found.values()]
+            names = [f"{net[0]['label']}, batch {net[0]['batch_size']}" for net in networks.values()]
             panels.append(Panel(title, marks, Axis(names=names), Axis(limits=(0, None), room=1.08)))
         return Chart("Recomputed layers and peak memory by strategy, SuperNeurons, Table 1", panels, 2, (7.5, 3.8))
 
 
 def facts(row: Row) -> Row:
     """Returns the numbers of a network under a strategy, next to those of the paper."""
-    again, peak = TABLE1_PAPER[row["network"]][row["strategy"]]
+    layers, peak = TABLE1_PAPER[row["network"]][row["strategy"]]
     return {
-        **row, "label": figures.label(row["network"]), "named": TABLE1_LABELS[row["strategy"]], "paper": (again, peak),
+        **row, "label": figures.label(row["network"]), "named": TABLE1_LABELS[row["strategy"]], "paper": (layers, peak),
         "paper_mb": f"{peak:,g}" if peak < 500 else f"{peak:,.3f}", "close": abs(row["peak"] / MB - peak) < 0.0011,
     }  # fmt: skip
 
@@ -257,37 +257,37 @@ class Table3(Figure):
 
         model = workloads.build(figures.workload("alexnet"))[0]
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        bare = layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"])
-        kept = tuple(Tensor(name, weights, "parameter", True) for name in KEPT)
-        program = Program(bare.name, (*bare.tensors, *kept), bare.kernels)
+        minimal = layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"])
+        kept_tensors = tuple(Tensor(name, weights, "parameter", True) for name in KEPT)
+        program = Program(minimal.name, (*minimal.tensors, *kept_tensors), minimal.kernels)
         plan = figures.attempt(
             agents.make("superneurons", mode="swap", recompute="cost"), program, machine, machine.memory_bytes
         )
         return {
-            "weights": weights, "memory": machine.memory_bytes, "copied": copied(program, layerwise.plan(program)),
-            "cached": plan and copied(program, plan), "peak": program.peak_bytes,
+            "weights": weights, "memory": machine.memory_bytes, "copied": traffic(program, layerwise.plan(program)),
+            "cached": plan and traffic(program, plan), "peak": program.peak_bytes,
             "all": sum(t.nbytes for t in program.tensors),
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
         # The largest batch whose peak fits: the peak is proportional to the batch beside what is kept.
-        first, kept = rows[0], len(KEPT) * rows[0]["weights"]
-        shown = [row for row in rows if row["batch_size"] in TABLE3_PAPER]
+        first, kept_bytes = rows[0], len(KEPT) * rows[0]["weights"]
+        in_paper = [row for row in rows if row["batch_size"] in TABLE3_PAPER]
         return {
             "sizes": [
                 {**row, "paper": TABLE3_PAPER.get(row["batch_size"]),
                  "cached": "does not fit" if row["cached"] is None else f"{row['cached'] / GB:.2f}"}
                 for row in rows
             ],
-            "less": span(1 - row["copied"] / GB / TABLE3_PAPER[row["batch_size"]][0] for row in shown),
-            "limit": int((first["memory"] - kept) * first["batch_size"] // (first["peak"] - kept)),
+            "less": span(1 - row["copied"] / GB / TABLE3_PAPER[row["batch_size"]][0] for row in in_paper),
+            "limit": int((first["memory"] - kept_bytes) * first["batch_size"] // (first["peak"] - kept_bytes)),
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
         xs = [row["batch_size"] for row in rows]
         marks: list[Mark] = []
-        shown = (("copied", PREDICTED, "without cache", "s", "--"), ("cached", MEASURED, "Tensor Cache", "o", "-"))
-        for i, (key, ink, name, marker, dash) in enumerate(shown):
+        curves = (("copied", PREDICTED, "without cache", "s", "--"), ("cached", MEASURED, "Tensor Cache", "o", "-"))
+        for i, (key, ink, name, marker, dash) in enumerate(curves):
             ours = [None if row[key] is None else row[key] / GB for row in rows]
             theirs = [TABLE3_PAPER[x][i] if x in TABLE3_PAPER else None for x in xs]
             marks += [Line(xs, ours, ink, f"{name}, ours", marker, dash, width=2),
@@ -299,6 +299,6 @@ class Table3(Figure):
         return Chart("AlexNet on a 12 GB K40c: traffic over the host link", [panel], size=(9.5, 4.2))
 
 
-def copied(program: Program, plan: Plan) -> int:
+def traffic(program: Program, plan: Plan) -> int:
     """Returns the bytes that a plan copies in one iteration, out and back in."""
     return sum(2 * program.tensors[d.tensor].nbytes for d in plan.of_kind(Swap))

@@ -66,9 +66,9 @@ class _Ratios(Figure):
         lines = []
         for row in rows:
             ours = {method: ratios(row["methods"][method], row.get("without", row)) for method in self.planners}
-            for label, found in ((f"{jobs_label(row)}, paper", paper(row)), (jobs_label(row), ours)):
-                cells = [cell(found[method]) if method in found else "–" for method in self.planners]
-                lines += [{"label": label, "cells": cells}] if found else []
+            for label, values in ((f"{jobs_label(row)}, paper", paper(row)), (jobs_label(row), ours)):
+                cells = [cell(values[method]) if method in values else "–" for method in self.planners]
+                lines += [{"label": label, "cells": cells}] if values else []
         return {"lines": lines, "heads": list(self.planners)}
 
     def panels(self, title: str, rows: list[Row]) -> Chart:
@@ -77,19 +77,19 @@ class _Ratios(Figure):
         for i, (name, axis, form) in enumerate(PANELS):
             marks: list[Mark] = []
             for m, (method, planner) in enumerate(self.planners.items()):
-                at = [y + (m - (len(self.planners) - 1) / 2) * high for y in range(len(rows))]
-                found = [ratios(row["methods"][method], row.get("without", row)) for row in rows]
-                ours = [one and one[i] for one in found]
+                ys = [y + (m - (len(self.planners) - 1) / 2) * high for y in range(len(rows))]
+                ratios_ = [ratios(row["methods"][method], row.get("without", row)) for row in rows]
+                ours = [values and values[i] for values in ratios_]
                 theirs = [published[method][i] if method in published else None for published in map(paper, rows)]
                 texts = ["" if a is None else number(a, form) for a in ours]
                 papers = ["" if a is None else f" (◇ {number(a, form)})" for a in theirs]
                 ours = [a if a is None or form == "%" else min(a, MOST) for a in ours]
                 ends = [a if a is None else max(a, b or 0.0) for a, b in zip(ours, theirs, strict=True)]
                 colour, hollow, hatch = palette.colour(planner), method == HELD, HATCHES.get(method, "")
-                marks.append(Bars(at, ours, colour, f"{method}, ours", 0.9 * high, hollow=hollow, hatch=hatch))
-                marks.append(Line(ends, at, INK, line="", texts=[a + b for a, b in zip(texts, papers, strict=True)]))
+                marks.append(Bars(ys, ours, colour, f"{method}, ours", 0.9 * high, hollow=hollow, hatch=hatch))
+                marks.append(Line(ends, ys, INK, line="", texts=[a + b for a, b in zip(texts, papers, strict=True)]))
                 if any(value is not None for value in theirs):
-                    marks.append(Line(theirs, at, INK, "the paper's", "D", "", size=6, hollow=True, front=5))
+                    marks.append(Line(theirs, ys, INK, "the paper's", "D", "", size=6, hollow=True, front=5))
             x = Axis(axis, form, (0, None), room=1.35)
             if form != "%":
                 x = Axis(f"{axis}, up to {MOST:g}", form, (0, 1.25 * MOST), room=1.35)
@@ -107,16 +107,16 @@ def jobs_label(row: Row) -> str:
     if "network" in row:
         return figures.label(row["network"])
     counts = Counter(row["jobs"])
-    several = [figures.label(name) + f" × {n}" * (n > 1 or len(counts) == 1) for name, n in counts.items()]
-    return ", ".join(several)
+    texts = [figures.label(name) + f" × {n}" * (n > 1 or len(counts) == 1) for name, n in counts.items()]
+    return ", ".join(texts)
 
 
-def ratios(found: Row | None, without: Row) -> Ratios | None:
+def ratios(result: Row | None, without: Row) -> Ratios | None:
     """Returns MSR, EOR and CBR (infinite if no time is lost) of an outcome, or None without a plan."""
-    if found is None:
+    if result is None:
         return None
-    ns, without_ns = (next(one[key] for key in TIMES if key in one) for one in (found, without))
-    msr, eor = 1 - found["peak_bytes"] / without["peak_bytes"], ns / without_ns - 1
+    ns, without_ns = (next(values[key] for key in TIMES if key in values) for values in (result, without))
+    msr, eor = 1 - result["peak_bytes"] / without["peak_bytes"], ns / without_ns - 1
     return msr, eor, msr / eor if eor else float("inf")
 
 
@@ -135,7 +135,7 @@ def number(value: float, form: str) -> str:
     return "∞" if value == float("inf") else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def smallest(peak: int, steps: int, plan: Callable[[int], Plans | None]) -> Plans | None:
+def smallest_plans(peak: int, steps: int, plan: Callable[[int], Plans | None]) -> Plans | None:
     """Returns ``plan`` of the smallest feasible limit, in ``steps`` of the peak; None if it saves nothing."""
     plans: dict[int, Plans | None] = {}
 
@@ -163,19 +163,19 @@ class Table1(_Ratios):
             options = {"mode": "swap"} if method == "TENSILE" else {}
             return figures.attempt(agents.make(PLANNERS[method], **options), program, machine, limit)
 
-        everything = machine.memory_bytes
-        lowest = smallest(program.peak_bytes, 1000, lambda limit: planned("TENSILE", limit))
-        found: dict[str, Row | None] = {
-            "vDNN": table1_outcome(program, planned("vDNN", everything), machine, everything),
+        memory = machine.memory_bytes
+        lowest = smallest_plans(program.peak_bytes, 1000, lambda limit: planned("TENSILE", limit))
+        results: dict[str, Row | None] = {
+            "vDNN": table1_outcome(program, planned("vDNN", memory), machine, memory),
             "Capuchin": None,
-            "TENSILE": table1_outcome(program, lowest, machine, everything),
-            HELD: table1_outcome(program, lowest, machine, lowest.limit if lowest else everything),
+            "TENSILE": table1_outcome(program, lowest, machine, memory),
+            HELD: table1_outcome(program, lowest, machine, lowest.limit if lowest else memory),
         }
-        if found["TENSILE"]:
-            limit = found["TENSILE"]["peak_bytes"]
-            found["Capuchin"] = table1_outcome(program, planned("Capuchin", limit), machine, limit)
+        if results["TENSILE"]:
+            limit = results["TENSILE"]["peak_bytes"]
+            results["Capuchin"] = table1_outcome(program, planned("Capuchin", limit), machine, limit)
         maps = sum(program.tensors[m.tensor].nbytes for m in feature_maps(program, 1))
-        return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "maps": maps, "methods": found}
+        return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "maps": maps, "methods": results}
 
     def chart(self, rows: list[Row]) -> Chart:
         batch = rows[0]["batch"]
@@ -212,31 +212,31 @@ class Table2(_Ratios):
 
     def run(self, task: Row, machine: Machine) -> Row:
         batch, memory = task["batch"], machine.memory_bytes
-        known = {n: figures.program(n, machine, batch_size=batch, algorithms=False) for n in task["jobs"]}
-        programs = [known[name] for name in task["jobs"]]
-        planned = partial(together, programs, machine)
-        found = {
+        by_name = {n: figures.program(n, machine, batch_size=batch, algorithms=False) for n in task["jobs"]}
+        programs = [by_name[name] for name in task["jobs"]]
+        planned = partial(plan_all, programs, machine)
+        results = {
             "vDNN": table2_outcome(programs, planned(Split("vdnn_all"), memory), machine),
-            "TENSILE": table2_outcome(programs, tightest(TENSILE("swap"), programs, machine), machine),
+            "TENSILE": table2_outcome(programs, tightest_plans(TENSILE("swap"), programs, machine), machine),
         }
-        limit = found["TENSILE"]["peak_bytes"] if found["TENSILE"] else sum(one.peak_bytes for one in programs)
+        limit = results["TENSILE"]["peak_bytes"] if results["TENSILE"] else sum(p.peak_bytes for p in programs)
         for method in ("Capuchin", "AutoSwap", "LP rounding"):
-            found[method] = table2_outcome(programs, planned(Split(PLANNERS[method]), limit), machine)
-        return {"without": table2_outcome(programs, unplanned(programs), machine), "methods": found}
+            results[method] = table2_outcome(programs, planned(Split(PLANNERS[method]), limit), machine)
+        return {"without": table2_outcome(programs, empty_plans(programs), machine), "methods": results}
 
     def numbers(self, rows: list[Row]) -> Row:
-        ahead = {}
+        wins_by_rival = {}
         for rival in ("vDNN", "Capuchin"):
-            both = [[ratios(row["methods"][name], row["without"]) for name in ("TENSILE", rival)] for row in rows]
-            wins = [ours[2] > theirs[2] for ours, theirs in both if ours and theirs]
-            ahead[rival] = (sum(wins), len(wins))
-        return {**super().numbers(rows), "ahead": ahead}
+            pairs = [[ratios(row["methods"][name], row["without"]) for name in ("TENSILE", rival)] for row in rows]
+            wins = [ours[2] > theirs[2] for ours, theirs in pairs if ours and theirs]
+            wins_by_rival[rival] = (sum(wins), len(wins))
+        return {**super().numbers(rows), "ahead": wins_by_rival}
 
     def chart(self, rows: list[Row]) -> Chart:
         return self.panels(f"Several jobs that share an RTX 2080 Ti, batch size {rows[0]['batch']}", rows)
 
 
-def together(programs: Sequence[Program], machine: Machine, planner: JobsPlanner, limit: int) -> Sequence[Plan] | None:
+def plan_all(programs: Sequence[Program], machine: Machine, planner: JobsPlanner, limit: int) -> Sequence[Plan] | None:
     """Returns a plan per job, or None if the planner finds none."""
     try:
         return planner.plan_jobs(programs, machine, limit)
@@ -244,12 +244,12 @@ def together(programs: Sequence[Program], machine: Machine, planner: JobsPlanner
         return None
 
 
-def tightest(planner: JobsPlanner, programs: Sequence[Program], machine: Machine) -> Sequence[Plan] | None:
+def tightest_plans(planner: JobsPlanner, programs: Sequence[Program], machine: Machine) -> Sequence[Plan] | None:
     """Returns the jobs' plans at the smallest feasible limit, to 0.5 % of the sum of the peaks."""
-    return smallest(sum(one.peak_bytes for one in programs), 200, partial(together, programs, machine, planner))
+    return smallest_plans(sum(p.peak_bytes for p in programs), 200, partial(plan_all, programs, machine, planner))
 
 
-def unplanned(programs: Sequence[Program]) -> list[Plan]:
+def empty_plans(programs: Sequence[Program]) -> list[Plan]:
     """Returns an empty plan per job."""
     return [Plan((), program.fingerprint, "none") for program in programs]
 
@@ -280,37 +280,37 @@ class Ratio(Figure):
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine, batch_size=task["batch"], algorithms=False)
         programs = [program] * task["jobs"]
-        plans = tightest(TENSILE("swap", max_swap_ratio=task["ratio"]), programs, machine)
-        found = {"without": unplanned(programs), "with": plans or unplanned(programs)}
-        return {key: table2_outcome(programs, one, machine) for key, one in found.items()}
+        plans = tightest_plans(TENSILE("swap", max_swap_ratio=task["ratio"]), programs, machine)
+        plans_by_mode = {"without": empty_plans(programs), "with": plans or empty_plans(programs)}
+        return {key: table2_outcome(programs, job_plans, machine) for key, job_plans in plans_by_mode.items()}
 
     def numbers(self, rows: list[Row]) -> Row:
-        groups = list(figures.grouped([facts(row) for row in rows], "jobs").values())
+        groups = list(figures.group_by([facts(row) for row in rows], "jobs").values())
         return {
-            "heads": [f"{one['ratio']:.0%}" for one in groups[0]],
-            "groups": [{**group[0], "cells": [one["cell"] for one in group]} for group in groups],
-            "best": [max(group, key=lambda one: one["benefit"] or 0.0)["ratio"] for group in groups],
-            "full": [min(one["ratio"] for one in group if one["saved"] == group[-1]["saved"]) for group in groups],
+            "heads": [f"{line['ratio']:.0%}" for line in groups[0]],
+            "groups": [{**group[0], "cells": [line["cell"] for line in group]} for group in groups],
+            "best": [max(group, key=lambda line: line["benefit"] or 0.0)["ratio"] for group in groups],
+            "full": [min(line["ratio"] for line in group if line["saved"] == group[-1]["saved"]) for group in groups],
         }
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = figures.grouped([facts(row) for row in rows], "jobs")
-        ratios = [one["ratio"] for one in next(iter(found.values()))]
+        groups = figures.group_by([facts(row) for row in rows], "jobs")
+        ratios = [row["ratio"] for row in next(iter(groups.values()))]
         panels = []
         for key, (title, axis, form) in zip(("saved", "lost", "benefit"), PANELS, strict=True):
             marks = [
-                Line(range(len(lines)), [one[key] for one in lines], colour, lines[0]["label"], marker, line)
-                for lines, (colour, marker, line) in zip(found.values(), STYLES, strict=False)
+                Line(range(len(lines)), [row[key] for row in lines], colour, lines[0]["label"], marker, line)
+                for lines, (colour, marker, line) in zip(groups.values(), STYLES, strict=False)
             ]
-            where = Axis("maximum swapping ratio, %", names=[f"{100 * ratio:g}" for ratio in ratios])
-            panels.append(Panel(title, marks, where, Axis(axis, form, (0, None))))
+            x_axis = Axis("maximum swapping ratio, %", names=[f"{100 * ratio:g}" for ratio in ratios])
+            panels.append(Panel(title, marks, x_axis, Axis(axis, form, (0, None))))
         return Chart(f"TENSILE's maximum swapping ratio, batch size {rows[0]['batch']}", panels, 3, (4.8, 3.8))
 
 
 def facts(row: Row) -> Row:
     """Returns a row with its ratios; the cost-benefit ratio is None if no time is lost."""
     saved, lost, benefit = ratios(row["with"], row["without"])  # type: ignore[misc]
-    free, swaps = lost <= ZERO, sum(row["with"]["decisions"])
-    text = f"{100 * saved:.1f}/{100 * lost:.1f}/" + ("∞" if free else f"{benefit:.2f}")
+    is_free, swaps = lost <= ZERO, sum(row["with"]["decisions"])
+    text = f"{100 * saved:.1f}/{100 * lost:.1f}/" + ("∞" if is_free else f"{benefit:.2f}")
     return {**row, "label": jobs_label({"jobs": [row["network"]] * row["jobs"]}), "saved": saved, "lost": lost,
-            "benefit": None if free else benefit, "cell": text if swaps else "–"}  # fmt: skip
+            "benefit": None if is_free else benefit, "cell": text if swaps else "–"}  # fmt: skip

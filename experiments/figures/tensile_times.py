@@ -42,7 +42,7 @@ class Times(Figure):
     """Section 4.3: accuracy of a small neural network that predicts the times of unmeasured kernels."""
 
     name = "tensile_times"
-    alone = True
+    needs_all_cores = True
     simulated = False
 
     def tasks(self, settings: DictConfig) -> list[Row]:
@@ -55,27 +55,27 @@ class Times(Figure):
         return [{"source": source, "networks": names, "batch": batch, "repeats": repeats} for source in sources]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        known: dict[str, Program] = {}
+        programs: dict[str, Program] = {}
         device = machine.name
         for name in task["networks"]:
-            known[name], device = timed(name, task, machine)
-        samples = {name: sample(p) for name, p in known.items()}
-        held: dict[str, Row] = {}
-        for name, program in known.items():
-            learned = KernelTimes.fit([sample for other, sample in samples.items() if other != name])
-            found, true = learned.predict(program, 1), samples[name].times
-            of = np.array([kernel.kind in EXPENSIVE for kernel in program.kernels])
-            scores = {"all": r_squared(found, true), "expensive": r_squared(found[of], true[of])}
-            held[name] = {"kernels": len(true), **scores, "iteration": float(found.sum() / true.sum())}
-        return {"device": device, "held": held}
+            programs[name], device = timed_program(name, task, machine)
+        samples = {name: sample(p) for name, p in programs.items()}
+        results: dict[str, Row] = {}
+        for name, program in programs.items():
+            predictor = KernelTimes.fit([sample for other, sample in samples.items() if other != name])
+            predicted, times = predictor.predict(program, 1), samples[name].times
+            mask = np.array([kernel.kind in EXPENSIVE for kernel in program.kernels])
+            scores = {"all": r_squared(predicted, times), "expensive": r_squared(predicted[mask], times[mask])}
+            results[name] = {"kernels": len(times), **scores, "iteration": float(predicted.sum() / times.sum())}
+        return {"device": device, "held": results}
 
     def numbers(self, rows: list[Row]) -> Row:
         lines = []
         for name in rows[0]["networks"]:
-            held = [row["held"][name] for row in rows]
-            cells = [f"{one[key]:.3f}" for one in held for key in TIMES_PAPER]
-            lines.append({"label": figures.label(name), "cells": cells + [f"{one['iteration']:.2f}" for one in held]})
-        middle = [f"{paper:.3f} / {median(one[key] for one in row['held'].values()):.3f}"
+            runs = [row["held"][name] for row in rows]
+            cells = [f"{run[key]:.3f}" for run in runs for key in TIMES_PAPER]
+            lines.append({"label": figures.label(name), "cells": cells + [f"{run['iteration']:.2f}" for run in runs]})
+        middle = [f"{paper:.3f} / {median(run[key] for run in row['held'].values()):.3f}"
                   for row in rows for key, paper in TIMES_PAPER.items()]  # fmt: skip
         lines.append({"label": "paper's mean / our median", "cells": middle + [""] * len(rows)})
         heads = [f"{row['source']}, {name}" for row in rows for name in NAMES.values()]
@@ -87,20 +87,20 @@ class Times(Figure):
             names = [figures.label(name) for name in row["networks"]]
             series = []
             for key, ink in inks.items():
-                found = [row["held"][name][key] for name in row["networks"]]
-                below = [f"{value:.2f}, below the axis" if value < LEAST else "" for value in found]
-                series.append((NAMES[key], ink, [max(value, LEAST) for value in found], below))
+                scores = [row["held"][name][key] for name in row["networks"]]
+                below = [f"{value:.2f}, below the axis" if value < LEAST else "" for value in scores]
+                series.append((NAMES[key], ink, [max(value, LEAST) for value in scores], below))
             marks: list[Mark] = []
-            for bars, (key, ink), hatch in zip(groups(series, across=True), inks.items(), ("", "///"), strict=True):
+            for bars, (key, ink), hatch in zip(groups(series, horizontal=True), inks.items(), ("", "///"), strict=True):
                 rule = f"the paper's mean, {NAMES[key]}"
                 marks += [replace(bars, hatch=hatch), Rule(TIMES_PAPER[key], colour=ink, label=rule, width=1.4,
                                                            line=DOTTED if hatch else DASHED)]  # fmt: skip
-            where = Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0))
-            panels.append(Panel(f"{row['source']}: {row['device']}", marks, where, Axis(names=names)))
+            axis = Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0))
+            panels.append(Panel(f"{row['source']}: {row['device']}", marks, axis, Axis(names=names)))
         return Chart("Kernel times predicted, on networks that were not learned from", panels, 2, (5.7, 4.6), keys=2)
 
 
-def timed(name: str, task: Row, machine: Machine) -> tuple[Program, str]:
+def timed_program(name: str, task: Row, machine: Machine) -> tuple[Program, str]:
     """Returns a network's program with the source's times, and the device they are for."""
     if task["source"] == "model":
         return figures.program(name, machine, batch_size=task["batch"], iteration_ms=None), machine.name
@@ -126,15 +126,15 @@ class Start(Figure):
     name = "tensile_start"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        names, limits = figures.networks(settings), cli.plain(settings.limits)
+        names, limits = figures.networks(settings), cli.to_dict(settings.limits)
         for name in limits:
             if name not in names or len(names) < 2:
                 raise cli.UsageError(f"figure.networks: expected {name} and another network to predict it from")
         batch, iterations = (cli.integer(settings, key, least=1) for key in ("batch", "iterations"))
-        others = figures.integers(settings, "batches", 1)
-        if batch in others:
-            raise cli.UsageError(f"figure.batches: expected batch sizes other than {batch}, got {others}")
-        common = {"networks": names, "batch": batch, "batches": others, "iterations": iterations}
+        other_batches = figures.integers(settings, "batches", 1)
+        if batch in other_batches:
+            raise cli.UsageError(f"figure.batches: expected batch sizes other than {batch}, got {other_batches}")
+        common = {"networks": names, "batch": batch, "batches": other_batches, "iterations": iterations}
         return [
             {"network": name, "share": figures.share_of_peak(share, f"limits.{name}"), **common}
             for name, share in limits.items()
@@ -143,40 +143,40 @@ class Start(Figure):
     def run(self, task: Row, machine: Machine) -> Row:
         name, batch = task["network"], task["batch"]
         samples = {
-            (one, size): sample(figures.program(one, machine, batch_size=size))
-            for one in task["networks"] for size in (batch, *task["batches"])
+            (network, size): sample(figures.program(network, machine, batch_size=size))
+            for network in task["networks"] for size in (batch, *task["batches"])
         }  # fmt: skip
         program, _, times = samples[name, batch]
         training = {
-            "networks": [one for (network, _), one in samples.items() if network != name],
-            "batches": [one for (_, size), one in samples.items() if size != batch],
+            "networks": [s for (network, _), s in samples.items() if network != name],
+            "batches": [s for (_, size), s in samples.items() if size != batch],
         }
         limit = int(task["share"] * program.peak_bytes)
         job = Job(name, program, Plan((), program.fingerprint, "none"), iterations=task["iterations"])
-        methods: Row = {"passive": {"lost": passive(job, machine, limit), "plans": 1}}
+        methods: Row = {"passive": {"lost": passive_losses(job, machine, limit), "plans": 1}}
         for method in list(LOOKS)[1:]:
-            found: Row = {}
+            accuracy: Row = {}
             predictor = None
             if method in training:
                 with on_one_thread():
                     predictor = KernelTimes.fit(training[method])
                     predicted = predictor.predict(program, 1)
-                found = {"r2": r_squared(predicted, times)}
-            methods[method] = {**controlled(job, machine, limit, predictor), **found}
+                accuracy = {"r2": r_squared(predicted, times)}
+            methods[method] = {**run_controlled(job, machine, limit, predictor), **accuracy}
         return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "methods": methods}
 
     def numbers(self, rows: list[Row]) -> Row:
         methods = {key: [row["methods"][key]["lost"] for row in rows] for key in LOOKS}
         lines = []
         for row in rows:
-            lost = [row["methods"][key]["lost"] for key in LOOKS]
-            cells = ["/".join(f"{100 * one:.1f}" for one in found) or "no plan" for found in lost]
+            lost_fractions = [row["methods"][key]["lost"] for key in LOOKS]
+            cells = ["/".join(f"{100 * loss:.1f}" for loss in losses) or "no plan" for losses in lost_fractions]
             lines.append({"label": label(row), "cells": cells})
-        firsts = {key: [lost[0] if lost else NEVER for lost in found] for key, found in methods.items()}
+        firsts = {key: [run[0] if run else NEVER for run in losses] for key, losses in methods.items()}
         less = [max(predicted) < passive for passive, *predicted in zip(*list(firsts.values())[:3], strict=True)]
         return {
             "lines": lines, "heads": [name for name, *_ in LOOKS.values()], "less": sum(less), "count": len(less),
-            "first": {key: span(lost[0] for lost in found if lost) for key, found in methods.items()},
+            "first": {key: span(run[0] for run in losses if run) for key, losses in methods.items()},
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -184,10 +184,10 @@ class Start(Figure):
         panels = []
         for row in rows:
             marks = [
-                Line(x[: len(found)], found, colour, name, marker, line, size=size, hollow=marker != "x",
+                Line(x[: len(losses)], losses, colour, name, marker, line, size=size, hollow=marker != "x",
                      front=9 - size / 2)
                 for key, (name, colour, marker, line, size) in LOOKS.items()
-                if (found := row["methods"][key]["lost"])
+                if (losses := row["methods"][key]["lost"])
             ]  # fmt: skip
             y = Axis("time lost, of an iteration", "%", (-0.002, None), "symlog", room=2)
             panels.append(Panel(f"{label(row)} of the peak", marks, Axis("iteration", ticks=x), y))
@@ -204,28 +204,28 @@ def sample(program: Program) -> Sample:
     return Sample(program, 1, np.array([kernel.duration_ns for kernel in program.kernels]))
 
 
-def lost(ran: JobTimeline) -> list[float]:
+def lost_fractions(timeline: JobTimeline) -> list[float]:
     """Returns the time lost in each iteration, as a fraction of the iteration without a limit."""
-    return [ns / ran.ideal_ns - 1 for ns in ran.iterations_ns]
+    return [ns / timeline.ideal_ns - 1 for ns in timeline.iterations_ns]
 
 
-def controlled(job: Job, machine: Machine, limit: int, predictor: KernelTimes | None) -> Row:
+def run_controlled(job: Job, machine: Machine, limit: int, predictor: KernelTimes | None) -> Row:
     """Returns the time lost per iteration under the controller, and its number of plans; none if it finds no plan."""
     try:
-        ran = control([job], machine, limit, TENSILE(), 2**62, job.program.ideal_ns, times=predictor)
+        result = control([job], machine, limit, TENSILE(), 2**62, job.program.ideal_ns, times=predictor)
     except Infeasible:
         return {"lost": [], "plans": 0}
-    return {"lost": lost(ran.timeline.jobs[0]), "plans": len(ran.replanned)}
+    return {"lost": lost_fractions(result.timeline.jobs[0]), "plans": len(result.replanned)}
 
 
-def passive(job: Job, machine: Machine, limit: int) -> list[float]:
+def passive_losses(job: Job, machine: Machine, limit: int) -> list[float]:
     """Returns the time lost per iteration if the first, which evicts on demand (J6), measures the kernel times."""
     first = simulate_jobs([replace(job, iterations=1)], machine, limit).jobs[0]
-    at = first.boundaries[0]
-    times = measured_times(first, len(job.program.kernels), at)
+    measured_ns = first.boundaries[0]
+    times = measured_times(first, len(job.program.kernels), measured_ns)
     assert times is not None
     (plan,) = TENSILE().plan_jobs([job.program], machine, limit, [sequence(times)])
-    return lost(simulate_jobs([replace(job, switches=((at, plan),))], machine, limit).jobs[0])
+    return lost_fractions(simulate_jobs([replace(job, switches=((measured_ns, plan),))], machine, limit).jobs[0])
 
 
 CLAIM = 0.335  # fraction of an MLP's peak saved without extra time, section 4.1
@@ -243,28 +243,28 @@ class Speed(Figure):
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         factors = figures.numbers(settings, "factors", lambda x: x > 0, "positive numbers")
-        found = []
+        tasks = []
         for key, adam in (("batches", False), ("adam", True)):
-            for name, batches in cli.plain(settings[key]).items():
+            for name, batches in cli.to_dict(settings[key]).items():
                 figures.network(name, key)
                 if not all(isinstance(batch, int) and batch > 0 for batch in batches):
                     raise cli.UsageError(f"figure.{key}.{name}: expected a list of positive integers, got {batches!r}")
-                found += [{"network": name, "batch": b, "adam": adam, "factor": x} for b in batches for x in factors]
-        return found
+                tasks += [{"network": name, "batch": b, "adam": adam, "factor": x} for b in batches for x in factors]
+        return tasks
 
     def run(self, task: Row, machine: Machine) -> Row:
         changes = {"adam": True} if task["adam"] else {}
         program = figures.program(task["network"], machine, batch_size=task["batch"], **changes)
         program = program.with_durations([round(task["factor"] * k.duration_ns) for k in program.kernels])
-        schedule, plan = scheduled(program, machine)
-        _, within = scheduled(program, machine, across=False)
+        schedule, plan = build_schedule(program, machine)
+        _, plan_within = build_schedule(program, machine, across_boundary=False)
         residents = int(schedule.engine.residency(array(schedule.rows)).max())
-        cut, exact = with_deltas(schedule, plan)
+        split, exact = split_kernels(schedule, plan)
         runs = {
             "alone": simulate(program, plan, machine, machine.memory_bytes),
             "held": simulate(program, plan, machine, residents),
-            "within": simulate(program, within, machine, machine.memory_bytes),
-            "exact": simulate(cut, exact, machine, machine.memory_bytes),
+            "within": simulate(program, plan_within, machine, machine.memory_bytes),
+            "exact": simulate(split, exact, machine, machine.memory_bytes),
         }
         state = sum(t.nbytes for t in program.tensors if t.kind == "optimizer_state")
         return {
@@ -274,49 +274,49 @@ class Speed(Figure):
         }  # fmt: skip
 
     def numbers(self, rows: list[Row]) -> Row:
-        found = [speed_facts(row) for row in rows]
-        groups = list(figures.grouped(found, "key").values())
-        vgg, mlp = ([one for one in found if one["network"] == name and not one["adam"]] for name in SPEED_NETWORKS)
-        adam = [one for one in found if one["adam"]]
-        free = [one for one in mlp if one["overhead"] <= ZERO]
+        lines = [speed_facts(row) for row in rows]
+        groups = list(figures.group_by(lines, "key").values())
+        vgg, mlp = ([row for row in lines if row["network"] == name and not row["adam"]] for name in SPEED_NETWORKS)
+        adam = [row for row in lines if row["adam"]]
+        free_rows = [row for row in mlp if row["overhead"] <= ZERO]
         return {
-            "heads": [f"×{one['factor']:g}" for one in groups[0]],
-            "groups": [{**group[0], "cells": [one["cell"] for one in group]} for group in groups],
-            "claim": CLAIM, "vgg": span(one["alone"] for one in vgg),
-            "mlp": max((one["alone"] for one in free if one["factor"] == 1), default=None),
-            "enough": min((one["factor"] for one in free if one["alone"] >= CLAIM), default=None),
-            "states": [max(group, key=lambda one: one["alone"] - one["within"]) for group in (vgg, adam, mlp) if group],
+            "heads": [f"×{row['factor']:g}" for row in groups[0]],
+            "groups": [{**group[0], "cells": [row["cell"] for row in group]} for group in groups],
+            "claim": CLAIM, "vgg": span(row["alone"] for row in vgg),
+            "mlp": max((row["alone"] for row in free_rows if row["factor"] == 1), default=None),
+            "enough": min((row["factor"] for row in free_rows if row["alone"] >= CLAIM), default=None),
+            "states": [max(group, key=lambda row: row["alone"] - row["within"]) for group in (vgg, adam, mlp) if group],
         }  # fmt: skip
 
     def chart(self, rows: list[Row]) -> Chart:
-        found = [speed_facts(row) for row in rows]
+        facts = [speed_facts(row) for row in rows]
         claims, panels = ((CLAIM, "the paper's MLP"), (VGG, "the paper's VGG")), []
-        by_key = figures.grouped(found, "key")
+        by_key = figures.group_by(facts, "key")
         for dashed, title in DASHED_LINES.items():
-            marks: list[Mark] = [Rule(share, across=True, line=":", text=text) for share, text in claims]
+            marks: list[Mark] = [Rule(share, horizontal=True, line=":", text=text) for share, text in claims]
             for (key, lines), (colour, marker) in zip(by_key.items(), SPEED_STYLES, strict=False):
-                x, alone, other = ([one[which] for one in lines] for which in ("ms", "alone", dashed))
-                marks += [Line(x, alone, colour, key, marker),
+                x, needs_all_cores, other = ([row[column] for row in lines] for column in ("ms", "alone", dashed))
+                marks += [Line(x, needs_all_cores, colour, key, marker),
                           Line(x, other, colour, "", marker, "--", size=8, hollow=True, front=2.5)]  # fmt: skip
             x_axis = Axis("iteration without a plan, ms", "{:g}", scale="log")
             panels.append(Panel(title, marks, x_axis, Axis("saved of the peak", "%", (-0.015, None))))
         return Chart("TENSILE: saved memory against the iteration time", panels, 2, (6.6, 4.6), keys=5)
 
 
-def scheduled(program: Program, machine: Machine, across: bool = True) -> tuple[Schedule, Plan]:
+def build_schedule(program: Program, machine: Machine, across_boundary: bool = True) -> tuple[Schedule, Plan]:
     """Swaps until no swap succeeds (Algorithm 3 without a limit); returns the schedule and its plan.
 
     Args:
-        across: Whether tensors may be evicted over the iteration boundary.
+        across_boundary: Whether tensors may be evicted over the iteration boundary.
     """
     schedule = Schedule(Engine(program, machine, 0), LEAST_BYTES, 1.0, program.start_ns)
-    schedule.gaps = [gap for gap in schedule.gaps if across or gap.after < gap.before]
+    schedule.gaps = [gap for gap in schedule.gaps if across_boundary or gap.after < gap.before]
     while any(schedule.swap(gap) for gap in schedule.candidates()):
         pass
     return schedule, Plan.of(program, decisions_of(array(schedule.rows)), "tensile", schedule.peak)
 
 
-def with_deltas(schedule: Schedule, plan: Plan) -> tuple[Program, Plan]:
+def split_kernels(schedule: Schedule, plan: Plan) -> tuple[Program, Plan]:
     """Returns program and plan with kernels cut where swap-ins start, so that none is rounded to a kernel's end.
 
     Every part of a kernel uses the kernel's tensors and workspace.
@@ -327,7 +327,7 @@ def with_deltas(schedule: Schedule, plan: Plan) -> tuple[Program, Plan]:
     first, last, ends = [], [], []
     for kernel, start in zip(program.kernels, program.start_ns, strict=False):
         end = start + kernel.duration_ns
-        edges = [start, *sorted({at for at in begins if start < at < end}), end]
+        edges = [start, *sorted({issue for issue in begins if start < issue < end}), end]
         first.append(len(parts))
         for low, high in pairwise(edges):
             part = replace(kernel, duration_ns=high - low, recomputable=False, variants=())
@@ -335,15 +335,15 @@ def with_deltas(schedule: Schedule, plan: Plan) -> tuple[Program, Plan]:
             parts.append(part if low == start else reread)
             ends.append(high)
         last.append(len(parts) - 1)
-    decisions = [moved(swap, at, first, last, ends) for swap, at in zip(plan.of_kind(Swap), begins, strict=True)]
-    cut = replace(program, kernels=tuple(parts))
-    return cut, Plan.of(cut, tuple(decisions), plan.planner, plan.limit)
+    decisions = [shift(swap, issue, first, last, ends) for swap, issue in zip(plan.of_kind(Swap), begins, strict=True)]
+    split = replace(program, kernels=tuple(parts))
+    return split, Plan.of(split, tuple(decisions), plan.planner, plan.limit)
 
 
-def moved(swap: Swap, at: int, first: Sequence[int], last: Sequence[int], ends: Sequence[int]) -> Swap:
-    """Returns a swap of the cut program whose swap-in is issued at ``at`` ns."""
+def shift(swap: Swap, issue_ns: int, first: Sequence[int], last: Sequence[int], ends: Sequence[int]) -> Swap:
+    """Returns a swap of the cut program whose swap-in is issued at ``issue_ns`` ns."""
     copy = None if swap.copy is None else last[swap.copy]
-    prefetch = (bisect_right(ends, at) - 1) % len(ends)
+    prefetch = (bisect_right(ends, issue_ns) - 1) % len(ends)
     return replace(swap, after=last[swap.after], before=first[swap.before], prefetch=prefetch, copy=copy)
 
 

@@ -93,25 +93,25 @@ class Line:
             markeredgewidth=2.0 if self.marker in ("|", "_") else 1.5 if self.hollow else 1.0,
             drawstyle="steps-post" if self.step else "default",
         )  # fmt: skip
-        for at, value, text in zip(x, y, self.texts, strict=False):
-            _say(axes, at, value, text, self.side)
+        for position, value, text in zip(x, y, self.texts, strict=False):
+            _annotate(axes, position, value, text, self.side)
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars at ``at`` from ``base``, horizontal if ``across``; texts are at the ends, or ``inside`` the bars.
+    """Bars at ``positions`` from ``base``; texts are at the ends, or ``inside`` the bars.
 
     ``hatch`` is Matplotlib's, in white.
     """
 
-    at: Sequence[float]
+    positions: Sequence[float]
     values: Values
     colour: str = INK
     label: str = ""
     thick: float = 0.8
     base: Any = 0.0
     hollow: bool = False
-    across: bool = True
+    horizontal: bool = True
     texts: Sequence[str] = ()
     inside: bool = False
     shade: float = 1.0
@@ -119,28 +119,28 @@ class Bars:
 
     def draw(self, axes: Axes) -> None:
         """Draws the bars with their texts."""
-        values, base = _numbers(self.values), np.broadcast_to(_numbers(np.atleast_1d(self.base)), len(self.at))
-        make, start = (axes.barh, "left") if self.across else (axes.bar, "bottom")
-        make(self.at, np.nan_to_num(values), self.thick, color="white" if self.hollow else self.colour,
-             edgecolor="white" if self.hatch else self.colour, linewidth=1.0 if self.hollow else 0.0, zorder=2,
-             label=self.label or None, alpha=self.shade, hatch=self.hatch or None, **{start: base})  # fmt: skip
-        for at, value, low, text in zip(self.at, np.nan_to_num(values), base, self.texts, strict=False):
+        values, base = _numbers(self.values), np.broadcast_to(_numbers(np.atleast_1d(self.base)), len(self.positions))
+        draw_bars, start = (axes.barh, "left") if self.horizontal else (axes.bar, "bottom")
+        draw_bars(self.positions, np.nan_to_num(values), self.thick, color="white" if self.hollow else self.colour,
+                  edgecolor="white" if self.hatch else self.colour, linewidth=1.0 if self.hollow else 0.0, zorder=2,
+                  label=self.label or None, alpha=self.shade, hatch=self.hatch or None, **{start: base})  # fmt: skip
+        for position, value, low, text in zip(self.positions, np.nan_to_num(values), base, self.texts, strict=False):
             end = low + (value / 2 if self.inside else value)
-            where = (end, at) if self.across else (at, end)
+            place = (end, position) if self.horizontal else (position, end)
             if self.inside:
                 box = {"color": self.colour, "pad": 1.5} if self.hatch and text else None
-                axes.annotate(text, where, ha="center", va="center", fontsize=9.5, color="white", zorder=4, bbox=box)
+                axes.annotate(text, place, ha="center", va="center", fontsize=9.5, color="white", zorder=4, bbox=box)
             else:
-                _say(axes, *where, text, "right" if self.across else "above")
+                _annotate(axes, *place, text, "right" if self.horizontal else "above")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Line across the panel at a value of x (of y if ``across``), or band from it to ``until``."""
+    """Line across the panel at a value of x (of y if ``horizontal``), or band from it to ``end``."""
 
-    at: float
-    until: float | None = None
-    across: bool = False
+    pos: float
+    end: float | None = None
+    horizontal: bool = False
     colour: str = INK
     label: str = ""
     line: Any = DASHED
@@ -150,18 +150,18 @@ class Rule:
 
     def draw(self, axes: Axes) -> None:
         """Draws the rule across the panel."""
-        if self.until is not None:
-            span = axes.axhspan if self.across else axes.axvspan
-            span(self.at, self.until, color=self.colour, linewidth=0, zorder=0.5, label=self.label or None)
+        if self.end is not None:
+            span = axes.axhspan if self.horizontal else axes.axvspan
+            span(self.pos, self.end, color=self.colour, linewidth=0, zorder=0.5, label=self.label or None)
             return
-        rule = axes.axhline if self.across else axes.axvline
-        rule(self.at, color=self.colour, linewidth=self.width, linestyle=self.line, zorder=1, label=self.label or None)
+        rule = axes.axhline if self.horizontal else axes.axvline
+        rule(self.pos, color=self.colour, linewidth=self.width, linestyle=self.line, zorder=1, label=self.label or None)
         if self.text:
-            place, where = (0.005, self.at), axes.get_yaxis_transform()
-            if not self.across:
-                place, where = (self.at, 0.99), axes.get_xaxis_transform()
-            above = self.across and not self.below
-            axes.annotate(self.text, place, (4, 3 if above else -3), where, "offset points", fontsize=9,
+            place, transform = (0.005, self.pos), axes.get_yaxis_transform()
+            if not self.horizontal:
+                place, transform = (self.pos, 0.99), axes.get_xaxis_transform()
+            above = self.horizontal and not self.below
+            axes.annotate(self.text, place, (4, 3 if above else -3), transform, "offset points", fontsize=9,
                           color=self.colour, va="bottom" if above else "top")  # fmt: skip
 
 
@@ -202,7 +202,7 @@ class Chart:
     Attributes:
         columns: Maximum number of panels per row.
         size: Width and height of each panel, in inches.
-        besides: Additional width and height of the whole picture, in inches.
+        margins: Additional width and height of the whole picture, in inches.
         keys: Columns of the legend, which lists every label once.
         note: Text below the panels.
     """
@@ -211,7 +211,7 @@ class Chart:
     panels: Sequence[Panel]
     columns: int = 3
     size: tuple[float, float] = (4.6, 3.6)
-    besides: tuple[float, float] = (0.0, 0.9)
+    margins: tuple[float, float] = (0.0, 0.9)
     keys: int = 4
     note: str = ""
 
@@ -219,17 +219,17 @@ class Chart:
 def draw(path: Path, chart: Chart) -> None:
     """Saves a chart as PNG, without the axis labels and row names that repeat a neighbour's."""
     panels = chart.panels
-    with panel_grid(path, len(panels), chart.columns, chart.size, chart.besides) as (grid, columns):
+    with panel_grid(path, len(panels), chart.columns, chart.size, chart.margins) as (grid, columns):
         keys: dict[str, Any] = {}
         for i, (axes, panel) in enumerate(zip(grid, panels, strict=True)):
-            beside = panels[i - 1].y if i % columns else None
-            below = panels[i + columns].x if i + columns < len(panels) else None
+            left = panels[i - 1].y if i % columns else None
+            lower = panels[i + columns].x if i + columns < len(panels) else None
             for mark in panel.marks:
                 mark.draw(axes)
             axes.set_title(panel.title)
-            _set_axis(axes, "x", panel.x, panel.x.label if below is None or below.label != panel.x.label else "")
-            _set_axis(axes, "y", panel.y, panel.y.label if beside is None or beside.label != panel.y.label else "")
-            if beside is not None and panel.y.names and beside.names == panel.y.names:
+            _set_axis(axes, "x", panel.x, panel.x.label if lower is None or lower.label != panel.x.label else "")
+            _set_axis(axes, "y", panel.y, panel.y.label if left is None or left.label != panel.y.label else "")
+            if left is not None and panel.y.names and left.names == panel.y.names:
                 axes.set_yticklabels([])
             ends = [(float(_numbers(m.y)[-1]), m.end, m.colour) for m in panel.marks if isinstance(m, Line) and m.end]
             labels_at_right(axes, ends)
@@ -242,11 +242,11 @@ def draw(path: Path, chart: Chart) -> None:
             fig.supxlabel(chart.note, x=0.01, ha="left", fontsize=10, color=INK)
 
 
-def between(start: Values, end: Values, rows: Values, colour: str, upright: bool = False) -> Line:
-    """Returns thin lines from ``start`` to ``end`` in each of ``rows``; vertical at each x if ``upright``."""
+def between(start: Values, end: Values, rows: Values, colour: str, vertical: bool = False) -> Line:
+    """Returns thin lines from ``start`` to ``end`` in each of ``rows``, or at each x if ``vertical``."""
     along = [value for pair in zip(start, end, strict=True) for value in (*pair, None)]
-    across = [value for row in rows for value in (row, row, None)]
-    x, y = (across, along) if upright else (along, across)
+    rows_twice = [value for row in rows for value in (row, row, None)]
+    x, y = (rows_twice, along) if vertical else (along, rows_twice)
     return Line(x, y, colour, width=1.3, alpha=0.6, front=2)
 
 
@@ -263,13 +263,13 @@ def pairs(
     ]
 
 
-def groups(series: Sequence[tuple[str, str, Values, Sequence[str]]], across: bool = False, thick: float = 0.8,
+def groups(series: Sequence[tuple[str, str, Values, Sequence[str]]], horizontal: bool = False, thick: float = 0.8,
            hollow: Sequence[str] = ()) -> list[Mark]:  # fmt: skip
     """Returns grouped bars at positions 0, 1, …; an entry of ``series`` is (label, color, values, texts)."""
-    one = thick / len(series)
+    width = thick / len(series)
     return [
-        Bars([n + (i - (len(series) - 1) / 2) * one for n in range(len(values))], values, colour, label, 0.92 * one,
-             hollow=label in hollow, across=across, texts=texts)
+        Bars([n + (i - (len(series) - 1) / 2) * width for n in range(len(values))], values, colour, label, 0.92 * width,
+             hollow=label in hollow, horizontal=horizontal, texts=texts)
         for i, (label, colour, values, texts) in enumerate(series)
     ]  # fmt: skip
 
@@ -278,46 +278,46 @@ def _numbers(values: Values) -> NDArray[np.float64]:
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
-def _say(axes: Axes, x: float, y: float, text: str, side: str) -> None:
+def _annotate(axes: Axes, x: float, y: float, text: str, side: str) -> None:
     if text and np.isfinite(x) and np.isfinite(y):
         axes.annotate(text, (x, y), textcoords="offset points", fontsize=9, color=INK, zorder=5, **SIDES[side])
 
 
-def _set_axis(axes: Axes, which: str, axis: Axis, label: str) -> None:
+def _set_axis(axes: Axes, xy: str, axis: Axis, label: str) -> None:
     """Sets scale, limits, ticks and names of an axis."""
-    of, limits, set_limits = (getattr(axes, name) for name in (f"{which}axis", f"get_{which}lim", f"set_{which}lim"))
-    of.set_label_text(label)
+    axis_, limits, set_limits = (getattr(axes, name) for name in (f"{xy}axis", f"get_{xy}lim", f"set_{xy}lim"))
+    axis_.set_label_text(label)
     n = len(axis.names)
     if n and axis.ticks is None:
-        set_limits(*((n - 0.4, -0.6) if which == "y" else (-0.6, n - 0.4)))
-        of.set_ticks(range(n), axis.names)
-        of.set_tick_params(length=0)
-        axes.grid(axis=which, visible=False)
-        if which == "y":
+        set_limits(*((n - 0.4, -0.6) if xy == "y" else (-0.6, n - 0.4)))
+        axis_.set_ticks(range(n), axis.names)
+        axis_.set_tick_params(length=0)
+        axes.grid(axis=xy, visible=False)
+        if xy == "y":
             axes.spines["left"].set_visible(False)
             for row in range(0, n, 2):
                 axes.axhspan(row - 0.5, row + 0.5, color=STRIPE, linewidth=0, zorder=0)
         return
     if axis.scale != "linear":
-        near_0 = {"linthresh": 0.01, "linscale": 0.7} if axis.scale == "symlog" else {}
-        getattr(axes, f"set_{which}scale")(axis.scale, **near_0)
+        options = {"linthresh": 0.01, "linscale": 0.7} if axis.scale == "symlog" else {}
+        getattr(axes, f"set_{xy}scale")(axis.scale, **options)
     set_limits(*axis.limits)
     if axis.room != 1:
         set_limits(None, axis.room * limits()[1])
     if n:
-        of.set_ticks(axis.ticks, axis.names, rotation=90, fontsize=9)
-        axes.grid(axis=which, visible=False)
+        axis_.set_ticks(axis.ticks, axis.names, rotation=90, fontsize=9)
+        axes.grid(axis=xy, visible=False)
         return
     if axis.ticks is not None:
-        of.set_ticks(axis.ticks)
-        of.set_minor_formatter(NullFormatter())
+        axis_.set_ticks(axis.ticks)
+        axis_.set_minor_formatter(NullFormatter())
 
-    def said(value: float, _: Any = None) -> str:
+    def tick_text(value: float, _: Any = None) -> str:
         return f"{round(100 * value, 6):g}%" if axis.format == "%" else axis.format.format(value)
 
-    of.set_major_formatter(FuncFormatter(said))
+    axis_.set_major_formatter(FuncFormatter(tick_text))
     if axis.scale == "log" and axis.ticks is None:
-        of.set_minor_formatter(FuncFormatter(lambda value, _: said(value) if f"{value:e}"[0] in "235" else ""))
+        axis_.set_minor_formatter(FuncFormatter(lambda value, _: tick_text(value) if f"{value:e}"[0] in "235" else ""))
 
 
 def floor(x: Values, y: Values, low: float = 0.0, step: bool = False) -> Line:

@@ -36,12 +36,12 @@ def rectangles(intervals: Intervals, packing: Packing) -> tuple[np.ndarray, np.n
     Returns:
         float64[m, 4], left, right, bottom and top of each rectangle; int64[m], the block of each.
     """
-    held = np.flatnonzero(intervals.nbytes)
-    over = held[intervals.upper[held] > intervals.period]
-    block = np.concatenate((held, over))
-    left = np.concatenate((intervals.lower[held], np.zeros(len(over))))
+    nonempty = np.flatnonzero(intervals.nbytes)
+    wrapped = nonempty[intervals.upper[nonempty] > intervals.period]
+    block = np.concatenate((nonempty, wrapped))
+    left = np.concatenate((intervals.lower[nonempty], np.zeros(len(wrapped))))
     right = np.concatenate(
-        (np.minimum(intervals.upper[held], intervals.period), intervals.upper[over] - intervals.period)
+        (np.minimum(intervals.upper[nonempty], intervals.period), intervals.upper[wrapped] - intervals.period)
     )
     bottom = packing.offsets[block]
     return np.stack((left, right, bottom, bottom + intervals.nbytes[block]), axis=1).astype(float), block
@@ -62,8 +62,8 @@ def draw(
     white = SHADES * (block * GOLDEN % 1)[:, None]
     inks = (1 - white) * scale.to_rgba(boxes[:, 3] - boxes[:, 2])[:, :3] + white
     with figure(path, 11.0, 6.4) as axes:
-        made = PolyCollection(boxes[:, [[0, 2], [1, 2], [1, 3], [0, 3]]], facecolors=inks, edgecolors="white")
-        axes.add_collection(made)
+        patches = PolyCollection(boxes[:, [[0, 2], [1, 2], [1, 3], [0, 3]]], facecolors=inks, edgecolors="white")
+        axes.add_collection(patches)
         axes.grid(False)
         axes.set(xlabel="time, as the file counts it", ylabel="address", title=title)
         axes.set_xlim(boxes[:, 0].min(), boxes[:, 1].max())
@@ -73,12 +73,12 @@ def draw(
         axes.yaxis.set_major_locator(MultipleLocator(2.0 ** max(0, np.ceil(np.log2(axes.get_ylim()[1] / 8)))))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: binary(v)))
         _lines(axes, {"peak load": intervals.peak_bytes, "capacity": capacity, "footprint": packing.footprint})
-        smaller = "min" if (boxes[:, 3] - boxes[:, 2]).min() < scale.norm.vmin else "neither"
+        extend = "min" if (boxes[:, 3] - boxes[:, 2]).min() < scale.norm.vmin else "neither"
         bar = axes.figure.colorbar(
-            scale, ax=axes, location="bottom", fraction=0.03, aspect=60, shrink=0.6, pad=0.02, extend=smaller
+            scale, ax=axes, location="bottom", fraction=0.03, aspect=60, shrink=0.6, pad=0.02, extend=extend
         )
-        few = scale.norm.vmax < 32 * scale.norm.vmin
-        bar.ax.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5) if few else (1.0,), numticks=7))
+        is_narrow = scale.norm.vmax < 32 * scale.norm.vmin
+        bar.ax.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5) if is_narrow else (1.0,), numticks=7))
         bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: binary(v)))
         bar.ax.minorticks_off()
         bar.set_label("size of a block")
@@ -86,7 +86,7 @@ def draw(
         axes.figure.draw_without_rendering()  # runs the layout, which fixes the size of rectangles in pixels
         low, high = (axes.transData.transform(boxes[:, corner]) for corner in ([0, 2], [1, 3]))
         pixels = high - low
-        made.set_linewidths(np.where(pixels.min(axis=1) > EDGE, 0.7, 0.0))
+        patches.set_linewidths(np.where(pixels.min(axis=1) > EDGE, 0.7, 0.0))
         if len(intervals) <= NAMED and ids:
             _names(axes, boxes, [ids[i] for i in block], pixels, inks)
 
@@ -114,8 +114,8 @@ def _lines(axes: Axes, levels: dict[str, int | None]) -> None:
 
 def _names(axes: Axes, boxes: np.ndarray, names: list[str], pixels: np.ndarray, inks: np.ndarray) -> None:
     """Writes names into the rectangles that have room for them."""
-    for (left, right, bottom, top), name, (wide, high), ink in zip(boxes, names, pixels, inks, strict=True):
-        if wide > 8 * (len(name) + 1) and high > 16:
-            dark = ink @ (0.299, 0.587, 0.114) < 0.55
+    for (left, right, bottom, top), name, (width, height), ink in zip(boxes, names, pixels, inks, strict=True):
+        if width > 8 * (len(name) + 1) and height > 16:
+            is_dark = ink @ (0.299, 0.587, 0.114) < 0.55
             axes.text((left + right) / 2, (bottom + top) / 2, name, ha="center", va="center", fontsize=9,
-                      color="white" if dark else INK)  # fmt: skip
+                      color="white" if is_dark else INK)  # fmt: skip

@@ -47,12 +47,12 @@ HUES: dict[Family, Hues] = {
     "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd", "#e599f7", "#ae1fc9")),
     "other": Hues("#17becf"),
 }
-SPARE = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")  # for planners without a slot
+FALLBACK_COLOURS = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")  # for planners without a slot
 
 
-def spare(planner: str, text: str) -> Look:
+def spare_look(planner: str, text: str) -> Look:
     """Returns a look from a fixed cycle, chosen by the planner's name."""
-    return Look(text, SPARE[sum(planner.encode()) % len(SPARE)])
+    return Look(text, FALLBACK_COLOURS[sum(planner.encode()) % len(FALLBACK_COLOURS)])
 
 
 def _entries() -> Iterator[PlannerInfo]:
@@ -68,7 +68,7 @@ def _entries() -> Iterator[PlannerInfo]:
 def _look(facts: PlannerInfo) -> Look:
     _, slots, markers = HUES[facts.family]
     if facts.slot is None or facts.slot >= len(slots):
-        return spare(facts.key, facts.label)
+        return spare_look(facts.key, facts.label)
     return Look(facts.label, slots[facts.slot], markers[facts.slot])
 
 
@@ -108,7 +108,7 @@ LAYERS = {"CONV": "#08306b", "POOL, ACT, BN, LRN": "#f16913", "FC": "#238b45", "
 PARTS = {"computation": "#9a9a9a", "overlap": "#1f5fa8", "recomputation": "#8e5bd0", "swapping": "#cb181d"}
 CAPUCHIN_LAYERS = "#1f5fa8"  # Capuchin as HOME describes it
 SWARM = {"worst": "#9a9a9a", "mean": "#1f5fa8", "best": "#cb181d"}  # HOME's particles
-CAPACITY_OF = {  # methods of SuperNeurons' Tables 4 and 5
+METHOD_COLOURS = {  # methods of SuperNeurons' Tables 4 and 5
     "own": "#c9c9c9", "none": "#6b6b6b", "superneurons_joins": "#238b45",
     **{name: LOOKS[name].colour for name in ("memonger", "vdnn_all", "superneurons", "lp_round")},
 }  # fmt: skip
@@ -129,8 +129,8 @@ STYLE = {
 
 def look(planner: str) -> Look:
     """Returns a planner's look, with any suffix after a comma in its label; a spare one for unknown planners."""
-    key, comma, said = planner.partition(",")
-    return LOOKS[key]._replace(label=LOOKS[key].label + comma + said) if key in LOOKS else spare(planner, planner)
+    key, comma, extra = planner.partition(",")
+    return LOOKS[key]._replace(label=LOOKS[key].label + comma + extra) if key in LOOKS else spare_look(planner, planner)
 
 
 def colour(planner: str) -> str:

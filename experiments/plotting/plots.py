@@ -49,19 +49,19 @@ def figure(path: Path, width: float = 8.0, height: float = 4.2, rows: int = 1, c
 
 @contextmanager
 def panel_grid(
-    path: Path, n: int, most: int, size: tuple[float, float], besides: tuple[float, float]
+    path: Path, n: int, max_columns: int, size: tuple[float, float], margins: tuple[float, float]
 ) -> Iterator[tuple[list[Axes], int]]:
-    """Yields ``n`` axes in rows of at most ``most`` and the number of columns; saves them as ``figure`` does.
+    """Yields ``n`` axes in rows of at most ``max_columns`` and the number of columns; saves them as ``figure`` does.
 
     Args:
         size: Width and height of each pair of axes, in inches.
-        besides: Additional width and height of the whole picture, in inches.
+        margins: Additional width and height of the whole picture, in inches.
     """
-    columns = min(n, most)
+    columns = min(n, max_columns)
     rows = -(-n // columns)
-    width, height = size[0] * columns + besides[0], size[1] * rows + besides[1]
-    with figure(path, width, height, rows, columns) as made:
-        grid = list(np.atleast_1d(made).flat)
+    width, height = size[0] * columns + margins[0], size[1] * rows + margins[1]
+    with figure(path, width, height, rows, columns) as axes_grid:
+        grid = list(np.atleast_1d(axes_grid).flat)
         for axes in grid[n:]:
             axes.set_axis_off()
         yield grid[:n], columns
@@ -117,25 +117,25 @@ def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], plan
         rows: Results of the other planners.
     """
     with figure(path, 9.0, 4.8) as axes:
-        good = [e for e in history if e.feasible]
-        bad = [e.episode for e in history if not e.feasible]
-        found = [e for e in history if np.isfinite(e.best_overhead)]
-        axes.scatter([e.episode for e in good], [e.overhead for e in good], s=9, color=colour(planner), alpha=0.3,
+        valid = [e for e in history if e.feasible]
+        invalid = [e.episode for e in history if not e.feasible]
+        planned = [e for e in history if np.isfinite(e.best_overhead)]
+        axes.scatter([e.episode for e in valid], [e.overhead for e in valid], s=9, color=colour(planner), alpha=0.3,
                      linewidths=0, label="one training episode")  # fmt: skip
-        if bad:
-            axes.plot(bad, [0.985] * len(bad), "|", color=FAINT, markersize=6, alpha=0.5, clip_on=False,
+        if invalid:
+            axes.plot(invalid, [0.985] * len(invalid), "|", color=FAINT, markersize=6, alpha=0.5, clip_on=False,
                       transform=axes.get_xaxis_transform(), label="episode with no plan in the limit")  # fmt: skip
         levels = []
         for r in rows:
             if r["feasible"] and r["planner"] not in (planner, f"{planner}_greedy", "none"):
                 axes.axhline(r["overhead"], color=colour(r["planner"]), linewidth=1.1, linestyle=(0, (5, 3)))
                 levels.append((r["overhead"], f"{label(r['planner'])} {r['overhead']:.2%}", colour(r["planner"])))
-        if found:
-            x, y = [e.episode for e in found], [e.best_overhead for e in found]
+        if planned:
+            x, y = [e.episode for e in planned], [e.best_overhead for e in planned]
             axes.step(x, y, where="post", color=colour(planner), linewidth=2.4, label="best plan so far")
             levels.append((y[-1], f"{label(planner)} {y[-1]:.2%}", colour(planner)))
-        shown = [e.overhead for e in good] + [level[0] for level in levels]
-        _overhead_axis(axes, max(shown, default=0.01))
+        overheads = [e.overhead for e in valid] + [level[0] for level in levels]
+        _overhead_axis(axes, max(overheads, default=0.01))
         floor = rows[0]["bound_overhead"] if rows else None
         if floor is not None:
             axes.axhspan(BOTTOM, floor, color=FLOOR, linewidth=0, label=f"no plan can be here: floor {floor:.2%}")
@@ -159,9 +159,9 @@ def edit_learning(
     with figure(path, 12.6, 4.2, columns=3) as (overhead, hits, error):
         calls = [row["calls"] for row in history]
         greedy = [(p["calls"], p["greedy/overhead"]) for p in points if p["greedy/overhead"] is not None]
-        ended = [(row["calls"], row["overhead"]) for row in history if "overhead" in row]
-        if ended:
-            overhead.scatter(*zip(*ended, strict=True), s=9, color=colour("dqn"), alpha=0.35, linewidths=0,
+        finished = [(row["calls"], row["overhead"]) for row in history if "overhead" in row]
+        if finished:
+            overhead.scatter(*zip(*finished, strict=True), s=9, color=colour("dqn"), alpha=0.35, linewidths=0,
                              label="episodes that ended, mean")  # fmt: skip
         overhead.plot(*zip(*greedy, strict=True), color=colour("dqn"), linewidth=2.2, marker="o", markersize=4,
                       label="greedy policy")  # fmt: skip
@@ -170,18 +170,18 @@ def edit_learning(
             ((0, (5, 3)), (0, (1, 1.5)), "-.", (0, (3, 1, 1, 1))), strict=False,
         ):  # fmt: skip
             overhead.axhline(row["overhead"], color=FAINT, linewidth=1.1, linestyle=style, label=row["planner"])
-        _overhead_axis(overhead, max([y for _, y in [*greedy, *ended]], default=0.01))
+        _overhead_axis(overhead, max([y for _, y in [*greedy, *finished]], default=0.01))
         overhead.set(xlabel="simulator calls", title="overhead over the ideal time")
         overhead.figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         for axes, keys, name in (
             (hits, (("hits", "chosen by Q"), ("hits_random", "at random")), "edits that improve the plan"),
             (error, (("td", "temporal difference"), ("loss", "Huber loss")), "error of Q, in log reward"),
         ):
-            for (key, label_of), style in zip(keys, ("-", (0, (5, 3))), strict=True):
-                found = [(c, row[key]) for c, row in zip(calls, history, strict=True) if key in row]
-                if found:
-                    axes.plot(*zip(*found, strict=True), color=colour("dqn"), linestyle=style, linewidth=1.4,
-                              label=label_of)  # fmt: skip
+            for (key, text), style in zip(keys, ("-", (0, (5, 3))), strict=True):
+                samples = [(c, row[key]) for c, row in zip(calls, history, strict=True) if key in row]
+                if samples:
+                    axes.plot(*zip(*samples, strict=True), color=colour("dqn"), linestyle=style, linewidth=1.4,
+                              label=text)  # fmt: skip
             axes.set(xlabel="simulator calls", title=name)
             axes.set_ylim(0, None)
         hits.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}%"))
@@ -207,24 +207,24 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
         line = lines.setdefault(r["planner"], {})
         if r["feasible"]:
             line[r["limit_fraction"]] = r["overhead"]
-    crowd = len(lines) > CROWD
+    is_split = len(lines) > CROWD
     families: dict[str, list[str]] = {}
     for name in sorted(lines, key=[*palette.LOOKS, *lines].index):
-        families.setdefault(palette.family(name) if crowd else "", []).append(name)
-    best = lowest(lines.values())
+        families.setdefault(palette.family(name) if is_split else "", []).append(name)
+    best = least_overheads(lines.values())
     top = _top(scale, [y for line in lines.values() for y in line.values()], [*best.values()])
-    size, besides = ((6.0, 3.7), (0.0, 0.8)) if crowd else ((9.0, 5.0), (0.0, 0.0))
-    with panel_grid(path, len(families) + crowd, 3, size, besides) as (grid, columns):
+    size, margins = ((6.0, 3.7), (0.0, 0.8)) if is_split else ((9.0, 5.0), (0.0, 0.0))
+    with panel_grid(path, len(families) + is_split, 3, size, margins) as (grid, columns):
         for axes, (heading, names) in zip(grid, families.items(), strict=False):
-            shown = [(lines[name], look(name)) for name in names if lines[name] or name != "none"]
-            _panel(axes, rows, shown, best if crowd else {}, top, scale)
+            curves = [(lines[name], look(name)) for name in names if lines[name] or name != "none"]
+            _panel(axes, rows, curves, best if is_split else {}, top, scale)
             axes.set_title(heading)
-        if crowd:
-            shown = [
-                (lowest(lines[name] for name in names), Look(heading, palette.FAMILY_COLOURS[heading], marker))
+        if is_split:
+            curves = [
+                (least_overheads(lines[name] for name in names), Look(heading, palette.FAMILY_COLOURS[heading], marker))
                 for (heading, names), marker in zip(families.items(), MARKERS, strict=False)
             ]
-            _panel(grid[-1], rows, shown, best, top, scale)
+            _panel(grid[-1], rows, curves, best, top, scale)
             grid[-1].set_title(palette.BEST_OF)
         for axes in grid[::columns]:
             axes.set_ylabel("overhead over the ideal time")
@@ -233,13 +233,13 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
         keys = [Patch(color=FLOOR, label="the floor: no plan can be here")]
         if grid[0].patches:  # hatched
             keys.append(Patch(facecolor="white", edgecolor=FAINT, hatch=HATCH, label="no plan fits (proven)"))
-        if crowd:
+        if is_split:
             keys.append(Line2D([], [], color=INK, linewidth=1, linestyle=DOTTED, label="the best planner"))
         grid[0].figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=9.5)
         grid[0].figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
 
 
-def lowest(lines: Iterable[dict[float, float]]) -> dict[float, float]:
+def least_overheads(lines: Iterable[dict[float, float]]) -> dict[float, float]:
     """Returns the least overhead at each limit."""
     out: dict[float, float] = {}
     for line in lines:
@@ -287,15 +287,15 @@ def _panel(
 def _floor(axes: Axes, rows: Sequence[Row], left: float, right: float) -> None:
     """Draws the floor as a band, which holds from each limit to the next tighter one; hatches infeasible limits."""
     floors = {r["limit_fraction"]: r["bound_overhead"] for r in rows if r["bound_overhead"] is not None}
-    fits = max((r["bound_bytes"] / r["limit_bytes"] * r["limit_fraction"] for r in rows), default=0.0)
+    least = max((r["bound_bytes"] / r["limit_bytes"] * r["limit_fraction"] for r in rows), default=0.0)
     if floors:
         x = sorted(floors, reverse=True)
         y = [floors[v] for v in x]
-        x, y = [*x, max(fits, right)], [*y, y[-1]]
+        x, y = [*x, max(least, right)], [*y, y[-1]]
         axes.fill_between(x, BOTTOM, y, step="post", color=FLOOR, linewidth=0, zorder=1)
         axes.step(x, y, where="post", color=FAINT, linewidth=1, zorder=2)
-    if fits > right:
-        axes.axvspan(min(fits, left), right, facecolor="white", edgecolor=FAINT, hatch=HATCH, linewidth=0, zorder=1)
+    if least > right:
+        axes.axvspan(min(least, left), right, facecolor="white", edgecolor=FAINT, hatch=HATCH, linewidth=0, zorder=1)
 
 
 def _overhead_axis(axes: Axes, top: float, scale: str = "log") -> None:
@@ -315,13 +315,13 @@ def labels_at_right(axes: Axes, levels: Levels, points: float = 11.5) -> None:
         return
     to_axes = axes.transData + axes.transAxes.inverted()
     x = axes.get_xlim()[1]
-    places = sorted((float(to_axes.transform((x, v))[1]), text, ink) for v, text, ink in levels)
+    labels = sorted((float(to_axes.transform((x, v))[1]), text, ink) for v, text, ink in levels)
     figure = axes.figure.get_figure(root=True)
     gap = points / (axes.get_window_extent().height / figure.dpi * 72)
-    apart = gap * np.arange(len(places))
-    ys = isotonic_regression(np.array([y for y, _, _ in places]) - apart).x
-    ys = np.clip(ys, 0.0, max(1.0 - apart[-1], 0.0)) + apart
-    for y, (_, text, ink) in zip(ys, places, strict=True):
+    offsets = gap * np.arange(len(labels))
+    ys = isotonic_regression(np.array([y for y, _, _ in labels]) - offsets).x
+    ys = np.clip(ys, 0.0, max(1.0 - offsets[-1], 0.0)) + offsets
+    for y, (_, text, ink) in zip(ys, labels, strict=True):
         axes.text(1.015, y, text, transform=axes.transAxes, color=ink, fontsize=9.5, va="center")
 
 

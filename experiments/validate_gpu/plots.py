@@ -61,7 +61,7 @@ def timelines(path: Path, found: Measured, workload: str, planner: str) -> None:
         inside = [(start, used) for t, used in points if t <= start][-1:] + [p for p in points if p[0] > start]
         memory.append(Line([(t - start) / 1e6 for t, _ in inside], [used / MIB for _, used in inside], colour,
                            f"memory, {word.lower()}", width=1.2, step=True))  # fmt: skip
-    memory.append(Rule(found.limit / MIB, across=True, colour=LIMIT, label="limit", width=1))
+    memory.append(Rule(found.limit / MIB, horizontal=True, colour=LIMIT, label="limit", width=1))
     panels.append(Panel("Memory", memory, x, Axis("MiB in use", limits=(0, None))))
     title = f"{workload}, {look(planner).label}, on {found.device}"
     draw(path, Chart(title, panels, 1, (10.5, 2.0), (0, 0.9), keys=7))

@@ -49,7 +49,7 @@ def untimed(row: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_figure_reads_its_result(name: str) -> None:
     rows, figure = committed(name)["rows"], reproduce.figure(name)
-    heads, cells, _ = figure.say(rows)
+    heads, cells, _ = figure.format_text(rows)
     assert cells and all(len(line) == len(heads) for line in cells)
     chart = figure.chart(rows)
     assert chart.panels and all(panel.marks for panel in chart.panels)
@@ -70,52 +70,52 @@ def test_the_page_is_that_of_the_results() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", CHEAP)
-def test_the_cheapest_row_is_made_again(name: str) -> None:
-    found = committed(name)
+def test_the_cheapest_row_is_reproduced(name: str) -> None:
+    saved = committed(name)
     config = OmegaConf.load(reproduce.CONFIGS / f"{name}.yaml")
-    assert found["machine"] == config.machine and found["settings"] == {key: config[key] for key in found["settings"]}
-    figure, rows = reproduce.figure(name), found["rows"]
-    tasks = figure.tasks(OmegaConf.create(found["settings"]))
+    assert saved["machine"] == config.machine and saved["settings"] == {key: config[key] for key in saved["settings"]}
+    figure, rows = reproduce.figure(name), saved["rows"]
+    tasks = figure.tasks(OmegaConf.create(saved["settings"]))
     assert len(tasks) == len(rows)
     i = min(range(len(rows)), key=lambda i: rows[i][reproduce.SECONDS])
-    assert untimed({**tasks[i], **figure.run(tasks[i], Machine.load(found["machine"]))}) == untimed(rows[i])
+    assert untimed({**tasks[i], **figure.run(tasks[i], Machine.load(saved["machine"]))}) == untimed(rows[i])
 
 
 @pytest.mark.nightly
-def test_trainings_of_the_papers_dqn_are_made_again() -> None:
-    found = committed("dqn_paper")
-    for row in found["rows"]:
+def test_trainings_of_the_papers_dqn_are_reproduced() -> None:
+    saved = committed("dqn_paper")
+    for row in saved["rows"]:
         if row["seed"] == 0 and row["line"] in ("tuned", "50 episodes on VGG11, then 10"):
             task = {key: row[key] for key in ("line", "seed", "limit", *dqn.KEYS) if key in row}
-            again = dqn.Paper().run(task, Machine.load(found["machine"]))
-            assert untimed({**row, **again}) == untimed(row)
+            recomputed = dqn.Paper().run(task, Machine.load(saved["machine"]))
+            assert untimed({**row, **recomputed}) == untimed(row)
 
 
 @pytest.mark.nightly
 def test_cheap_planners_on_vgg16() -> None:
-    found = committed("planners_vgg16")
-    machine = Machine.from_dict(found["config"]["machine"])
-    program = workloads.load(found["config"]["workload"], machine).program
-    assert found["program"]["fingerprint"] == program.fingerprint
-    limits = list(dict.fromkeys(row["limit_bytes"] for row in found["results"]))[1::2]  # 70, 50, 30 %
-    rows = [row for row in found["results"] if row["planner"] in agents.PLANNERS and row["limit_bytes"] in limits]
+    saved = committed("planners_vgg16")
+    machine = Machine.from_dict(saved["config"]["machine"])
+    program = workloads.load(saved["config"]["workload"], machine).program
+    assert saved["program"]["fingerprint"] == program.fingerprint
+    limits = list(dict.fromkeys(row["limit_bytes"] for row in saved["results"]))[1::2]  # 70, 50, 30 %
+    rows = [row for row in saved["results"] if row["planner"] in agents.PLANNERS and row["limit_bytes"] in limits]
     rows = [row for row in rows if row["planner"] not in SLOW]
     names = list(dict.fromkeys(row["planner"] for row in rows))
     options = {"mode": None, "calls": None, "workspace": False}
-    again = evaluate.score_all(program, machine, limits, names, found["config"]["seed"], 1, options)
-    assert list(map(untimed, again)) == list(map(untimed, rows))
+    recomputed = evaluate.score_all(program, machine, limits, names, saved["config"]["seed"], 1, options)
+    assert list(map(untimed, recomputed)) == list(map(untimed, rows))
 
 
 @pytest.mark.nightly
 def test_smartpool_on_the_instances_of_minimalloc() -> None:
-    found = committed("pack_minimalloc")["results"]
+    instances = committed("pack_minimalloc")["results"]
     machine = Machine.load("gtx1080ti")
-    assert len(found) == 11
-    for letter, algorithms in found.items():
+    assert len(instances) == 11
+    for letter, algorithms in instances.items():
         blocks = files.load(ROOT / "tests" / "data" / "minimalloc" / f"{letter}.1048576.csv", None).intervals
         for name in ("smartpool", "smartpool_first"):
-            (packed,) = pack.pack_all([name], blocks, machine, 1, 5.0)
-            assert untimed(pack.row(packed, blocks.peak_bytes)) == untimed(algorithms[name])
+            (packing,) = pack.pack_all([name], blocks, machine, 1, 5.0)
+            assert untimed(pack.row(packing, blocks.peak_bytes)) == untimed(algorithms[name])
 
 
 @pytest.mark.nightly

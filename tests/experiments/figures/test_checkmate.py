@@ -16,7 +16,7 @@ CASES = [(m, b) for m in ANSWERS for b in m["budgets"]]
 def test_a_published_schedule_replays_as_published(model: checkmate.Row, budget: checkmate.Row) -> None:
     program = Program.load(checkmate.DATA / model["program"])
     assert (program.ideal_ns, program.peak_bytes) == (model["ideal_ns"], model["peak_bytes"])
-    plan = checkmate.plan_of(budget["run"])
+    plan = checkmate.plan_from(budget["run"])
     timeline = simulate(program, plan, Machine.load("v100"), budget["limit_bytes"])
     assert timeline.iteration_ns == budget["schedule_ns"]
     assert timeline.peak_bytes == budget["schedule_peak_bytes"]
@@ -25,4 +25,4 @@ def test_a_published_schedule_replays_as_published(model: checkmate.Row, budget:
 
 
 def test_a_schedule_as_a_plan() -> None:
-    assert checkmate.plan_of([0, 1, 0, 2, 0, 1, 3]).decisions == (Rerun(0, 2), Rerun(0, 3), Rerun(1, 3))
+    assert checkmate.plan_from([0, 1, 0, 2, 0, 1, 3]).decisions == (Rerun(0, 2), Rerun(0, 3), Rerun(1, 3))

@@ -23,11 +23,11 @@ def small() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "asked", OmegaConf.load(cli.CONFIGS / "figure" / "compiled.yaml").networks, ids=lambda asked: str(asked.name)
+    "config", OmegaConf.load(cli.CONFIGS / "figure" / "compiled.yaml").networks, ids=lambda config: str(config.name)
 )
-def test_the_networks_have_a_loss(asked: DictConfig) -> None:
+def test_the_networks_have_a_loss(config: DictConfig) -> None:
     task = compiled.Compiled().tasks(
-        OmegaConf.merge(OmegaConf.load(cli.CONFIGS / "figure" / "compiled.yaml"), {"networks": [asked]})
+        OmegaConf.merge(OmegaConf.load(cli.CONFIGS / "figure" / "compiled.yaml"), {"networks": [config]})
     )
     model, x, y = compiled.network({**task[0]["workload"], "batch_size": 1})
     assert model(x, y).shape == () and model(x, y).requires_grad
@@ -39,18 +39,18 @@ def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.Mon
         model: nn.Module, memory: int | float, planner: str = "capuchin", seconds: float = 1.0, mode: str = "recompute"
     ) -> Any:
         partitioner = Partitioner(memory, planner=planner, seconds=seconds, mode=mode)
-        made = graphs(model, partitioner)
-        backend._PARTITIONERS[made] = partitioner
-        return made
+        compiled_model = graphs(model, partitioner)
+        backend._PARTITIONERS[compiled_model] = partitioner
+        return compiled_model
 
     monkeypatch.setattr(compiled, "network", lambda workload: small())
     monkeypatch.setattr(compiled, "compile", run)
-    monkeypatch.setattr(compiled, "_alone", lambda model: run(model, 1.0))
-    monkeypatch.setattr(compiled, "_budgeted", lambda model, budget, solver: run(model, 0.9))
-    monkeypatch.setattr(compiled, "_checkpointed", lambda model: model)
+    monkeypatch.setattr(compiled, "_compile_plain", lambda model: run(model, 1.0))
+    monkeypatch.setattr(compiled, "_compile_budgeted", lambda model, budget, solver: run(model, 0.9))
+    monkeypatch.setattr(compiled, "_checkpoint_blocks", lambda model: model)
     threads, limit = torch.get_num_threads(), torch._dynamo.config.recompile_limit
     try:
-        row = {**TASK, **compiled.measured(TASK)}
+        row = {**TASK, **compiled.measure_task(TASK)}
     finally:
         torch.set_num_threads(threads)
         torch._dynamo.config.recompile_limit = limit
@@ -61,8 +61,8 @@ def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.Mon
     assert list(methods) == names and methods["with swaps 0.7"]["swaps"] > 0
     assert "every plan without swaps needs" in methods["ours 0.2"]["refused"]
     assert methods["ours 0.8"]["peak_bytes"] < methods["dp 0.4"]["peak_bytes"] < methods["none"]["peak_bytes"]
-    said = compiled.Compiled().numbers([row])
-    assert said["refused"] == 1 and said["points"] == 3 and said["pairs"] == 1 and said["swapped"] == 1
-    heads, cells, _ = compiled.Compiled().say([row])
+    numbers = compiled.Compiled().numbers([row])
+    assert numbers["refused"] == 1 and numbers["points"] == 3 and numbers["pairs"] == 1 and numbers["swapped"] == 1
+    heads, cells, _ = compiled.Compiled().format_text([row])
     assert len(heads) == len(cells[0]) and len(cells) == len(methods)
     assert compiled.Compiled().chart([row]).panels

@@ -22,16 +22,16 @@ SETTINGS = {
 def points(*pairs):
     """Returns sweep points of (limit, overhead); the plan's overhead doubles and the controls' triple."""
     searches = {key: 3 if key != "planned" else 2 for key in fig.SEARCHES}
-    return [{"limit": at, "overhead": o, **{key: slow * o for key, slow in searches.items()}} for at, o in pairs]
+    return [{"limit": limit, "overhead": o, **{key: slow * o for key, slow in searches.items()}} for limit, o in pairs]
 
 
 def row(seed, swap, joint, floor=()):
     """Returns one network's row; TFLMS has plans at 90, 60 and 55 % of the peak, memonger at 90 and 60 %."""
     baselines = {"tflms": [[0.9, 0.0], [0.6, 0.04], [0.55, 0.5]], "memonger": [[0.9, 0.2], [0.6, 0.2]]}
     empty = {key: [] for key in fig.BASELINES if key not in baselines}
-    found = {"peak": 2**30, "ideal_ns": 1000, "kernels": 10, "transfer_ns": 250, "baselines": {**baselines, **empty},
-             "dqn": {"swap": points(*swap), "joint": points(*joint)}, "floor": list(floor)}  # fmt: skip
-    return {"networks": ["vgg16"], "seed": seed, "limits": [0.9, 0.6], "calls": 60, "found": {"vgg16": found}}
+    result = {"peak": 2**30, "ideal_ns": 1000, "kernels": 10, "transfer_ns": 250, "baselines": {**baselines, **empty},
+              "dqn": {"swap": points(*swap), "joint": points(*joint)}, "floor": list(floor)}  # fmt: skip
+    return {"networks": ["vgg16"], "seed": seed, "limits": [0.9, 0.6], "calls": 60, "found": {"vgg16": result}}
 
 
 GOOD = [
@@ -41,29 +41,29 @@ GOOD = [
 
 
 def test_every_pair_at_one_limit_is_compared():
-    (panel,) = fig.panels(GOOD)
-    every = list(fig.duels(panel))
+    (net,) = fig.results_by_network(GOOD)
+    duels = list(fig.duels(net))
     # Swap against TFLMS at three limits; joint against TFLMS at three and memonger at two.
-    assert len(every) == 3 + 3 + 2
-    at = next(d for d in every if (d["mode"], d["baseline"], d["limit"]) == ("joint", "tflms", 0.6))
-    assert (at["mean"], at["worst"], at["theirs"]) == (pytest.approx(0.015), 0.02, 0.04)
-    assert not any(d["worst"] > d["theirs"] + fig.SAME for d in every)
-    _, cells, _ = fig.Fig5().say(GOOD)
+    assert len(duels) == 3 + 3 + 2
+    duel = next(d for d in duels if (d["mode"], d["baseline"], d["limit"]) == ("joint", "tflms", 0.6))
+    assert (duel["mean"], duel["worst"], duel["theirs"]) == (pytest.approx(0.015), 0.02, 0.04)
+    assert not any(d["worst"] > d["theirs"] + fig.SAME for d in duels)
+    _, cells, _ = fig.Fig5().format_text(GOOD)
     assert cells == [["VGG16", "0.00% / 0.00% / 0.00% TFLMS", "1.50% / 2.50% / 4.00% TFLMS"]]
     # A seed without a plan loses against a baseline with a plan.
     rows = [GOOD[0], row(1, [(0.9, 0.0), (0.6, 0.03)], [(0.9, 0.0), (0.6, 0.02), (0.55, 0.03)])]
-    lost = [d for d in fig.duels(fig.panels(rows)[0]) if d["worst"] > d["theirs"] + fig.SAME]
+    lost = [d for d in fig.duels(fig.results_by_network(rows)[0]) if d["worst"] > d["theirs"] + fig.SAME]
     assert [(d["mode"], d["baseline"], d["limit"]) for d in lost] == [("swap", "tflms", 0.55)]
     assert math.isinf(lost[0]["mean"])
 
 
 def test_the_smallest_limit_of_a_baseline():
     grid = [round(f * PROGRAM.peak_bytes) for f in (0.9, 0.7, 0.3)]
-    end = fig.smallest("tflms", PROGRAM, MACHINE, grid, 2**20)
+    end = fig.smallest_limit("tflms", PROGRAM, MACHINE, grid, 2**20)
     assert end is not None and grid[2] < end <= grid[1]
     assert fig.overhead("tflms", PROGRAM, MACHINE, end, 2**20) is not None
     assert fig.overhead("tflms", PROGRAM, MACHINE, end - round(fig.CLOSE * PROGRAM.peak_bytes) - 1, 2**20) is None
-    assert fig.smallest("tflms", PROGRAM, MACHINE, grid[2:], 2**20) is None
+    assert fig.smallest_limit("tflms", PROGRAM, MACHINE, grid[2:], 2**20) is None
 
 
 def test_run_on_a_small_program(monkeypatch):
@@ -76,13 +76,13 @@ def test_run_on_a_small_program(monkeypatch):
     task = fig.Fig5().tasks(OmegaConf.create({**SETTINGS, "groups": [["vgg16"]]}))[0]
     out = fig.Fig5().run(task, MACHINE)
     assert json.loads(json.dumps(out)) == out
-    found = out["found"]["vgg16"]
-    limits = {at for points in found["baselines"].values() for at, _ in points}
-    assert limits <= {p["limit"] for p in found["dqn"]["swap"]}  # the DQN has a plan wherever a baseline does
-    assert found["baselines"]["tflms"] and len(found["floor"]) == len(found["dqn"]["joint"])
-    for at, overhead in found["baselines"]["tflms"]:
-        limit = round(at * PROGRAM.peak_bytes)
+    result = out["found"]["vgg16"]
+    limits = {share for points in result["baselines"].values() for share, _ in points}
+    assert limits <= {p["limit"] for p in result["dqn"]["swap"]}  # the DQN has a plan wherever a baseline does
+    assert result["baselines"]["tflms"] and len(result["floor"]) == len(result["dqn"]["joint"])
+    for share, overhead in result["baselines"]["tflms"]:
+        limit = round(share * PROGRAM.peak_bytes)
         plan = fig.agents.make("tflms").plan(PROGRAM, MACHINE, limit)
         assert simulate(PROGRAM, plan, MACHINE, limit).overhead == overhead
-    for (at, bound), point in zip(found["floor"], found["dqn"]["joint"], strict=True):
-        assert at == point["limit"] and bound <= point["overhead"] + 1e-9
+    for (share, bound), point in zip(result["floor"], result["dqn"]["joint"], strict=True):
+        assert share == point["limit"] and bound <= point["overhead"] + 1e-9

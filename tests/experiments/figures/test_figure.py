@@ -30,19 +30,19 @@ section 2.
 
 def figure(**numbers: Any) -> Figure:
     lines = [{"x": 2, "y": 4.0, "more": ["a", "b"]}, {"x": 3, "y": None, "more": ["c", "d"]}]
-    made = {"lines": lines, "heads": ["p", "q"], "sum": 1300, "count": 2, "nobody": None, **numbers}
-    return type("Squares", (Figure,), {"text": TEXT, "numbers": lambda self, rows: made})()
+    values = {"lines": lines, "heads": ["p", "q"], "sum": 1300, "count": 2, "nobody": None, **numbers}
+    return type("Squares", (Figure,), {"text": TEXT, "numbers": lambda self, rows: values})()
 
 
-def test_what_is_said_of_rows() -> None:
-    made = figure()
-    assert made.title == "Squares" and made.about == 'Fig. 1 of "Numbers", section 2.'
-    heads, cells, notes = made.say([], brief=True)
-    assert heads == ["number", "square", "p", "q"] == made.say([])[0]
+def test_texts() -> None:
+    squares = figure()
+    assert squares.title == "Squares" and squares.introduction == 'Fig. 1 of "Numbers", section 2.'
+    heads, cells, notes = squares.format_text([], brief=True)
+    assert heads == ["number", "square", "p", "q"] == squares.format_text([])[0]
     assert cells == [["2", "4.0", "a", "b"], ["3", "", "c", "d"], ["3", "only", "c", "d"], ["all", "1,300", ""]]
-    assert ["2", "only", "a", "b"] in made.say([])[1]
+    assert ["2", "only", "a", "b"] in squares.format_text([])[1]
     assert notes == ["There are 2.", "2 makes 4."]
-    assert figure(nobody="home").say([])[2][2] == "Nobody is at home."
+    assert figure(nobody="home").format_text([])[2][2] == "Nobody is at home."
     with pytest.raises(KeyError, match="unknown"):
         fill("{unknown}", {})
 

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from executor.capture.durations import with_roofline
 from experiments import figures
-from experiments.figures import home as made, home_networks as home, tensile, tensile_times
+from experiments.figures import home as fig, home_networks as home, tensile, tensile_times
 from experiments.figures.figure import Figure
 from simulator import Kernel, Machine, Program, Tensor, simulate
 from tests import tiny
@@ -56,23 +56,23 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def table_of(figure: Figure, rows: list[dict[str, Any]]) -> list[list[str]]:
     """Returns the table's cells after checking that all are filled."""
-    heads, cells, _ = figure.say(rows)
+    heads, cells, _ = figure.format_text(rows)
     assert cells and all(len(line) == len(heads) for line in cells)
     assert json.loads(json.dumps(rows)) == rows
     return cells
 
 
 def test_a_program_at_any_batch_size() -> None:
-    of = home.Sizes((chain(64), chain(128)), (64, 128), MACHINE)
+    sizes = home.Sizes((chain(64), chain(128)), (64, 128), MACHINE)
     for batch in (2, 96, 1000):
-        assert of.at(batch).fingerprint == of.timed(chain(batch)).fingerprint
-        assert of.at(batch).peak_bytes == (4 + 5 * batch) * MIB
-    assert home.unplanned(of) == 10
+        assert sizes.at_batch(batch).fingerprint == sizes.timed(chain(batch)).fingerprint
+        assert sizes.at_batch(batch).peak_bytes == (4 + 5 * batch) * MIB
+    assert home.unplanned_batch(sizes) == 10
 
     scaled = home.Sizes((chain(64), chain(128)), (64, 128), MACHINE, (50, 2.0))
-    assert scaled.at(50).ideal_ns == 2 * 10**9
+    assert scaled.at_batch(50).ideal_ns == 2 * 10**9
     # Slightly less than twice the time for twice the images, since launch overhead is constant.
-    assert 0.999 < scaled.at(100).ideal_ns / (4 * 10**9) < 1
+    assert 0.999 < scaled.at_batch(100).ideal_ns / (4 * 10**9) < 1
     with pytest.raises(ValueError, match="kernels"):
         home.Sizes((chain(2), chain(4, layers=3)), (2, 4), MACHINE)
     odd = chain(4)
@@ -83,41 +83,41 @@ def test_a_program_at_any_batch_size() -> None:
 
 def test_table2_finds_the_largest_batches(small: None) -> None:
     task = {"network": "vgg16", "resolution": 0.01, "slower": 0.0001, **SEARCH}
-    row = {**task, **made.Table2().run(task, MACHINE)}
-    found = row["found"]
-    assert [found[m]["bound"] for m in home.TABLE2] == [10, 16, 16, 16]
-    assert [found[m]["batch"] for m in home.TABLE2] == [10, 16, 16, 16]
-    assert all(10 <= one["bounded"] <= one["batch"] for one in found.values())
-    of, bounded = home.sizes("vgg16", MACHINE), found["HOME"]["bounded"]
-    assert bounded < 16, "16 images wait for swaps"
-    per_image = home.outcome(of.at(bounded), home.planned("HOME", of.at(bounded), MACHINE, task), MACHINE)
-    assert per_image and per_image["iteration_ns"] / bounded <= 1.0001 * found["PyTorch"]["iteration_ns"] / 10
-    assert found["PyTorch"]["overhead"] == 0 and found["HOME"]["overhead"] > 0
+    row = {**task, **fig.Table2().run(task, MACHINE)}
+    results = row["found"]
+    assert [results[m]["bound"] for m in home.TABLE2] == [10, 16, 16, 16]
+    assert [results[m]["batch"] for m in home.TABLE2] == [10, 16, 16, 16]
+    assert all(10 <= result["bounded"] <= result["batch"] for result in results.values())
+    sizes, batch = home.sizes("vgg16", MACHINE), results["HOME"]["bounded"]
+    assert batch < 16, "16 images wait for swaps"
+    run = home.run_plan(sizes.at_batch(batch), home.first_plan("HOME", sizes.at_batch(batch), MACHINE, task), MACHINE)
+    assert run and run["iteration_ns"] / batch <= 1.0001 * results["PyTorch"]["iteration_ns"] / 10
+    assert results["PyTorch"]["overhead"] == 0 and results["HOME"]["overhead"] > 0
     # x3 may stay: with x1 and x2 swapped out, b4 needs 4 + 3 b too.
-    assert found["HOME"]["swapped_bytes"] + found["HOME"]["recomputed_bytes"] >= 2 * 16 * MIB
+    assert results["HOME"]["swapped_bytes"] + results["HOME"]["recomputed_bytes"] >= 2 * 16 * MIB
     # PyTorch's images/s equal the paper's at any batch except for launches; its batch of 2759 does not fit here.
-    facts = made.facts(row)
+    facts = fig.facts(row)
     assert facts["rate"]["PyTorch"] == pytest.approx(2786, rel=0.01) and facts["rate_at"]["PyTorch"] is None
-    (cells,) = table_of(made.Table2(), [row])
+    (cells,) = table_of(fig.Table2(), [row])
     assert cells[1:6] == ["2,759 / 10", "4,250 / 16", "16", "5,125 / 16", "1.86× / 1.60×"]
 
 
 def test_fig6_runs_every_method(small: None) -> None:
     tasks = [{"network": "vgg16", "share": share, **SEARCH} for share in (0.5, 1.0, 1.5, 1.7)]
-    rows = [{**task, **made.Fig6().run(task, MACHINE)} for task in tasks]
+    rows = [{**task, **fig.Fig6().run(task, MACHINE)} for task in tasks]
     assert [row["batch"] for row in rows] == [5, 10, 15, 17]
-    fits = [{m for m, found in row["methods"].items() if found} for row in rows]
+    fits = [{m for m, result in row["methods"].items() if result} for row in rows]
     # Every output is a feature map for vDNN, SuperNeurons and HOME: a convolution that the next one reads.
     assert fits[0] == fits[1] == set(home.METHODS)
     assert "PyTorch" not in fits[2] and {"Capuchin", "HOME"} <= fits[2]
     assert fits[3] == set(), "17 images need 55 MiB with every feature map away"
-    assert made.rate(rows[1], "PyTorch") == pytest.approx(2786, rel=0.01)  # the paper's, as the times are almost linear
+    assert fig.rate(rows[1], "PyTorch") == pytest.approx(2786, rel=0.01)  # the paper's, as the times are almost linear
     assert rows[1]["methods"]["HOME"]["overhead"] == 0 < rows[1]["methods"]["vDNN"]["overhead"]
-    assert table_of(made.Fig6(), rows)[1][:3] == ["VGG16", "10", "1.00"]
+    assert table_of(fig.Fig6(), rows)[1][:3] == ["VGG16", "10", "1.00"]
     task = {"network": "vgg16", "batch": 15, **SEARCH}  # Fig. 7 decomposes the same iterations
-    row = {**task, **made.Fig7().run(task, MACHINE)}
-    assert all(sum(one["parts"].values()) == one["iteration_ns"] for one in row["methods"].values() if one)
-    assert table_of(made.Fig7(), [row])[-1][:2] == ["VGG16, HOME", "15"]
+    row = {**task, **fig.Fig7().run(task, MACHINE)}
+    assert all(sum(result["parts"].values()) == result["iteration_ns"] for result in row["methods"].values() if result)
+    assert table_of(fig.Fig7(), [row])[-1][:2] == ["VGG16, HOME", "15"]
 
 
 def test_fig7_parts_of_the_tiny_plan() -> None:
@@ -127,11 +127,11 @@ def test_fig7_parts_of_the_tiny_plan() -> None:
     memory, 20 for data.
     """
     timeline = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
-    found = made.parts(timeline)
-    assert found == {"computation": 90, "overlap": 30, "recomputation": 0, "swapping": 50}
-    assert sum(found.values()) == timeline.iteration_ns == 170
-    again = simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT)
-    assert made.parts(again) == {"computation": 120, "overlap": 0, "recomputation": 10, "swapping": 0}
+    parts = fig.split_iteration(timeline)
+    assert parts == {"computation": 90, "overlap": 30, "recomputation": 0, "swapping": 50}
+    assert sum(parts.values()) == timeline.iteration_ns == 170
+    recomputed = simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT)
+    assert fig.split_iteration(recomputed) == {"computation": 120, "overlap": 0, "recomputation": 10, "swapping": 0}
 
 
 def history(seed: int, best: list[int | None], mean: list[int | None]) -> dict[str, Any]:
@@ -144,16 +144,16 @@ def history(seed: int, best: list[int | None], mean: list[int | None]) -> dict[s
 
 def test_fig8_of_hand_made_searches() -> None:
     rows = [history(0, [130, 121, 120], [160, 140, 130]), history(1, [None, 110, 110, 110], [None, 150, 120, 120])]
-    assert [made.needed(row) for row in rows] == [2, 2]  # 121 <= 1.01 * 120; the other starts infeasible
-    best = made.curve(rows, "best")
+    assert [fig.iterations_needed(row) for row in rows] == [2, 2]  # 121 <= 1.01 * 120; the other starts infeasible
+    best = fig.curve(rows, "best")
     assert math.isnan(best[0]) and best[1:].tolist() == pytest.approx([1.155, 1.15, 1.15])
-    assert table_of(made.Fig8(), [rows[0]])[0][1:5] == ["Algorithm 3", "30 / 2.0", "10", "1.300×"]
-    assert table_of(made.Fig8(), rows)[0][2:4] == ["30 / 2.0", "10"]
+    assert table_of(fig.Fig8(), [rows[0]])[0][1:5] == ["Algorithm 3", "30 / 2.0", "10", "1.300×"]
+    assert table_of(fig.Fig8(), rows)[0][2:4] == ["30 / 2.0", "10"]
 
 
 def test_fig8_runs(small: None) -> None:
     task = {"network": "vgg16", "share": 1.5, "seed": 0, "update": "whole", **SEARCH}
-    row = made.Fig8().run(task, MACHINE)
+    row = fig.Fig8().run(task, MACHINE)
     assert row["batch"] == 15 and len(row["best"]) == SEARCH["iterations"]
     assert len(row["worst"]) == len(row["mean"]) == len(row["best"]) == len(row["fit"])
     fitting = [ns for ns in row["best"] if ns is not None]
@@ -162,25 +162,25 @@ def test_fig8_runs(small: None) -> None:
 
 def test_table3_measures(small: None) -> None:
     task = {"network": "vgg16", "share": 1.5, **SEARCH}
-    row = {**task, **made.Table3().run(task, MACHINE)}
+    row = {**task, **fig.Table3().run(task, MACHINE)}
     assert (row["kernels"], row["maps"]) == (8, 3)
     assert 0 < row["evaluation_s"] < 0.1 and 0 < row["search_s"] and row["calls"] > 20
     measured = {**row, "search_s": 5.0, "evaluation_s": 1e-4, "calls": 50_000, "processor": "a processor"}
-    assert table_of(made.Table3(), [measured])[0] == ["VGG16", "25 / 5.0", "1.4 / 0.100", "3", "50,000"]
-    assert made.table3_facts(measured)["time"] == pytest.approx(14)
+    assert table_of(fig.Table3(), [measured])[0] == ["VGG16", "25 / 5.0", "1.4 / 0.100", "3", "50,000"]
+    assert fig.table3_facts(measured)["time"] == pytest.approx(14)
 
 
 def test_tensile_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = home.Sizes((chain(64), chain(128)), (64, 128), MACHINE).at(8)  # a peak of 44 MiB
+    program = home.Sizes((chain(64), chain(128)), (64, 128), MACHINE).at_batch(8)  # a peak of 44 MiB
     monkeypatch.setattr(figures, "program", lambda name, machine, **changes: program)
     task = {"network": "vgg16_imagenet", "batch": 8}
     row = {**task, **tensile.Table1().run(task, MACHINE)}
     assert row["peak_bytes"] == 44 * MIB and row["maps"] == 3 * 8 * MIB
-    free, held = row["methods"]["TENSILE"], row["methods"][tensile.HELD]
-    assert free["iteration_ns"] == row["ideal_ns"], "nothing waits in the whole memory"
-    assert held["peak_bytes"] <= free["peak_bytes"] < row["peak_bytes"]
+    unlimited, limited = row["methods"]["TENSILE"], row["methods"][tensile.HELD]
+    assert unlimited["iteration_ns"] == row["ideal_ns"], "nothing waits in the whole memory"
+    assert limited["peak_bytes"] <= unlimited["peak_bytes"] < row["peak_bytes"]
     cells = next(line for line in table_of(tensile.Table1(), [row]) if line[0] == "VGG16")
-    assert f"{100 - 100 * free['peak_bytes'] / row['peak_bytes']:.1f}/0.0/∞" in cells[1:]
+    assert f"{100 - 100 * unlimited['peak_bytes'] / row['peak_bytes']:.1f}/0.0/∞" in cells[1:]
 
 
 @pytest.mark.nightly
@@ -192,7 +192,7 @@ def test_kernel_times_of_networks_held_out() -> None:
     model, measured = rows
     assert model["device"] == "rtx2080ti" and measured["device"].startswith("cpu")
     # The simulator's times are a function of the network's inputs, except for unseen kernel kinds.
-    assert median(one["all"] for one in model["held"].values()) > 0.5
-    assert all(-9 < one["all"] <= 1 and one["iteration"] > 0 for row in rows for one in row["held"].values())
-    _, cells, _ = figure.say(rows)
+    assert median(scores["all"] for scores in model["held"].values()) > 0.5
+    assert all(-9 < scores["all"] <= 1 and scores["iteration"] > 0 for row in rows for scores in row["held"].values())
+    _, cells, _ = figure.format_text(rows)
     assert len(cells) == 4 and "0.582" in cells[-1][1] and "0.805" in cells[-1][2]

@@ -13,11 +13,11 @@ H100 = Machine.load("h100")
 
 
 def test_tasks_are_the_files_the_peaks_and_the_fit() -> None:
-    found = fig.Measured().tasks(figure_settings("measured", parts=["steps", "fit", "peaks"]))
-    files = [task["file"] for task in found if task["part"] == "steps"]
+    tasks = fig.Measured().tasks(figure_settings("measured", parts=["steps", "fit", "peaks"]))
+    files = [task["file"] for task in tasks if task["part"] == "steps"]
     assert files[:3] == ["h100_resnet50.csv", "steps.csv", "v100_resnet50_by_kind.csv"]
-    assert sum(task["part"] == "peaks" for task in found) == 22 and found[-1] == {"part": "fit"}
-    assert all(len(task["sha256"]) == 12 for task in found if "file" in task)
+    assert sum(task["part"] == "peaks" for task in tasks) == 22 and tasks[-1] == {"part": "fit"}
+    assert all(len(task["sha256"]) == 12 for task in tasks if "file" in task)
     assert [task["part"] for task in fig.Measured().tasks(figure_settings("measured", parts=["fit"]))] == ["fit"]
     limits = fig.Measured().tasks(figure_settings("measured", parts=["plans"], limits=[0.6, 0.3], calls=7))
     assert limits == [{"part": "plans", "limit": limit, "calls": 7} for limit in (0.6, 0.3)]
@@ -43,10 +43,10 @@ def test_rows_of_a_trace() -> None:
 def test_the_committed_bars_are_reached() -> None:
     """Checks the H200's step sums (5 % fitted, 12 % held out) and unchanged errors of other GPUs."""
     rows = json.loads((ROOT / "experiments" / "results" / "measured.json").read_text())["rows"]
-    found = fig.Measured().numbers(rows)
-    assert [abs(step["error"]) < 0.05 for step in found["steps"] if step["name"].startswith("H200")] == [True] * 3
-    assert [one["bar"] for one in found["left_out"]] == ["12%: reached"] * 3
-    assert all(one["bar"].endswith("reached") for one in found["kernels"])
-    others = {step["name"]: step["error"] for step in found["steps"] if not step["name"].startswith("H200")}
+    numbers = fig.Measured().numbers(rows)
+    assert [abs(step["error"]) < 0.05 for step in numbers["steps"] if step["name"].startswith("H200")] == [True] * 3
+    assert [entry["bar"] for entry in numbers["left_out"]] == ["12%: reached"] * 3
+    assert all(entry["bar"].endswith("reached") for entry in numbers["kernels"])
+    others = {step["name"]: step["error"] for step in numbers["steps"] if not step["name"].startswith("H200")}
     assert len(others) == 10 and sum(abs(error) > 0.09 for error in others.values()) == 2
     assert max(map(abs, others.values())) < 0.13

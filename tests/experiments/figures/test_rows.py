@@ -45,11 +45,11 @@ def test_a_toy_network_makes_a_row(name: str, task: dict[str, Any], monkeypatch:
     figure = find(name)
     row = json.loads(json.dumps({**task, **figure.run(task, GPU)}))
     committed = json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text())["rows"]
-    same = ("curve", "seed")
-    kept = next(one for one in committed if all(one.get(key) == task.get(key) for key in same))
-    assert set(row) == set(kept) - {"task_seconds"}
+    identity_keys = ("curve", "seed")
+    stored = next(row for row in committed if all(row.get(key) == task.get(key) for key in identity_keys))
+    assert set(row) == set(stored) - {"task_seconds"}
     if name != "smartpool_fig9":  # its table needs a second row
-        heads, cells, _ = figure.say([row])
+        heads, cells, _ = figure.format_text([row])
         assert cells and all(len(line) == len(heads) for line in cells)
 
 
@@ -60,12 +60,12 @@ def test_the_seeds_of_bayesian_optimisation_are_no_worse_than_the_scores(monkeyp
     scores, bo = (row["overheads"] for row in rows)
     for i, best in enumerate(bo["bo"]):
         assert scores["floor"][i] <= best <= min(found[i] for name, found in scores.items() if name != "floor")
-    assert len(figure.say(rows)[1]) == 2
+    assert len(figure.format_text(rows)[1]) == 2
 
 
 def test_overlapping_blocks_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     lives = program_lifetimes(chain()).intervals
-    assert figures.packed("smartpool", lives).footprint == lives.peak_bytes
+    assert figures.checked_packing("smartpool", lives).footprint == lives.peak_bytes
     monkeypatch.setattr(figures, "run", lambda *_: (lives, Packing(0 * lives.nbytes, 0)))
     with pytest.raises(AssertionError, match=r"smartpool: blocks \d+ and \d+ share a byte"):
-        figures.packed("smartpool", lives)
+        figures.checked_packing("smartpool", lives)

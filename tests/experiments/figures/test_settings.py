@@ -12,13 +12,13 @@ from tests.experiments.conftest import figure_settings
 
 @pytest.mark.parametrize("name", [name for name in reproduce.names() if name != "learning"])
 def test_a_figure_has_tasks(name: str) -> None:
-    made = reproduce.figure(name)
-    assert made.name == name == figure_settings(name).name
-    every, few = (made.tasks(figure_settings(name, quick)) for quick in (False, True))
-    assert 0 < len(few) < len(every)
-    for task in every:
+    figure = reproduce.figure(name)
+    assert figure.name == name == figure_settings(name).name
+    tasks, quick_tasks = (figure.tasks(figure_settings(name, quick)) for quick in (False, True))
+    assert 0 < len(quick_tasks) < len(tasks)
+    for task in tasks:
         assert json.loads(json.dumps(task)) == task
-    assert len({json.dumps(task) for task in every}) == len(every)
+    assert len({json.dumps(task) for task in tasks}) == len(tasks)
 
 
 def test_all_skips_figures_that_take_hours_or_need_runs() -> None:

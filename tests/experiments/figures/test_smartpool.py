@@ -82,12 +82,12 @@ def test_the_lowest_load_and_the_slowest_link_without_overhead(monkeypatch: pyte
     # Swapping out 10 MB takes 10 ms, as long as a layer: a(i - 2) is swapped out during f(i). So 30 MB are enough for
     # the forward pass. In the backward pass, a(i - 1) is swapped in during b(i), in place of a(i + 1).
     program = chain((10,) * 8)
-    least = smartpool.lowest_floor(program, MACHINE)
-    lowest = smartpool.lowest_free(program, MACHINE, 3, least)  # among 80, 60, 40 and 20 MB
+    least = smartpool.floor_limit(program, MACHINE)
+    lowest = smartpool.lowest_free_limit(program, MACHINE, 3, least)  # among 80, 60, 40 and 20 MB
     assert least <= lowest
     assert smartpool.is_free(program, MACHINE, lowest) and not smartpool.is_free(program, MACHINE, 20 * MB)
     slow = replace(MACHINE, h2d_bytes_per_s=500 * MB, d2h_bytes_per_s=500 * MB)
-    assert smartpool.lowest_free(program, slow, 3, 0) > lowest and smartpool.lowest_floor(program, slow) > least
+    assert smartpool.lowest_free_limit(program, slow, 3, 0) > lowest and smartpool.floor_limit(program, slow) > least
     factor = smartpool.slowest_link(program, MACHINE, lowest)
     assert factor is not None and 0.4 < factor < 1.03  # 1, to a bisection's step of 20 ** (1 / 2 ** 7)
     assert smartpool.slowest_link(program, MACHINE, 20 * MB) is None
@@ -111,7 +111,7 @@ def test_what_is_avoidable_the_papers_way(
     program, plan = chain(durations), Plan((swap,))
     timeline = simulate(program, plan, MACHINE, limit * MB)
     assert timeline.iteration_ns - program.ideal_ns == expected[0]
-    assert smartpool.avoidable(timeline, program, plan, MACHINE) == expected
+    assert smartpool.avoidable_wait(timeline, program, plan, MACHINE) == expected
 
 
 @pytest.mark.parametrize("name", loads.PAPER)
@@ -134,14 +134,14 @@ def test_what_singa_keeps() -> None:
 
 
 def test_smallest_footprints(program: Program) -> None:
-    whole = pool.pack(program_lifetimes(program).intervals, 512).footprint
+    pool_bytes = pool.pack(program_lifetimes(program).intervals, 512).footprint
     search = {"overheads": [0.0, 0.1, 10.0], "pool": "smartpool", "seconds": 1.0, "steps": 4, "evaluations": 5}
-    found = footprints.smallest(program, GPU, search)
-    assert [row["at_most"] for row in found] == search["overheads"]
-    for row in found:
-        assert row["overhead"] <= max(row["at_most"], footprints.ZERO) and row["load"] <= row["footprint"] <= whole
-    none, some, much = (row["footprint"] for row in found)
-    assert much < some <= none < whole
-    assert much <= whole / 2  # only the activations that a kernel uses must stay
+    rows = footprints.smallest_footprints(program, GPU, search)
+    assert [row["at_most"] for row in rows] == search["overheads"]
+    for row in rows:
+        assert row["overhead"] <= max(row["at_most"], footprints.ZERO) and row["load"] <= row["footprint"] <= pool_bytes
+    at_0, at_10, at_1000 = (row["footprint"] for row in rows)
+    assert at_1000 < at_10 <= at_0 < pool_bytes
+    assert at_1000 <= pool_bytes / 2  # only the activations that a kernel uses must stay
     config = {**figures.workload("vgg11"), "iteration_ms": {"gtx1080ti": 80}}
-    assert 40_000_000 < footprints.at_batch(config, 50, GPU).ideal_ns < 60_000_000  # proportional except for launches
+    assert 40_000_000 < footprints.with_batch(config, 50, GPU).ideal_ns < 60_000_000  # proportional except for launches

@@ -15,8 +15,8 @@ from experiments.common.bisection import largest
 from experiments.figures import layerwise, superneurons as captured, superneurons_capacity as capacity
 from experiments.figures.figure import Figure, find
 from experiments.figures.layerwise import MB, Layer
-from experiments.figures.superneurons_capacity import Deeper, anonymous
-from experiments.figures.superneurons_layers import FIG10_PAPER, ROUNDED, TABLE1_PAPER, Fig10, Table1, Table3, found
+from experiments.figures.superneurons_capacity import Deeper, without_names
+from experiments.figures.superneurons_layers import FIG10_PAPER, ROUNDED, TABLE1_PAPER, Fig10, Table1, Table3, our_facts
 from experiments.workloads.vgg import AlexNet
 from simulator import Kernel, Machine, Plan, Program, Tensor, simulate
 from tests import tiny
@@ -26,8 +26,8 @@ GPU = Machine.load("k40c")
 ALEXNET = layerwise.program("alexnet", layerwise.alexnet(), 200)
 
 
-def rows_of(figure: Figure, **more: Any) -> list[dict[str, Any]]:
-    return [{**task, **figure.run(task, GPU)} for task in figure.tasks(figure_settings(figure.name, **more))]
+def rows_of(figure: Figure, **changes: Any) -> list[dict[str, Any]]:
+    return [{**task, **figure.run(task, GPU)} for task in figure.tasks(figure_settings(figure.name, **changes))]
 
 
 def test_a_tiny_network_by_hand() -> None:
@@ -39,20 +39,20 @@ def test_a_tiny_network_by_hand() -> None:
     # a 256, the images'. e's gradient is in e.
     assert [t.nbytes for t in program.tensors] == [1024, 1024, 512, 512, 512, 512, 1024, 256]
     assert [k.name for k in program.kernels] == ["a", "b", "c", "d", "e", "e", "d", "c", "b", "a"]
-    steps, again, peak = layerwise.steps(program, Plan())
-    assert again == 0 and peak == program.peak_bytes
+    steps, recomputed, peak = layerwise.memory_steps(program, Plan())
+    assert recomputed == 0 and peak == program.peak_bytes
     # d is read only by e's two steps, c by d's step and its own. e backward: a, b, c, d, e; d backward: a, b, c, e and
     # the new gradient; c backward: a, b, c and both gradients; b backward: a, b and one gradient; a backward: that
     # and 256 bytes more.
     assert [s.nbytes for s in steps] == [1024, 2048, 2560, 3072, 3584, 3584, 3584, 4096, 3072, 1280]
     assert [len(s.tensors) for s in steps] == [1, 2, 3, 4, 5, 5, 5, 5, 3, 2]
     # a is swapped out after b, and swapped in when d's backward step begins (step 7): absent in steps 3 to 6.
-    offloaded = [s.nbytes for s in layerwise.steps(program, layerwise.plan(program))[0]]
+    offloaded = [s.nbytes for s in layerwise.memory_steps(program, layerwise.plan(program))[0]]
     assert offloaded == [1024, 2048, 1536, 2048, 2560, 2560, 3584, 4096, 3072, 1280]
     # b and c are dropped after c and d. Step 7 recomputes b and c for c; speed-centric keeps b (1024 bytes more).
-    for strategy, runs, during in (("speed", 2, 3584), ("memory", 3, 2560)):
-        steps, again, _ = layerwise.steps(program, layerwise.plan(program, strategy=strategy))
-        assert (again, steps[6].nbytes, steps[7].nbytes) == (runs, during, 4096)
+    for strategy, count, nbytes in (("speed", 2, 3584), ("memory", 3, 2560)):
+        steps, recomputed, _ = layerwise.memory_steps(program, layerwise.plan(program, strategy=strategy))
+        assert (recomputed, steps[6].nbytes, steps[7].nbytes) == (count, nbytes, 4096)
     with pytest.raises(ValueError, match="strategy"):
         layerwise.plan(program, strategy="fast")
 
@@ -97,15 +97,15 @@ def test_table_1() -> None:
         peaks = [by_key[network, strategy]["peak"] for strategy in ("speed", "memory", "cost")]
         assert peaks == [4 * (4 * a + 2 * b), 4 * 4 * a, 4 * 4 * a]
     assert all(row["planner"] == row["peak"] for row in rows)
-    said = Table1().numbers(rows)
-    assert (said["same"], said["close"], said["planner"]) == (6, 4, 6)
+    numbers = Table1().numbers(rows)
+    assert (numbers["same"], numbers["close"], numbers["planner"]) == (6, 4, 6)
     program = layerwise.program("resnet50", layerwise.resnet(3, 4, 6, 3), 32)
     assert round(5.125 * MB) not in {t.nbytes for t in program.tensors}  # no accounting explains the paper's 401 MB
 
 
 def test_fig_10() -> None:
     rows = rows_of(Fig10(), shown=["liveness", "offload", "recompute"])
-    ours = found(rows)
+    ours = our_facts(rows)
     differ = {key for key, paper in FIG10_PAPER.items() if abs(ours[key] - paper) >= (0.0011 if "MB" in key else 0.5)}
     offload = "+ prefetch and offload"
     assert differ == {f"{offload}: peak, MB", f"{offload}: MB at step 32", ROUNDED}
@@ -113,7 +113,7 @@ def test_fig_10() -> None:
     # The nine tensors at POOL2: 2 of CONV1's size, 1 of POOL1's, 4 of CONV2's (one a gradient), 2 of POOL2's.
     nine = 2 * sizes["CONV1"] + sizes["POOL1"] + 4 * sizes["CONV2"] + 2 * sizes["POOL2"]
     assert ours[f"{offload}: peak, MB"] == pytest.approx(nine) and round(nine, 3) == 1132.056
-    assert len(Fig10().say(rows)[1]) == len(FIG10_PAPER)
+    assert len(Fig10().format_text(rows)[1]) == len(FIG10_PAPER)
     task = {"shown": "captured", "batch_size": 2}
     row = Fig10().run(task, GPU)
     assert row["peak"] == sum(n for *_, n in row["at_peak"]) == max(s[2] for s in row["steps"])
@@ -130,22 +130,22 @@ def test_table_3() -> None:
     first, per_image = Table3().numbers(rows)["limit"], ALEXNET.peak_bytes // 200
     sizes = [3 * small["weights"] + n * per_image for n in (first, first + 1)]
     assert sizes[0] <= GPU.memory_bytes < sizes[1]
-    cells = Table3().say(rows)[1]
+    cells = Table3().format_text(rows)[1]
     assert cells[0][:5] == ["256", "2.56", "1.33", "0.00", "0.00"] and cells[2][1] == ""
-    assert Table3().say([{**small, "cached": None}])[1][0][4] == "does not fit"
+    assert Table3().format_text([{**small, "cached": None}])[1][0][4] == "does not fit"
 
 
-@given(true=st.integers(0, 300), first=st.integers(1, 300), most=st.integers(1, 300))
-def test_the_largest_that_fits_is_found(true: int, first: int, most: int) -> None:
-    asked = []
+@given(answer=st.integers(0, 300), first=st.integers(1, 300), most=st.integers(1, 300))
+def test_the_largest_that_fits_is_found(answer: int, first: int, most: int) -> None:
+    tried = []
 
     def fits(n: int) -> bool:
-        asked.append(n)
-        return n <= true
+        tried.append(n)
+        return n <= answer
 
     first = min(first, most)
-    assert largest(fits, first, most) == min(true, most)
-    assert all(1 <= n <= most for n in asked) and len(asked) == len(set(asked)) <= 18  # 2 log2(300) is 16.5
+    assert largest(fits, first, most) == min(answer, most)
+    assert all(1 <= n <= most for n in tried) and len(tried) == len(set(tried)) <= 18  # 2 log2(300) is 16.5
     with pytest.raises(ValueError, match="first: expected"):
         largest(fits, most + 1, most)
     assert largest(lambda n: n <= 54, 8, 1000, part=16) == 54  # to within a 16th
@@ -159,8 +159,8 @@ def resnet(stages: str, batch: int = 2) -> Program:
 def test_a_repeated_block_is_the_capture_of_a_deeper_network() -> None:
     shallow = resnet("1-1-4-1")
     deeper = Deeper(shallow, 8)  # the third stage is layers 6 to 9, after four layers of the stem and two blocks
-    assert deeper.by(0) == shallow
-    assert anonymous(deeper.by(2)) == anonymous(resnet("1-1-6-1")) != anonymous(deeper.by(1))
+    assert deeper.with_more(0) == shallow
+    assert without_names(deeper.with_more(2)) == without_names(resnet("1-1-6-1")) != without_names(deeper.with_more(1))
 
 
 def chain(sizes: list[int]) -> Program:
@@ -174,7 +174,7 @@ def chain(sizes: list[int]) -> Program:
 
 
 def test_a_chain_of_layers_by_hand() -> None:
-    deeper = Deeper(chain([4, 4, 4, 4]), 1).by(2)
+    deeper = Deeper(chain([4, 4, 4, 4]), 1).with_more(2)
     # Layer 1 (weight 1, output 5) has two copies: tensors 8, 9 and 10, 11; layer 2 reads the last one's output.
     assert [k.inputs for k in deeper.kernels] == [(0,), (1, 4), (8, 5), (10, 9), (2, 11), (3, 6), (4, 5, 9, 11, 6, 7)]
     assert [k.outputs for k in deeper.kernels] == [(4,), (5,), (9,), (11,), (6,), (7,), ()]
@@ -182,11 +182,11 @@ def test_a_chain_of_layers_by_hand() -> None:
     with pytest.raises(ValueError, match=r"layers \d and 1 differ"):
         Deeper(chain([4, 4, 5, 4]), 1)
     with pytest.raises(ValueError, match="more"):
-        Deeper(chain([4, 4, 4, 4]), 1).by(-1)
-    twice = chain([4, 4, 4, 4])
-    again = replace(twice, kernels=(*twice.kernels[:4], replace(twice.kernels[1], outputs=()), twice.kernels[4]))
+        Deeper(chain([4, 4, 4, 4]), 1).with_more(-1)
+    base = chain([4, 4, 4, 4])
+    split = replace(base, kernels=(*base.kernels[:4], replace(base.kernels[1], outputs=()), base.kernels[4]))
     with pytest.raises(ValueError, match="not contiguous"):
-        Deeper(again, 1)
+        Deeper(split, 1)
 
 
 def scaled(n: int) -> Program:
@@ -198,56 +198,56 @@ def scaled(n: int) -> Program:
 def test_the_largest_size_of_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
     # Four tensors of 10 MiB are live at the peak (and in total), two at every kernel that uses two. a1 is swapped out
     # in kernels 2 to 5 and a2 in 3 and 4, so a3 and a4 remain (kernels 3 and 4), then a2 and a3.
-    floors = {m: capacity.floor(m, scaled(10)) // MIB for m in ("own", "none", "vdnn_all", "bound")}
+    floors = {m: capacity.lower_bound(m, scaled(10)) // MIB for m in ("own", "none", "vdnn_all", "bound")}
     assert floors == {"own": 40, "none": 40, "vdnn_all": 20, "bound": 20}
     machine = replace(tiny.MACHINE, memory_bytes=100 * MIB)
-    sizes = {m: capacity.most(m, scaled, machine, 7, 1000) for m in ("own", "none", "bound")}
+    sizes = {m: capacity.max_size(m, scaled, machine, 7, 1000) for m in ("own", "none", "bound")}
     assert sizes["own"] == (25, {}) and sizes["bound"] == (50, {})
     assert sizes["none"][0] == 25 and sizes["none"][1]["overhead"] == 0 and sizes["none"][1]["peak"] == 100 * MIB
     # The search starts at the floor (50) and goes down to the planner's largest size (31).
-    asked = []
+    tried = []
 
-    def planned(method: str, program: Program, machine: Machine) -> object:
-        asked.append(program.tensors[1].nbytes // MIB)
+    def run_method(method: str, program: Program, machine: Machine) -> object:
+        tried.append(program.tensors[1].nbytes // MIB)
         plan = agents.make("none").plan(program, machine, 10**9)
-        return simulate(program, plan, machine, 10**9) if asked[-1] <= 31 else None
+        return simulate(program, plan, machine, 10**9) if tried[-1] <= 31 else None
 
-    monkeypatch.setattr(capacity, "planned", planned)
-    assert capacity.most("vdnn_all", scaled, machine, 7, 1000)[0] == 31
-    assert asked[0] == 50 and len(asked) == len(set(asked)) <= 12
-    monkeypatch.setattr(capacity, "planned", lambda *_: None)
-    assert capacity.most("vdnn_all", scaled, machine, 7, 1000) == (0, {})
+    monkeypatch.setattr(capacity, "run_method", run_method)
+    assert capacity.max_size("vdnn_all", scaled, machine, 7, 1000)[0] == 31
+    assert tried[0] == 50 and len(tried) == len(set(tried)) <= 12
+    monkeypatch.setattr(capacity, "run_method", lambda *_: None)
+    assert capacity.max_size("vdnn_all", scaled, machine, 7, 1000) == (0, {})
 
 
 def test_table2_by_hand() -> None:
     # ResNet50, 16 images: cudaMalloc adds 16 / 21.5 - 16 / 32.9 s = 257.9 ms.
     row = {"network": "resnet50_imagenet", "batch": 16, "blocks": 500, "allocated": 4 * 10**9, "roofline_ns": 10**8,
            "allocation_ns": {"cudamalloc": 486_322_188 + 10**6, "superneurons": 10**6}}  # fmt: skip
-    (one,) = captured.table2_facts([row])
-    assert one["added"]["paper"] == pytest.approx(257.86, abs=0.01)
+    (facts,) = captured.table2_facts([row])
+    assert facts["added"]["paper"] == pytest.approx(257.86, abs=0.01)
     # 16 / 32.9 s are 486.3 ms: the same amount added gives a speedup of 2; the paper's cost gives the paper's speedup.
-    assert one["speedup"]["ours"] == pytest.approx(2) and one["speedup"]["each"] == pytest.approx(32.9 / 21.5)
+    assert facts["speedup"]["ours"] == pytest.approx(2) and facts["speedup"]["each"] == pytest.approx(32.9 / 21.5)
 
 
 def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses networks with one block in the stages that are not repeated."""
-    capacity.shallowest.cache_clear()
+    capacity.capture_base.cache_clear()
     monkeypatch.setattr(capacity, "STAGES", (1, 1, 1))
     monkeypatch.setattr(capacity, "FIRST", {"own": 4, "none": 8})
-    monkeypatch.setattr(capacity, "captured", lambda batch, n3, machine: resnet(f"1-1-{n3}-1", batch))
+    monkeypatch.setattr(capacity, "capture", lambda batch, n3, machine: resnet(f"1-1-{n3}-1", batch))
     machine = replace(GPU, memory_bytes=sum(t.nbytes for t in resnet("1-1-6-1").tensors))
     figure = find("superneurons_table4")
-    chosen = {"methods": ["own", "none"], "captured": "own", "batch_size": 2, "batch_1": ["none"]}
-    tasks = figure.tasks(figure_settings(figure.name, **chosen))
+    settings = {"methods": ["own", "none"], "captured": "own", "batch_size": 2, "batch_1": ["none"]}
+    tasks = figure.tasks(figure_settings(figure.name, **settings))
     rows = [{**task, **figure.run(task, machine)} for task in tasks]
     assert rows[0]["n3"] == 6 < rows[1]["n3"] < rows[2]["n3"] and rows[0]["captured"] and rows[2]["batch"] == 1
     for row, need in zip(rows[:2], (lambda p: sum(t.nbytes for t in p.tensors), lambda p: p.peak_bytes), strict=True):
-        sizes = [need(Deeper(resnet("1-1-4-1"), 8).by(n3 - 4)) for n3 in (row["n3"], row["n3"] + 1)]
+        sizes = [need(Deeper(resnet("1-1-4-1"), 8).with_more(n3 - 4)) for n3 in (row["n3"], row["n3"] + 1)]
         assert sizes[0] <= machine.memory_bytes < sizes[1]  # the result fits, one block more does not
         assert row["depth"] == 3 * (3 + row["n3"]) + 2
-    cells = figure.say(rows)[1]
+    cells = figure.format_text(rows)[1]
     assert cells[4][:2] == ["SuperNeurons (paper)", "1,920"] and cells[5][1] == str(rows[0]["depth"])
-    monkeypatch.setattr(capacity, "captured", lambda *_: resnet("1-1-4-1"))  # where it should be 1-1-6-1
+    monkeypatch.setattr(capacity, "capture", lambda *_: resnet("1-1-4-1"))  # where it should be 1-1-6-1
     with pytest.raises(AssertionError, match="n3 = 6"):
         figure.run(tasks[0], machine)
 
@@ -255,15 +255,15 @@ def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table5(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "TABLE5_MOST", 256)
     figure, methods = find("superneurons_table5"), ["own", "none", "superneurons", "bound"]
-    searched, planned = figure.tasks(figure_settings(figure.name, networks=["alexnet"], methods=methods))
-    assert planned == {"network": "alexnet", "planner": "lp_round", "batch": 1792}
+    searched, once = figure.tasks(figure_settings(figure.name, networks=["alexnet"], methods=methods))
+    assert once == {"network": "alexnet", "planner": "lp_round", "batch": 1792}
     machine = replace(GPU, memory_bytes=3 * 2**30)
     row = {**searched, **figure.run(searched, machine)}
-    fits = {method: there["batch"] for method, there in row["found"].items()}
+    fits = {method: result["batch"] for method, result in row["found"].items()}
     assert 0 < fits["own"] < fits["none"] < fits["superneurons"] <= fits["bound"]
     for batch, overhead in ((fits["none"], 0.0), (fits["none"] + 1, None)):  # one image more does not fit
-        assert figure.run({**planned, "planner": "none", "batch": batch}, machine) == {"overhead": overhead}
-    rows = [row, {**planned, "overhead": 0.25}]
-    cells = figure.say(rows)[1]
+        assert figure.run({**once, "planner": "none", "batch": batch}, machine) == {"overhead": overhead}
+    rows = [row, {**once, "overhead": 0.25}]
+    cells = figure.format_text(rows)[1]
     assert cells[0][:6] == ["AlexNet", "768", "768", "1,024", "1,408", "1,792"] and cells[0][-1] == "fits (25.0%)"
     assert cells[0][6] == str(fits["own"])

@@ -27,7 +27,7 @@ def result(planner: str, limit: float, overhead: float | None, bound: float | No
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Collects the saved figures."""
     figures: list[Figure] = []
     save = Figure.savefig
@@ -63,7 +63,7 @@ def test_pictures_of_nothing_feasible(tmp_path: Path, program: Program) -> None:
     assert sorted(f.name for f in tmp_path.iterdir() if f.suffix != ".json") == pictures
 
 
-def test_a_training_of_the_dqn(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_a_training_of_the_dqn(tmp_path: Path, saved: list[Figure]) -> None:
     """Plots by simulator calls: greedy policy and controls, hit rates, errors from the first update on."""
     history = [{"calls": 100, "hits": 0.1, "hits_random": 0.05},
                {"calls": 200, "hits": 0.2, "hits_random": 0.05, "td": 0.3, "loss": 0.2, "overhead": 0.04}]  # fmt: skip
@@ -71,7 +71,7 @@ def test_a_training_of_the_dqn(tmp_path: Path, drawn: list[Figure]) -> None:
     rows = [result(name, 0.5, overhead, 0.0) for name, overhead in
             (("annealing", 0.01), ("uniform edits, equal calls", 0.035), ("dqn", 0.03))]  # fmt: skip
     plots.edit_learning(tmp_path / "p.png", history, points, rows, "title")
-    overhead, hits, error = drawn[0].axes
+    overhead, hits, error = saved[0].axes
     greedy, control = overhead.lines
     assert greedy.get_xydata().tolist() == [[0, 0.05], [200, 0.03]]
     assert (control.get_label(), control.get_ydata()[0]) == ("uniform edits, equal calls", 0.035)
@@ -88,11 +88,11 @@ def test_every_planner_has_its_colour() -> None:
     assert set(palette.FAMILY_COLOURS) == {*palette.FAMILIES, "other"} == set(get_args(Family))
 
 
-def test_a_few_planners_share_one_picture(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_a_few_planners_share_one_picture(tmp_path: Path, saved: list[Figure]) -> None:
     rows = [result(p, x, y + 0.001 * (p == "home"), floor) for p in ("annealing", "home") for x, y, floor in
             ((0.8, 0.0, 0.0), (0.6, 0.02, 0.01), (0.4, 0.2, 0.1))] + [result("home", 0.3, None, None)]  # fmt: skip
     plots.overhead_by_limit(tmp_path / "p.png", rows, "title")
-    (axes,) = drawn[0].axes
+    (axes,) = saved[0].axes
     assert axes.get_xlim()[0] > 0.8 > 0.3 > axes.get_xlim()[1]  # tighter to the right
     lines = {to_hex(line.get_color()): line for line in axes.lines}
     assert lines[palette.colour("home")].get_xydata().tolist() == [[0.4, 0.201], [0.6, 0.021], [0.8, 0.001]]
@@ -101,19 +101,19 @@ def test_a_few_planners_share_one_picture(tmp_path: Path, drawn: list[Figure]) -
     inside = [band.contains_point(p) for p in [(0.61, 0.009), (0.59, 0.009), (0.41, 0.09), (0.36, 0.09), (0.34, 0)]]
     assert inside == [False, True, False, True, False]
     # Many planners are split into a panel per family.
-    every = [result(name, x, 0.01 * i * (1 - x), 0.0) for i, name in enumerate(agents.untrained()) for x in (0.8, 0.6)]
-    plots.overhead_by_limit(tmp_path / "q.png", every, "title")
-    assert [axes.get_title(loc="left") for axes in drawn[1].axes if axes.axison] == [*palette.FAMILIES, palette.BEST_OF]
+    many = [result(name, x, 0.01 * i * (1 - x), 0.0) for i, name in enumerate(agents.untrained()) for x in (0.8, 0.6)]
+    plots.overhead_by_limit(tmp_path / "q.png", many, "title")
+    assert [axes.get_title(loc="left") for axes in saved[1].axes if axes.axison] == [*palette.FAMILIES, palette.BEST_OF]
 
 
-def test_every_kind_of_mark(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_every_kind_of_mark(tmp_path: Path, saved: list[Figure]) -> None:
     look = palette.Look("HOME", "#ff0000", "^")
     rows, columns = Axis(names=["a", "b"]), Axis(names=["c", "d"])
     marks = [*pairs(look, [1, 2], [3, None])]
     marks += [Rule(1, 2), Rule(3, text="x"), Words(1, 0, "words")]
     bars = groups([("p", "#0000ff", [1, None], ["one", "none"]), ("q", "#00ffff", [2, 3], ())])
     lines = [Line([1, 2, 3], [0.1, None, 0.3], label="p", band=(0, [0.2, 0.2, 0.4]), end="end", texts=["s"]),
-             Bars([1], [0.2], across=False, hollow=True), Rule(0.2, across=True, text="level")]  # fmt: skip
+             Bars([1], [0.2], horizontal=False, hollow=True), Rule(0.2, horizontal=True, text="level")]  # fmt: skip
     chart = Chart("title", [
         Panel("first", marks, Axis("x"), rows), Panel("second", marks, Axis("x"), rows),
         Panel("third", bars, columns, Axis("y")),
@@ -121,7 +121,7 @@ def test_every_kind_of_mark(tmp_path: Path, drawn: list[Figure]) -> None:
     ], columns=2)  # fmt: skip
     charts.draw(tmp_path / "a.png", chart)
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-    (fig,) = drawn
+    (fig,) = saved
     first, second, third, fourth = fig.axes
     assert [text.get_text() for text in first.get_yticklabels()] == ["a", "b"] and first.yaxis_inverted()
     assert not any(text.get_text() for text in second.get_yticklabels()), "names that a neighbour has are left out"
