@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from executor import calibrate as calibrate_module
-from executor.calibrate import calibrate, main, of_process
+from executor.calibrate import calibrate, main, with_process_figures
 from executor.replay.host_backend import HostBackend
 from simulator import Machine
 from simulator.files import read_json
@@ -76,7 +76,7 @@ def test_a_launch_queue_that_is_never_full_is_not_measured():
 
 
 def test_the_host_time_of_a_planned_step_is_added():
-    found = of_process(measured(MACHINE, 2**14), "cpu")
+    found = with_process_figures(measured(MACHINE, 2**14), "cpu")
     assert found.issue and not found.context and found.machine.issue_ns > 0
     assert (
         f"issue_ns: {found.machine.issue_ns}  # measured: the host's time per kernel of a planned step"

@@ -107,7 +107,7 @@ def test_state_is_made_at_the_first_step_and_foreach_takes_as_much_as_the_parame
     single = updates(torch.optim.Adam(params, lr=0.1, foreach=False))
     assert most(single.later) == 3 * MIB  # of one parameter, while the next begins
     assert updates(torch.optim.SGD(params, lr=0.1)).later == ()
-    assert updates(torch.optim.SGD(params, lr=0.1), without=params).first == ()
+    assert updates(torch.optim.SGD(params, lr=0.1), without_grad=params).first == ()
 
 
 def test_what_fits() -> None:

@@ -23,7 +23,7 @@ from experiments.common.measured_step import MeasuredStep
 from experiments.measured import steps
 from experiments.validate_gpu import __main__ as command, offload, pytorch_baselines, stages, training
 from experiments.validate_gpu.__main__ import main
-from experiments.validate_gpu.networks import BLOCKS, NETWORKS, build, in_turns
+from experiments.validate_gpu.networks import BLOCKS, NETWORKS, build, time_in_turns
 from experiments.validate_gpu.pytorch_baselines import Counter, Levels, Unreachable
 from experiments.validate_gpu.record import LATE, STOPPED, Broken, Record
 from experiments.validate_gpu.results import summary
@@ -139,7 +139,7 @@ def test_crashing_items_are_retried_once_then_skipped(tmp_path):
     for deaths in (1, 2):
         rows = record(tmp_path)
         assert not rows.rows
-        rows.trying("replay", workload="a", planner="b")  # the process dies here
+        rows.start("replay", workload="a", planner="b")  # the process dies here
         assert read_json(tmp_path / "out" / "under_way.json")["deaths"] == deaths
     (row,) = record(tmp_path).rows
     assert row["failed"] == "the process died in this measurement 2 times" and record(tmp_path).has(
@@ -283,7 +283,7 @@ def test_items_without_time_are_listed(tmp_path, monkeypatch):
     words = ["workloads=tiny_resnet,tiny_gpt2", "limits=0.8", "planners=capuchin", "train=capuchin", "workers=1"]
     in_turn(out, *words, "workloads=tiny_resnet", which=["calibrate", "profile", "plan"])
     before = read_json(out / "results.json")["rows"]
-    monkeypatch.setattr(Record, "left", lambda self: 0.0)
+    monkeypatch.setattr(Record, "seconds_left", lambda self: 0.0)
     in_turn(out, *words, which=[stage for stage in STAGES if stage != "calibrate"])
     rows = read_json(out / "results.json")["rows"]
     assert rows[: len(before)] == before and {r["failed"] for r in rows[len(before) :]} == {LATE}
@@ -378,11 +378,11 @@ def test_the_mildest_setting_within_the_limit(monkeypatch):
 def test_two_steps_take_turns():
     # Five steps in turns of 1, 1, 1, 2, each after one unmeasured step.
     log = []
-    mine, others, peak = in_turns(lambda: log.append("a"), lambda: log.append("b"), 5, "cpu", turn=log.append)
+    mine, others, peak = time_in_turns(lambda: log.append("a"), lambda: log.append("b"), 5, "cpu", on_turn=log.append)
     assert log == [True, *"aa", False, *"bb"] * 3 + [True, *"aaa", False, *"bbb"]
     assert len(mine) == len(others) == 5 and not peak and min(mine + others) >= 0
     log.clear()
-    assert len(in_turns(lambda: 0, lambda: 0, 1, "cpu", turn=log.append)[0]) == 1 and log == [True, False]
+    assert len(time_in_turns(lambda: 0, lambda: 0, 1, "cpu", on_turn=log.append)[0]) == 1 and log == [True, False]
 
 
 @pytest.mark.nightly
@@ -399,8 +399,8 @@ def test_bfloat16_networks_train_bit_identically_under_a_plan(name):
     with pytest.raises(CaptureError, match=f"^{name}: the captured step differs from the profiled one"):
         training.losses_only("cpu", replace(case, program=chain()), plan, LINK, 1.0)
     if name == "tiny_resnet_bf16":
-        assert training.timed_beside("cpu", case, plan, LINK, 1.0, 2)["ledger"] <= limit
-    case, plan = training.batch_stays(case, plan)
+        assert training.train_beside_eager("cpu", case, plan, LINK, 1.0, 2)["ledger"] <= limit
+    case, plan = training.without_batch_swaps(case, plan)
     assert plan.decisions
     assert training.losses_only("cpu", case, plan, LINK, 1.0, graph=True)["losses"] == eager["losses"]
 

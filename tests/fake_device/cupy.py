@@ -342,7 +342,7 @@ def opened(machine: Machine, seed: int | None = None) -> Iterator[tuple[Any, Dev
         patch.setitem(sys.modules, "cupy.cuda", device.cuda)
         patch.delitem(sys.modules, name, raising=False)
         module = importlib.import_module(name)
-        patch.setattr(module, "AWAKE_NS", 20_000)
+        patch.setattr(module, "WARM_UP_NS", 20_000)
         patch.setattr(module, "CUDA", Slabs(lambda at, n: None, lambda at: None, lambda: None))
         try:
             with module.CupyBackend(machine.copy_engines) as backend:

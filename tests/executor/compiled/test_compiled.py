@@ -300,5 +300,5 @@ def test_a_search_returns_a_fitting_plan_or_the_reason(least: int, needs: int, d
         return SimpleNamespace(peak_bytes=lambda: made.nbytes * 11 // 10)
 
     found, why = search(draft, look, 1000, 5000)
-    assert (found.needs if found else 0) == needs and len(asked) == drafts
+    assert (found.peak_bytes if found else 0) == needs and len(asked) == drafts
     assert why == ("" if found else "no plan (as Inductor schedules what was tried, it needs 1.02 KiB)")

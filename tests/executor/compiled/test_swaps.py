@@ -11,7 +11,7 @@ from torch import nn
 
 from executor import compiled
 from executor.compiled import Partitioner
-from executor.compiled.host_copies import POOL, on_the_cpu
+from executor.compiled.host_copies import POOL, register_cpu_copies
 from executor.compiled.joint import Joint
 from executor.fit import FitError
 from simulator.machine import Machine
@@ -115,10 +115,10 @@ def test_a_forward_without_its_backward_leaves_nothing_behind() -> None:
     net, x = blocks(), torch.randn(4, 64, 32)
     model = graphs(net, Partitioner(0.8, planner=SWAPS, mode="swap"))
     loss = model(x)
-    assert POOL.under_way and POOL.held > 0
+    assert POOL.pending and POOL.bytes_in_use > 0
     del loss
     gc.collect()
-    assert not POOL.under_way and POOL.held == 0
+    assert not POOL.pending and POOL.bytes_in_use == 0
 
 
 def test_tensors_of_the_caller_are_not_swapped() -> None:
@@ -152,7 +152,7 @@ def test_the_callers_batch_in_another_layout_is_not_swapped(monkeypatch: pytest.
 
 
 def test_unsupported_modes_and_waits_are_refused() -> None:
-    on_the_cpu()
+    register_cpu_copies()
     with pytest.raises(RuntimeError, match="no pending transfer"):  # as PyTorch's operator says without a copy
         torch.ops.ao.wait_tensor(torch.ones(2))
     with pytest.raises(ValueError, match=r"^mode: .* got 'offload'"):

@@ -31,7 +31,7 @@ def test_the_published_trace():
     k, kernel = next((k, kernel) for k, kernel in enumerate(captured.program.kernels) if kernel.kind == "conv")
     by_hand = max(kernel.flops / (0.7 * machine.flops_per_s["float32"]),
                   kernel.bytes / (0.7 * machine.memory_bytes_per_s))  # fmt: skip
-    assert steps.before(captured, machine)[k] == pytest.approx(5000 + 1e9 * by_hand, rel=0.01)
+    assert steps.control_durations(captured, machine)[k] == pytest.approx(5000 + 1e9 * by_hand, rel=0.01)
 
 
 def test_sums_by_kind():
@@ -105,7 +105,7 @@ def test_a_trace_that_is_wrong_is_refused(tmp_path, name, old, new, named):
 
 
 def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
-    h100, v100, h200 = fit.h100(), fit.of_v100(), fit.h200()
+    h100, v100, h200 = fit.h100(), fit.fit_v100(), fit.h200()
     values = [(key, value, group.written[key], found is h200) for found in (h100, v100, h200) for group in found.groups
               for key, value in group.found.items()]  # fmt: skip
     assert len(values) == 13 + len(fit.KINDS) + len(fit.STEP_STARTS)
@@ -132,7 +132,7 @@ def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
     assert times.error == pytest.approx(h200.held_out.spread, abs=0.005)
 
     monkeypatch.setattr(fit, "h100", lambda: h100)
-    monkeypatch.setattr(fit, "of_v100", lambda: v100)
+    monkeypatch.setattr(fit, "fit_v100", lambda: v100)
     monkeypatch.setattr(fit, "h200", lambda: h200)
     assert main(["fit"]) == 0
     printed = capsys.readouterr().out
