@@ -60,8 +60,8 @@ class Calibration:
         share: direction -> fraction of its bandwidth while both directions are busy.
         share_error: largest interquartile range of the shares' measurements, at least DUPLEX_ERROR.
         depth: whether the launch queue filled up, so that its depth was measured.
-        context: how ``machine.context_bytes`` was measured; "" if it was not (see ``of_process``).
-        issue: whether ``machine.issue_ns`` was measured (see ``of_process``).
+        context: how ``machine.context_bytes`` was measured; "" if it was not (see ``with_process_figures``).
+        issue: whether ``machine.issue_ns`` was measured (see ``with_process_figures``).
     """
 
     machine: Machine
@@ -80,7 +80,7 @@ class Calibration:
         largest = size(self.transfers["h2d"][-1][0])
         rate = f"measured: copies of {size(RATE_FROM)} to {largest}; largest error of all copies {self.fit_error:.1%}"
         latency = f"measured: median over copies of at most {size(LATENCY_UPTO)}, from the end of the kernel"
-        beside = "measured: {:.1%} of alone, +/- {:.1%}; 0: same as alone"
+        share_comment = "measured: {:.1%} of alone, +/- {:.1%}; 0: same as alone"
         slower = " and ".join(f"{d} {self.duplex[d]:.2f}" for d in DIRECTIONS)
         measured = {
             "name": "",
@@ -88,7 +88,7 @@ class Calibration:
             **{f"{d}_bytes_per_s": rate for d in DIRECTIONS},
             **{f"{d}_latency_ns": latency for d in DIRECTIONS},
             "copy_engines": f"measured: both directions at once take {slower} times as long as alone",
-            **{f"duplex_{d}_bytes_per_s": beside.format(self.share[d], self.share_error) for d in DIRECTIONS},
+            **{f"duplex_{d}_bytes_per_s": share_comment.format(self.share[d], self.share_error) for d in DIRECTIONS},
             "launch_ns": f"measured: pause between consecutive kernels of a stream ({LAUNCHES} kernels)",
             "graph_launch_ns": f"measured: pause between consecutive kernels of a graph ({NODES} kernels)",
             "event_ns": "measured: addition to the pause by an event after each kernel that a copy stream waits for",
@@ -101,12 +101,12 @@ class Calibration:
         if self.issue:
             measured["issue_ns"] = "measured: the host's time per kernel of a planned step, without a graph"
         lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s        h2d     d2h"]
-        for (nbytes, there), (_, back) in zip(self.transfers["h2d"], self.transfers["d2h"], strict=True):
-            lines.append(f"# {size(nbytes):11}{nbytes / there:6.2f}  {nbytes / back:6.2f}")
+        for (nbytes, h2d_ns), (_, d2h_ns) in zip(self.transfers["h2d"], self.transfers["d2h"], strict=True):
+            lines.append(f"# {size(nbytes):11}{nbytes / h2d_ns:6.2f}  {nbytes / d2h_ns:6.2f}")
         for key, value in self.machine.to_dict().items():
             comment = measured.get(key, "not measured")
-            head, *rest = yaml.safe_dump({key: value}, sort_keys=False).rstrip().split("\n")
-            lines += [f"{head}  # {comment}" if comment else head, *rest]
+            head, *continuation = yaml.safe_dump({key: value}, sort_keys=False).rstrip().split("\n")
+            lines += [f"{head}  # {comment}" if comment else head, *continuation]
         return "\n".join(lines) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,16 +155,16 @@ def calibrate(
             single = {d: [_copies(backend, [d], n)[d] for _ in range(REPEATS)] for d in DIRECTIONS}
             for d in DIRECTIONS:
                 transfers[d].append((n, round(median(single[d]))))
-        both = [_copies(backend, DIRECTIONS, largest) for _ in range(REPEATS)]
-        alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
-    duplex = {str(d): median(times[d] for times in both) / alone[d] for d in DIRECTIONS}
-    at_once = median(max(times.values()) for times in both)
+        duplex_times = [_copies(backend, DIRECTIONS, largest) for _ in range(REPEATS)]
+        single_ns = {d: transfers[d][-1][1] for d in DIRECTIONS}
+    duplex = {str(d): median(times[d] for times in duplex_times) / single_ns[d] for d in DIRECTIONS}
+    duplex_ns = median(max(times.values()) for times in duplex_times)
     fits = {d: _fit(transfers[d]) for d in DIRECTIONS}
-    shares = {str(d): [_shares(alone, times)[d] for times in both] for d in DIRECTIONS}
-    share = {d: median(each) for d, each in shares.items()}
+    shares = {str(d): [_shares(single_ns, times)[d] for times in duplex_times] for d in DIRECTIONS}
+    share = {d: median(repeats) for d, repeats in shares.items()}
     spreads = (_range(times) / median(times) for times in single.values())
     share_error = max(DUPLEX_ERROR, *map(_range, shares.values()), *spreads)
-    engines = 1 if at_once >= ONE_ENGINE * sum(alone.values()) else 2
+    engines = 1 if duplex_ns >= ONE_ENGINE * sum(single_ns.values()) else 2
     figures: dict[str, Any] = {"copy_engines": engines}
     for d, (latency, bytes_per_s, _) in fits.items():
         slower = engines == 2 and share[d] < 1 - share_error
@@ -181,24 +181,24 @@ def calibrate(
     )  # fmt: skip
 
 
-def of_process(found: Calibration, device: str) -> Calibration:
+def with_process_figures(calibration: Calibration, device: str) -> Calibration:
     """Adds the figures that need PyTorch: size of the CUDA context and host time per kernel of a planned step.
 
     Args:
-        found: result of ``calibrate``.
+        calibration: result of ``calibrate``.
         device: "cuda" or "cpu".
 
     Raises:
         ContextError: if the context cannot be measured.
     """
-    machine, context = replace(found.machine, issue_ns=planned_issue_ns(device)), ""
+    machine, context = replace(calibration.machine, issue_ns=planned_issue_ns(device)), ""
     if device == "cuda":
         nbytes, context = measure_context()
         import torch
 
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
         machine = replace(machine, context_bytes=nbytes, capability=capability)
-    return replace(found, machine=machine, context=context, issue=True)
+    return replace(calibration, machine=machine, context=context, issue=True)
 
 
 def planned_issue_ns(device: str) -> int:
@@ -228,10 +228,10 @@ def planned_issue_ns(device: str) -> int:
     return round(median(times[STEPS:]) / len(captured.program.kernels))
 
 
-def _shares(alone: dict[Direction, int], both: dict[str, int]) -> dict[str, float]:
+def _shares(single_ns: dict[Direction, int], duplex_ns: dict[str, int]) -> dict[str, float]:
     """Returns each direction's fraction of its bandwidth while both are busy, from ns alone and started together."""
-    first = min(both.values())  # then the other copy continues at full speed
-    return {str(d): max(0.0, alone[d] - (both[d] - first)) / first for d in DIRECTIONS}
+    first = min(duplex_ns.values())  # then the other copy continues at full speed
+    return {str(d): max(0.0, single_ns[d] - (duplex_ns[d] - first)) / first for d in DIRECTIONS}
 
 
 def _range(values: Sequence[float]) -> float:
@@ -262,7 +262,7 @@ def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) 
     pending = backend.record("h2d")
     count = NODES if kind == "graph" else LAUNCHES
 
-    def row() -> None:
+    def issue() -> None:
         for slot in range(count):
             if kind == "wait":  # each kernel waits for a pending event
                 backend.wait("compute", pending)
@@ -271,11 +271,11 @@ def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) 
                 backend.wait("d2h", backend.record("compute"))
 
     if kind == "graph":
-        launch = backend.graph(row)
+        launch = backend.graph(issue)
         launch()  # the first launch uploads the graph
         launch()
     else:
-        row()
+        issue()
     backend.synchronize()
     ends = backend.log().end[:count]
     return int(ends[-1] - ends[0]) / (count - 1) - SPIN_NS
@@ -322,14 +322,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         base = Machine.load(options.machine)
         with open_backend(options.backend, base) as backend:
-            found = calibrate(backend, base, options.max_bytes, options.out.stem)
+            calibration = calibrate(backend, base, options.max_bytes, options.out.stem)
         if options.backend == "cuda":
-            found = of_process(found, "cuda")
-        found.save(options.out)
+            calibration = with_process_figures(calibration, "cuda")
+        calibration.save(options.out)
     except (BackendError, ContextError, FormatError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(found.to_yaml(), end="")
+    print(calibration.to_yaml(), end="")
     return 0
 
 

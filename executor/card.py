@@ -64,19 +64,19 @@ class Loop:
             raise ValueError(f"iterations: expected at least 1, got {self.iterations}")
 
 
-class _Line:
+class _MallocTrace:
     """Sequence of mallocs and frees."""
 
     def __init__(self) -> None:
         self.blocks: list[list[int]] = []  # lower, upper (-1: held) and bytes
         self._time = itertools.count()
 
-    def take(self, nbytes: int) -> int:
+    def malloc(self, nbytes: int) -> int:
         """Allocates a block and returns its index."""
         self.blocks.append([next(self._time), -1, nbytes])
         return len(self.blocks) - 1
 
-    def give(self, *blocks: int) -> None:
+    def free(self, *blocks: int) -> None:
         for block in blocks:
             self.blocks[block][1] = next(self._time)
 
@@ -106,7 +106,7 @@ def card_peak(
     loop = loop or Loop()
     update = _update(captured)  # the slowest part, shared
     blocks = stream(captured, machine, loop, update=update)
-    held = stream(captured, machine, loop, workspaces=False, update=update).peak_bytes
+    live = stream(captured, machine, loop, workspaces=False, update=update).peak_bytes
     tensors = captured.program.peak_bytes
     reserved, _ = caching.serve(blocks, expandable=expandable_segments)
     fits = None
@@ -114,7 +114,7 @@ def card_peak(
         room = memory_bytes - machine.context_bytes
         fits = reserved <= room or caching.serve(blocks, room, expandable_segments)[1]
     return CardPeak(
-        tensors, held - tensors, blocks.peak_bytes - held, reserved - blocks.peak_bytes, machine.context_bytes,
+        tensors, live - tensors, blocks.peak_bytes - live, reserved - blocks.peak_bytes, machine.context_bytes,
         memory_bytes, fits,
     )  # fmt: skip
 
@@ -124,77 +124,77 @@ def stream(
     update: tuple[Updates | None, int, int] | None = None,
 ) -> Intervals:  # fmt: skip
     """Returns all mallocs and frees of the loop's iterations in order; ``update``: a known result of ``_update``."""
-    program, line = captured.program, _Line()
+    program, trace = captured.program, _MallocTrace()
     sizes = [tensor.nbytes for tensor in program.tensors]
     persistent = {t: tensor.kind for t, tensor in enumerate(program.tensors) if tensor.persistent}
-    taken, begin, end = update or _update(captured)
+    events, begin, end = update or _update(captured)
     for t, kind in persistent.items():
         if kind in ("parameter", "buffer", "gradient"):
-            line.take(sizes[t])
-    for nbytes in () if taken else (x.nbytes for x in program.tensors if x.kind == "optimizer_state"):
-        line.take(nbytes)
+            trace.malloc(sizes[t])
+    for nbytes in () if events else (x.nbytes for x in program.tensors if x.kind == "optimizer_state"):
+        trace.malloc(nbytes)
     backward = next((k for k, kernel in enumerate(program.kernels) if kernel.phase == "backward"), -1)
     holds, end_of_step = captured.holds, len(program.kernels)
-    kept, gradients = frozenset(holds.outputs if loop.keeps_outputs else ()), frozenset(holds.gradients)
+    kept_outputs, gradients = frozenset(holds.outputs if loop.keeps_outputs else ()), frozenset(holds.gradients)
     zero = {None: holds.zero_grad, "start": -2, "backward": backward, "end": end_of_step, "never": -1}[loop.zero_grad]
     born, dies = _lives(program)
     batch: list[int] = []
-    held: list[tuple[int, int]] = []  # outputs of the model with their iteration
+    held_outputs: list[tuple[int, int]] = []  # outputs of the model with their iteration
     summed: dict[int, int] = {}  # gradients of the last iteration
     state: dict[int, int] = {}  # optimizer state
     handles: set[str] = set()  # phases, whose threads each have a cuBLAS workspace
 
     def zero_grad() -> None:
-        line.give(*summed.values())
+        trace.free(*summed.values())
         summed.clear()
 
     for iteration in range(loop.iterations):
         if zero == -2:
             zero_grad()
-        old = batch
+        last_batch = batch
         if not loop.batch_overlaps:
-            line.give(*old)
-        batch = [line.take(sizes[t]) for t, kind in persistent.items() if kind == "input"]
+            trace.free(*last_batch)
+        batch = [trace.malloc(sizes[t]) for t, kind in persistent.items() if kind == "input"]
         if loop.batch_overlaps:
-            line.give(*old)
-        here: dict[int, int] = {}
+            trace.free(*last_batch)
+        live: dict[int, int] = {}
         for k, kernel in enumerate(program.kernels):
             if k == holds.until:
-                line.give(*(block for block, _ in held))
-                held = []
+                trace.free(*(block for block, _ in held_outputs))
+                held_outputs = []
             if k == zero:
                 zero_grad()
-            if taken is not None and begin <= k < end:
-                for block, nbytes in () if k > begin else taken.later if iteration else taken.first:
+            if events is not None and begin <= k < end:
+                for block, nbytes in () if k > begin else events.later if iteration else events.first:
                     if nbytes:
-                        state[block] = line.take(nbytes)
+                        state[block] = trace.malloc(nbytes)
                     else:
-                        line.give(state.pop(block))
+                        trace.free(state.pop(block))
             else:
                 if workspaces and kernel.kind == "matmul" and kernel.phase not in handles:
                     handles.add(kernel.phase)
-                    line.take(machine.cublas_workspace_bytes)
+                    trace.malloc(machine.cublas_workspace_bytes)
                 spaces = list(_workspaces(captured, k)) if workspaces and machine.convolution_copies else []
                 for t, space in itertools.zip_longest(born[k], spaces[: len(born[k])], fillvalue=0):
-                    here[t] = line.take(sizes[t])
+                    live[t] = trace.malloc(sizes[t])
                     if space:
-                        line.give(line.take(space))
+                        trace.free(trace.malloc(space))
             for t in dies[k]:
-                if t not in here:
+                if t not in live:
                     continue  # part of the update
-                block = here.pop(t)
+                block = live.pop(t)
                 if t in gradients and t not in summed:
                     summed[t] = block
-                elif t in kept and t not in gradients:
-                    held.append((block, iteration))
+                elif t in kept_outputs and t not in gradients:
+                    held_outputs.append((block, iteration))
                 else:  # also a gradient that is accumulated into the existing one
-                    line.give(block)
+                    trace.free(block)
         if zero == end_of_step:
             zero_grad()
         if holds.until == end_of_step:
-            line.give(*(block for block, since in held if since < iteration))
-            held = [(block, since) for block, since in held if since == iteration]
-    return line.intervals()
+            trace.free(*(block for block, since in held_outputs if since < iteration))
+            held_outputs = [(block, since) for block, since in held_outputs if since == iteration]
+    return trace.intervals()
 
 
 def _lives(program: Program) -> tuple[list[list[int]], list[list[int]]]:
@@ -202,8 +202,8 @@ def _lives(program: Program) -> tuple[list[list[int]], list[list[int]]]:
     born: list[list[int]] = []
     first: dict[int, int] = {}
     for k, kernel in enumerate(program.kernels):
-        made = (t for t in kernel.outputs if not program.tensors[t].persistent)
-        born.append([t for t in made if first.setdefault(t, k) == k])
+        created = (t for t in kernel.outputs if not program.tensors[t].persistent)
+        born.append([t for t in created if first.setdefault(t, k) == k])
     dies: list[list[int]] = [[] for _ in program.kernels]
     for t in sorted(first):
         dies[program.accesses[t][-1]].append(t)
@@ -229,8 +229,8 @@ def _update(captured: Captured) -> tuple[Updates | None, int, int]:
     try:
         return updates(optimizer, idle), touches[0], touches[-1] + 1
     except Exception as error:
-        what = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise ValueError(f"the step of {type(optimizer).__name__} cannot be traced ({what})") from error
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise ValueError(f"the step of {type(optimizer).__name__} cannot be traced ({reason})") from error
 
 
 class Updates(NamedTuple):
@@ -240,15 +240,15 @@ class Updates(NamedTuple):
     later: tuple[Event, ...]
 
 
-class _Watch(TorchDispatchMode):
+class _StorageRecorder(TorchDispatchMode):
     """Records creation and release of GPU storages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.live: dict[StorageWeakRef, tuple[int, StorageWeakRef]] = {}
-        self.known: set[int] = set()
-        self.made = 0
+        self.ignored: set[int] = set()
+        self.count = 0
 
     def reap(self) -> None:
         """Records storages released since the last operator."""
@@ -263,14 +263,14 @@ class _Watch(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
                 key = StorageWeakRef(tensor.untyped_storage())
-                if key not in self.live and key.cdata not in self.known and tensor.untyped_storage().nbytes():
-                    self.live[key] = self.made, key
-                    self.events.append((self.made, tensor.untyped_storage().nbytes()))
-                    self.made += 1
+                if key not in self.live and key.cdata not in self.ignored and tensor.untyped_storage().nbytes():
+                    self.live[key] = self.count, key
+                    self.events.append((self.count, tensor.untyped_storage().nbytes()))
+                    self.count += 1
         return out
 
 
-def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
+def updates(optimizer: Optimizer, without_grad: Sequence[Tensor] = ()) -> Updates:
     """Returns the mallocs and frees of an optimizer's steps on CUDA: state of the first step, and temporaries.
 
     Blocks are numbered from 0. The optimizer's own code runs on fake CUDA parameters, which need no GPU, with the GPU's
@@ -278,12 +278,12 @@ def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
 
     Args:
         optimizer: optimizer with its parameters; it is not changed.
-        without: parameters that get no gradient.
+        without_grad: parameters that get no gradient.
 
     Raises:
         Exception: the optimizer's own, if its code reads values of fake tensors.
     """
-    left_out = {id(p) for p in without}
+    without_grad_ids = {id(p) for p in without_grad}
     clone = copy.copy(optimizer)
     with FakeTensorMode() as mode, torch.no_grad():
         groups = []
@@ -292,26 +292,26 @@ def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
             for p in group["params"]:
                 fake = nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="cuda"),
                                     p.requires_grad)  # fmt: skip
-                if p.requires_grad and id(p) not in left_out:
+                if p.requires_grad and id(p) not in without_grad_ids:
                     fake.grad = torch.empty_like(fake)
                 params.append(fake)
-            made = {k: torch.empty_like(v, device=v.device) if isinstance(v, Tensor) else v for k, v in group.items()
-                    if k != "params"}  # fmt: skip
-            if made.get("foreach", 0) is None and not made.get("fused"):
-                made["foreach"] = chooses_foreach(group, on_cuda=True)
-            groups.append({**made, "params": params})
+            options = {k: torch.empty_like(v, device=v.device) if isinstance(v, Tensor) else v for k, v in group.items()
+                       if k != "params"}  # fmt: skip
+            if options.get("foreach", 0) is None and not options.get("fused"):
+                options["foreach"] = chooses_foreach(group, on_cuda=True)
+            groups.append({**options, "params": params})
         vars(clone)["param_groups"], vars(clone)["state"] = groups, defaultdict(dict)
-        watch = _Watch()
-        watch.known = {StorageWeakRef(t.untyped_storage()).cdata for g in groups for p in g["params"]
-                       for t in (p, p.grad) if t is not None}  # fmt: skip
+        recorder = _StorageRecorder()
+        recorder.ignored = {StorageWeakRef(t.untyped_storage()).cdata for g in groups for p in g["params"]
+                            for t in (p, p.grad) if t is not None}  # fmt: skip
         parts = []
         del mode
         for _ in range(2):
-            watch.events = []
-            with watch:
+            recorder.events = []
+            with recorder:
                 type(clone).step(clone)
-            watch.reap()
-            parts.append(tuple(watch.events))
+            recorder.reap()
+            parts.append(tuple(recorder.events))
     return Updates(*parts)
 
 
@@ -323,11 +323,11 @@ def _workspaces(captured: Captured, k: int) -> Iterator[int]:
     backward = node.target is aten.convolution_backward.default
     y, x, w = node.args[:3] if backward else (node, *node.args[:2])
     groups = node.args[9 if backward else 8]
-    first = x.meta["tensor_meta"].stride[1] != 1 or x.meta["tensor_meta"].shape[1] == 1
+    channels_first = x.meta["tensor_meta"].stride[1] != 1 or x.meta["tensor_meta"].shape[1] == 1
     # cuDNN's kernel needs channels last and copies image, result and filters if they have channels first.
-    copies = sum(map(_nbytes, (x, y, w))) if groups == 1 and first else 0
-    for wanted in node.args[10][:2] if backward else (True,):  # gradients of image and filters
-        if wanted:
+    copies = sum(map(_nbytes, (x, y, w))) if groups == 1 and channels_first else 0
+    for needs_grad in node.args[10][:2] if backward else (True,):  # gradients of image and filters
+        if needs_grad:
             yield copies
 
 

@@ -71,11 +71,11 @@ def report(
         OutOfMemory: the plan is infeasible at the limit.
     """
     program = source if isinstance(source, Program) else source.program
-    alone = simulate(program, Plan(), machine, program.peak_bytes)
-    under = simulate(program, plan, machine, limit) if plan and (plan.decisions or plan.variants) else None
+    unplanned = simulate(program, Plan(), machine, program.peak_bytes)
+    planned = simulate(program, plan, machine, limit) if plan and (plan.decisions or plan.variants) else None
     origins = source.origins if isinstance(source, Captured) else None
-    packed = packed_bytes(under or alone, limit, machine.alignment)
-    return reported(program, machine, limit, packed, alone, under, plan, floor_ns, origins, issued)
+    packed = packed_bytes(planned or unplanned, limit, machine.alignment)
+    return reported(program, machine, limit, packed, unplanned, planned, plan, floor_ns, origins, issued)
 
 
 class FittedStep(PlannedStep):
@@ -121,7 +121,7 @@ class FittedSteps(PlannedSteps):
     def _make(self, pairs: tuple[Any, ...]) -> FittedStep:
         captured = self._capture(pairs)
         if self.limit is None:
-            self._at(device_of(captured))
+            self._set_defaults(device_of(captured))
         machine, profile = self.machine, self._profile
         if profile == "measure":
             profile = measure(captured, self._device, machine.name)
@@ -145,20 +145,20 @@ class FittedSteps(PlannedSteps):
         in_graph, floors = not not_by_default(captured, undo=False), list[int | None]()
         machine = self.machine.in_graph() if in_graph else self.machine
 
-        def planned(nbytes: int) -> Plan:
+        def make_plan(nbytes: int) -> Plan:
             plan, floor_ns = _plan(captured, machine, nbytes, self.planner, self._seconds)
             floors.append(floor_ns if nbytes == limit else None)
             return plan
 
         def attempt(nbytes: int) -> tuple[Plan, Timeline]:
-            plan = planned(nbytes)
+            plan = make_plan(nbytes)
             return plan, simulate(captured.program, plan, machine, nbytes)
 
         plan, packed = None, limit
         if in_graph:
             with suppress(DoesNotPack, FitError, OutOfMemory):  # it may still run without a graph
                 plan, packed = first_that_packs(max(room, 1), attempt, machine.alignment, stops=(FitError, OutOfMemory))
-        plan = plan or planned(limit)
+        plan = plan or make_plan(limit)
         step = FittedStep(captured, plan, self.machine, limit, next((ns for ns in floors if ns is not None), None))
         step.packed_bytes = packed
         return step
@@ -169,26 +169,26 @@ class FittedSteps(PlannedSteps):
             try:
                 return super().__call__(*batch)
             except OverLimit as error:
-                self._plan_again(error.excess)
+                self._replan(error.excess)
 
-    def _plan_again(self, excess: int) -> None:
+    def _replan(self, excess: int) -> None:
         """Replaces the current step, whose state is as before the call."""
-        before = self.present
-        before.finish()
-        # The graph's overhead over the packed size is before.limit + excess - before.packed_bytes.
-        step = self._fitted(before.captured, before.limit, before.packed_bytes - excess)
-        if step.packed_bytes == before.limit:
-            before.replans = REPLANS  # no plan packs into less: continue without a graph
+        previous = self.present
+        previous.finish()
+        # The graph's overhead over the packed size is previous.limit + excess - previous.packed_bytes.
+        step = self._fitted(previous.captured, previous.limit, previous.packed_bytes - excess)
+        if step.packed_bytes == previous.limit:
+            previous.replans = REPLANS  # no plan packs into less: continue without a graph
             return
-        step.replans, step.floor_ns = before.replans + 1, before.floor_ns
+        step.replans, step.floor_ns = previous.replans + 1, previous.floor_ns
         forms = next(reversed(self.steps))
         self.steps[forms] = self._current = step
         variants = self._variants.get(forms, {})
-        self._variants[forms] = {key: step if old is before else old for key, old in variants.items()}
+        self._variants[forms] = {key: step if old is previous else old for key, old in variants.items()}
         if self._open:
             step.__enter__()
 
-    def _at(self, device: torch.device) -> None:
+    def _set_defaults(self, device: torch.device) -> None:
         """Sets the default machine and profile by the device of the first step."""
         self._device = device
         if device.type != "cpu":
@@ -359,7 +359,7 @@ def _plan(
     least = least_residency(program, min_bytes)
     if least > limit:
         raise FitError(_too_small(captured, limit, least))
-    return _asked(program, machine, limit, planner, least, min_bytes=min_bytes, seconds=seconds)
+    return _invoke(program, machine, limit, planner, least, min_bytes=min_bytes, seconds=seconds)
 
 
 def planned_in_mode(
@@ -378,34 +378,34 @@ def planned_in_mode(
     min_bytes = small(program)
     least = least_residency(program, min_bytes, mode)
     if least > limit:
-        what = "without swaps " if mode == "recompute" else ""
-        raise FitError(f"every plan {what}needs at least {least:,} bytes ({size(least)})")
-    plan, floor_ns = _asked(program, machine, limit, planner, least, min_bytes=min_bytes, mode=mode, seconds=seconds)
+        scope = "without swaps " if mode == "recompute" else ""
+        raise FitError(f"every plan {scope}needs at least {least:,} bytes ({size(least)})")
+    plan, floor_ns = _invoke(program, machine, limit, planner, least, min_bytes=min_bytes, mode=mode, seconds=seconds)
     plan.only("torch.compile", *KINDS_OF[mode])
     return plan, floor_ns
 
 
-def _asked(
+def _invoke(
     program: Program, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
     least: int, **options: Any,
 ) -> tuple[Plan, int | None]:  # fmt: skip
     """Calls the planner with the options it supports; every plan needs at least ``least`` bytes."""
     import agents
 
-    made = None
+    registered = None
     if isinstance(planner, str):
-        known = agents.options(planner)
-        made = agents.make(planner, **{k: v for k, v in options.items() if k in known and v is not None})
+        accepted = agents.options(planner)
+        registered = agents.make(planner, **{k: v for k, v in options.items() if k in accepted and v is not None})
     try:
-        plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)
+        plan = registered.plan(program, machine, limit) if registered is not None else planner(program, machine, limit)
     except agents.Infeasible as error:
         raise FitError(f"no plan was found, although plans may exist from {least:,} bytes: {error}") from error
     except ImportError as error:
-        if made is None:
+        if registered is None:
             raise
-        way = "install it, or choose another planner (planner='capuchin' has no dependencies)"
-        raise FitError(f"planner {planner!r} needs {error.name}, which is not installed: {way}") from error
-    floor = getattr(made, "floor", None)
+        advice = "install it, or choose another planner (planner='capuchin' has no dependencies)"
+        raise FitError(f"planner {planner!r} needs {error.name}, which is not installed: {advice}") from error
+    floor = getattr(registered, "floor", None)
     return plan, floor.iteration_ns if floor is not None else None
 
 
@@ -416,15 +416,15 @@ def _too_small(captured: Captured, limit: int, least: int) -> str:
         if t.persistent:
             persistent[t.kind] = persistent.get(t.kind, 0) + t.nbytes
     parts = ", ".join(f"{KINDS[kind]} {size(nbytes)}" for kind, nbytes in persistent.items())
-    at_once = [sum(program.tensors[t].nbytes for t in k.accesses) + k.workspace for k in program.kernels]
-    k = max(range(len(at_once)), key=at_once.__getitem__)
+    kernel_bytes = [sum(program.tensors[t].nbytes for t in k.accesses) + k.workspace for k in program.kernels]
+    k = max(range(len(kernel_bytes)), key=kernel_bytes.__getitem__)
     name, module = program.kernels[k].name, captured.places[k].module or "the model itself"
-    what = f"are held at once in {module}" if name == "marker" else f"{name} of {module} uses at once"
-    kept = sum(persistent.values())
+    usage = f"are held at once in {module}" if name == "marker" else f"{name} of {module} uses at once"
+    persistent_bytes = sum(persistent.values())
     shapes = (str(list(leaf.meta["tensor_meta"].shape)) for leaf in captured.leaves if isinstance(leaf, fx.Node))
-    of = ", ".join(dict.fromkeys(shapes))
+    batch_shapes = ", ".join(dict.fromkeys(shapes))
     return (
-        f"{program.name} does not fit into {size(limit)} with a batch of {of}: the smallest feasible memory "
-        f"is {least:,} bytes ({size(least)}), {size(at_once[k])} of which {what}; {size(kept)} are "
+        f"{program.name} does not fit into {size(limit)} with a batch of {batch_shapes}: the smallest feasible memory "
+        f"is {least:,} bytes ({size(least)}), {size(kernel_bytes[k])} of which {usage}; {size(persistent_bytes)} are "
         f"persistent ({parts}), and the step needs {size(program.peak_bytes)} without a plan"
     )

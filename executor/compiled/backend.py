@@ -29,7 +29,7 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from executor.compiled.host_copies import on_the_cpu
+from executor.compiled.host_copies import register_cpu_copies
 from executor.compiled.joint import Joint, donatable
 from executor.compiled.launches import choices, in_order, launches_of
 from executor.compiled.partition import partition
@@ -45,9 +45,9 @@ from simulator.report import size
 from simulator.schedule import lower
 from simulator.timeline import Timeline
 
-PLANS, LOOKS = 6, 4  # most plans and most Inductor schedules per graph
+MAX_PLANS, MAX_SCHEDULES = 6, 4  # most plans and most Inductor schedules per graph
 SLACK = 0.05  # fraction of the limit: the search stops at a plan that leaves less unused
-ABOUT = 0.01  # fraction of the limit: a plan whose estimate exceeds the limit by less may still fit
+TOLERANCE = 0.01  # fraction of the limit: a plan whose estimate exceeds the limit by less may still fit
 LIBRARIES = 0.01  # fraction of the limit reserved for scratch memory of convolutions (oneDNN), which no graph shows
 # Assumed FLOP rate and bandwidth of a server core: their ratio decides which kernels are recomputed on a CPU.
 CPU = Machine("a CPU core", 2**40, 10**10, 10**10, flops_per_s={"float32": 50 * 10**9}, memory_bytes_per_s=8 * 10**9)
@@ -71,7 +71,7 @@ class Graph:
         limit: Limit in bytes for the allocations of forward and backward.
         without_bytes: Peak of PyTorch's own partition, as Inductor schedules it.
         peak_bytes: Peak of the compiled graphs.
-        left: Reason why the graph was left to PyTorch's partitioner; "" if it was planned or needs no plan.
+        skip_reason: Reason why the graph was left to PyTorch's partitioner; "" if it was planned or needs no plan.
         program, plan, machine: None or "" without a plan.
         iteration_ns, ideal_ns, floor_ns: Simulated times; the floor is None if the planner does not compute one.
         seconds: CPU time of planning and partitioning.
@@ -82,7 +82,7 @@ class Graph:
     limit: int = 0
     without_bytes: int = 0
     peak_bytes: int = 0
-    left: str = ""
+    skip_reason: str = ""
     program: Program | None = None
     plan: Plan | None = None
     machine: str = ""
@@ -93,21 +93,21 @@ class Graph:
     looking_s: float = 0.0
 
     def __str__(self) -> str:
-        if self.left:
-            return f"graph {self.name}: left as PyTorch partitions it, because {self.left}"
+        if self.skip_reason:
+            return f"graph {self.name}: left as PyTorch partitions it, because {self.skip_reason}"
         line = f"graph {self.name}: limit {size(self.limit)}, peak {size(self.peak_bytes)}"
         if self.plan is None or self.program is None:
             return f"{line}, which needs no plan"
-        again = [s.kernel for s in lower(self.program, self.plan).steps if s.again]
-        took = sum(self.program.kernels[k].duration_ns for k in again)
-        away = [self.program.tensors[d.tensor].nbytes for d in self.plan.decisions if isinstance(d, Swap)]
-        swapped = f"; {len(away)} swaps, {size(sum(away))} each way" if away else ""
-        plan = f"plan of {self.plan.planner}: {len(again)} kernels recomputed, {took / 1e6:.2f} ms on {self.machine}"
-        ms, over = self.iteration_ns / 1e6, self.iteration_ns / self.ideal_ns - 1
+        reruns = [s.kernel for s in lower(self.program, self.plan).steps if s.again]
+        ns = sum(self.program.kernels[k].duration_ns for k in reruns)
+        swaps = [self.program.tensors[d.tensor].nbytes for d in self.plan.decisions if isinstance(d, Swap)]
+        swapped = f"; {len(swaps)} swaps, {size(sum(swaps))} each way" if swaps else ""
+        plan = f"plan of {self.plan.planner}: {len(reruns)} kernels recomputed, {ns / 1e6:.2f} ms on {self.machine}"
+        ms, overhead = self.iteration_ns / 1e6, self.iteration_ns / self.ideal_ns - 1
         lines = [
             f"{line} ({size(self.without_bytes)} without a plan)",
             f"  {plan}{swapped}",
-            f"  predicted: {ms:.2f} ms, {over:.2%} over the ideal",
+            f"  predicted: {ms:.2f} ms, {overhead:.2%} over the ideal",
         ]
         if self.floor_ns is not None:
             lines.append(f"  floor: no plan takes less than {self.floor_ns / 1e6:.2f} ms")
@@ -129,7 +129,7 @@ class CompiledReport:
         return "\n".join(map(str, self.graphs)) or "nothing compiled yet: call the model, with gradients"
 
 
-class _Draft(NamedTuple):
+class _Candidate(NamedTuple):
     """A plan whose graphs Inductor has not scheduled yet."""
 
     plan: Plan
@@ -139,68 +139,68 @@ class _Draft(NamedTuple):
     nbytes: int
 
 
-class _Tried(NamedTuple):
+class _ScheduledCandidate(NamedTuple):
     """A plan whose graphs Inductor has scheduled, with their peak in bytes."""
 
-    draft: _Draft
+    candidate: _Candidate
     joint: Joint
-    needs: int
+    peak_bytes: int
 
 
 def search(
-    draft: Callable[[int], _Draft], look: Callable[[_Draft], Joint], aim: int, most: int
-) -> tuple[_Tried | None, str]:
+    plan: Callable[[int], _Candidate], schedule: Callable[[_Candidate], Joint], aim: int, enough: int
+) -> tuple[_ScheduledCandidate | None, str]:
     """Re-plans with successively adjusted limits until the scheduled peak is close to ``aim``.
 
     Args:
-        draft: Returns a plan for a limit in bytes; raises FitError.
-        look: Partitions a plan's graphs and schedules them with Inductor.
+        plan: Returns a plan for a limit in bytes; raises FitError.
+        schedule: Partitions a plan's graphs and schedules them with Inductor.
         aim: Largest peak that fits, in bytes.
-        most: Limit in bytes from which the program needs no plan.
+        enough: Limit in bytes from which the program needs no plan.
 
     Returns:
         The fastest plan that fits and "", or None and the reason.
     """
-    tried: list[_Tried] = []
-    waiting: list[_Draft] = []  # not scheduled yet
-    limit, planned, off, why = aim, 0, 0, ""  # planned: last feasible limit; off: Inductor's peak minus the estimate
+    scheduled: list[_ScheduledCandidate] = []
+    unscheduled: list[_Candidate] = []  # not scheduled yet
+    limit, planned_limit, estimate_error, reason = aim, 0, 0, ""  # error: Inductor's peak minus the estimate
 
-    def seen(made: _Draft) -> _Tried:
-        joint = look(made)
-        return _Tried(made, joint, joint.peak_bytes())
+    def schedule_candidate(candidate: _Candidate) -> _ScheduledCandidate:
+        joint = schedule(candidate)
+        return _ScheduledCandidate(candidate, joint, joint.peak_bytes())
 
-    def fitting() -> list[_Tried]:
-        return [one for one in tried if one.needs <= aim]
+    def feasible() -> list[_ScheduledCandidate]:
+        return [entry for entry in scheduled if entry.peak_bytes <= aim]
 
-    for _ in range(PLANS):
+    for _ in range(MAX_PLANS):
         try:
-            made = draft(limit)
+            candidate = plan(limit)
         except FitError as error:
-            why = str(error)
-            if not planned or fitting() or abs(planned - limit) < ABOUT * limit:
+            reason = str(error)
+            if not planned_limit or feasible() or abs(planned_limit - limit) < TOLERANCE * limit:
                 break
-            limit = (limit + planned) // 2  # Inductor's peak may be below the estimate
+            limit = (limit + planned_limit) // 2  # Inductor's peak may be below the estimate
             continue
-        planned, needs = limit, made.nbytes + off
-        if limit >= most or -ABOUT * aim <= aim - needs < SLACK * aim:
-            tried.append(seen(made))
-            needs = tried[-1].needs
-            off = needs - made.nbytes
-            if limit >= most or len(tried) == LOOKS or 0 <= aim - needs < SLACK * aim:
+        planned_limit, needs = limit, candidate.nbytes + estimate_error
+        if limit >= enough or -TOLERANCE * aim <= aim - needs < SLACK * aim:
+            scheduled.append(schedule_candidate(candidate))
+            needs = scheduled[-1].peak_bytes
+            estimate_error = needs - candidate.nbytes
+            if limit >= enough or len(scheduled) == MAX_SCHEDULES or 0 <= aim - needs < SLACK * aim:
                 break
         else:
-            waiting.append(made)
+            unscheduled.append(candidate)
         # Lower the limit by at least 1 %, or the planner may return the same plan.
         limit += aim - needs if needs <= aim else min(aim - needs, -aim // 100)
-    for made in sorted(waiting, key=lambda one: one.nbytes)[: LOOKS - len(tried)]:
-        if fitting():
+    for candidate in sorted(unscheduled, key=lambda entry: entry.nbytes)[: MAX_SCHEDULES - len(scheduled)]:
+        if feasible():
             break
-        tried.append(seen(made))
-    if fitting():
-        return min(fitting(), key=lambda one: one.draft.timeline.iteration_ns), ""
-    least = min((one.needs for one in tried), default=None)
+        scheduled.append(schedule_candidate(candidate))
+    if feasible():
+        return min(feasible(), key=lambda entry: entry.candidate.timeline.iteration_ns), ""
+    least = min((entry.peak_bytes for entry in scheduled), default=None)
     needed = f"as Inductor schedules what was tried, it needs {size(least)}" if least else ""
-    return None, f"{why} ({needed})" if why and needed else why or needed
+    return None, f"{reason} ({needed})" if reason and needed else reason or needed
 
 
 class Partitioner(CustomPartitionerFn):
@@ -235,7 +235,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> None:  # fmt: skip
         check_mode(mode)
         if mode != "recompute":
-            needs_operators(mode)
+            require_operators(mode)
         if not is_fraction(memory):
             size_bytes(memory, "memory")
         self.memory, self.planner, self.seconds, self.mode = memory, planner, seconds, mode
@@ -263,26 +263,26 @@ class Partitioner(CustomPartitionerFn):
                 "otherwise Inductor waits for each copy immediately"
             )
         name = str(torch._guards.CompileContext.current_compile_id() or len(self.graphs))
-        left = cannot_be_planned(gm)
-        if not left:
+        skip_reason = cannot_be_planned(gm)
+        if not skip_reason:
             self._check_several(name)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if overwritten := read_after_write(forward, backward):
             save_before_write(gm, overwritten)
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        if left:
-            self._leave(name, left)
+        if skip_reason:
+            self._skip(name, skip_reason)
             return forward, backward
-        begin, self._looking_s = time.process_time(), 0.0
-        joint = self._look(forward, backward, kwargs["num_fwd_outputs"])
-        without = joint.peak_bytes()
-        limit = int(without * _part(self.memory)) if is_fraction(self.memory) else size_bytes(self.memory, "memory")
-        graph = Graph(name, limit, without, without)
+        begin, self._scheduling_s = time.process_time(), 0.0
+        joint = self._schedule(forward, backward, kwargs["num_fwd_outputs"])
+        peak = joint.peak_bytes()
+        limit = int(peak * _fraction(self.memory)) if is_fraction(self.memory) else size_bytes(self.memory, "memory")
+        graph = Graph(name, limit, peak, peak)
         aim = int(limit * (1 - LIBRARIES)) if joint.convolves else limit
-        if without > (limit if is_fraction(self.memory) else aim):  # memory=1.0 needs no plan despite LIBRARIES
+        if peak > (limit if is_fraction(self.memory) else aim):  # memory=1.0 needs no plan despite LIBRARIES
             joint, graph = self._planned(joint, graph, aim, _device(joint_inputs))
-        seconds = time.process_time() - begin - self._looking_s
-        self.graphs.append(replace(graph, seconds=seconds, looking_s=self._looking_s))
+        seconds = time.process_time() - begin - self._scheduling_s
+        self.graphs.append(replace(graph, seconds=seconds, looking_s=self._scheduling_s))
         return joint.forward, joint.backward
 
     def _planned(self, joint: Joint, graph: Graph, aim: int, device: torch.device) -> tuple[Joint, Graph]:
@@ -292,54 +292,54 @@ class Partitioner(CustomPartitionerFn):
         if swaps:
             machine = machine.one_copy_stream()
             if device.type == "cpu":
-                on_the_cpu()
+                register_cpu_copies()
         program = joint.program(machine, f"graph {graph.name}", swaps)
-        found, why = search(
-            lambda limit: self._draft(joint, program, machine, limit),
-            lambda draft: self._look(*partition(joint, program, draft.items), joint.outputs),
+        best, reason = search(
+            lambda limit: self._candidate(joint, program, machine, limit),
+            lambda chosen: self._schedule(*partition(joint, program, chosen.items), joint.outputs),
             aim, program.peak_bytes,
         )  # fmt: skip
-        if found is None:
-            raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}: {why}")
-        draft = found.draft
-        return found.joint, replace(
-            graph, peak_bytes=found.needs, program=program, plan=draft.plan, machine=machine.name,
-            iteration_ns=draft.timeline.iteration_ns, ideal_ns=draft.timeline.ideal_ns, floor_ns=draft.floor_ns,
+        if best is None:
+            raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}: {reason}")
+        chosen = best.candidate
+        return best.joint, replace(
+            graph, peak_bytes=best.peak_bytes, program=program, plan=chosen.plan, machine=machine.name,
+            iteration_ns=chosen.timeline.iteration_ns, ideal_ns=chosen.timeline.ideal_ns, floor_ns=chosen.floor_ns,
         )  # fmt: skip
 
-    def _draft(self, joint: Joint, program: Program, machine: Machine, limit: int) -> _Draft:
+    def _candidate(self, joint: Joint, program: Program, machine: Machine, limit: int) -> _Candidate:
         """Returns a plan for ``limit`` bytes with its issue order and estimated peak; raises FitError."""
         plan, floor_ns = planned_in_mode(program, machine, limit, self.planner, self.seconds, self.mode)
-        done = (d for d in plan.decisions if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)
-        plan = replace(plan, decisions=tuple(done))
+        kept = (d for d in plan.decisions if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)
+        plan = replace(plan, decisions=tuple(kept))
         schedule = lower(program, plan)
-        within = max(limit, schedule.required_bytes)
-        timeline = simulate(program, plan, machine, within, schedule=schedule)
+        feasible_limit = max(limit, schedule.required_bytes)
+        timeline = simulate(program, plan, machine, feasible_limit, schedule=schedule)
         items = order(schedule, timeline).items
-        return _Draft(plan, floor_ns, timeline, items, joint.planned_bytes(schedule, items))
+        return _Candidate(plan, floor_ns, timeline, items, joint.planned_bytes(schedule, items))
 
-    def _look(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Joint:
+    def _schedule(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Joint:
         begin = time.process_time()
         first = launches_of(forward, False)
         names = [x.name if isinstance(x, fx.Node) else "" for x in forward.graph.output_node().args[0]]
         strides = {name: s for name, s in list(zip(names, first.strides, strict=True))[outputs:] if s is not None}
         second = launches_of(backward, True, donatable(forward, backward, outputs), strides)
         joint = Joint(forward, backward, first, second, outputs)
-        self._looking_s += time.process_time() - begin
+        self._scheduling_s += time.process_time() - begin
         return joint
 
     def _check_several(self, name: str) -> None:
         """Raises CompileError if ``memory`` is in bytes and the model has a second graph, whose peak is unknown."""
-        frames = {graph.name.split("/")[0] for graph in self.graphs if not graph.left}
-        again = name.split("/")[0] not in frames or any(graph.name == name for graph in self.graphs)
-        if frames and again and not is_fraction(self.memory):
+        frames = {graph.name.split("/")[0] for graph in self.graphs if not graph.skip_reason}
+        is_other_graph = name.split("/")[0] not in frames or any(graph.name == name for graph in self.graphs)
+        if frames and is_other_graph and not is_fraction(self.memory):
             raise CompileError(
                 f"memory: {self.memory} are for a model of one graph, and this one has a second ({name}): give a "
                 "fraction such as 0.6 of each graph's peak, or find the graph break with torch.compile(fullgraph=True)"
             )
 
-    def _leave(self, name: str, why: str) -> None:
-        graph = Graph(name, left=why)
+    def _skip(self, name: str, reason: str) -> None:
+        graph = Graph(name, skip_reason=reason)
         self.graphs.append(graph)
         warnings.warn(str(graph), stacklevel=2)
 
@@ -412,7 +412,7 @@ def compile(
                 return compile_fx_inner(gm, *args, **kwargs)
 
         if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in inputs):
-            needs_compiler()
+            require_compiler()
         # Buffer reuse would keep memory allocated that the plan counts as free.
         patches = {"allow_buffer_reuse": False, **(options or {}), "custom_partitioner_fn": partitioner}
         # A cached joint graph has no report, and its plan may be for another machine.
@@ -447,10 +447,10 @@ def allocated_peak(step: Callable[[], object], device: str = "cpu") -> int:
     if device != "cpu":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        bytes_before = torch.cuda.memory_allocated()
         step()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - bytes_before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     results = profiler.profiler.kineto_results
@@ -462,22 +462,22 @@ def allocated_peak(step: Callable[[], object], device: str = "cpu") -> int:
     return peak
 
 
-def needs_operators(mode: str) -> None:
+def require_operators(mode: str) -> None:
     """Raises CompileError if PyTorch cannot copy within a graph or cannot restore a tensor's layout."""
     try:
         from torch._functorch._activation_offloading import offload_ops  # noqa: F401 (makes the operators)
 
-        there = "original_stride" in str(torch.ops.ao.reload.default._schema)
+        is_supported = "original_stride" in str(torch.ops.ao.reload.default._schema)
     except ImportError:
-        there = False
-    if not there:
+        is_supported = False
+    if not is_supported:
         raise CompileError(
             f"mode: {mode!r} needs the ao operators of PyTorch 2.13, and this is {torch.__version__}: "
             "mode='recompute' does without"
         )
 
 
-def needs_compiler() -> None:
+def require_compiler() -> None:
     """Raises CompileError if Inductor would find no C++ compiler."""
     names = [name for name in torch._inductor.config.cpp.cxx if name]
     if not any(map(shutil.which, names)):
@@ -486,7 +486,7 @@ def needs_compiler() -> None:
         )
 
 
-def _part(memory: int | float | str) -> float:
+def _fraction(memory: int | float | str) -> float:
     text = str(memory).strip()
     return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 

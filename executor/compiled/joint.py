@@ -36,7 +36,7 @@ class Call(NamedTuple):
     launch: Launch | None
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    takes: tuple[tuple[str, str], ...] = ()
+    reuses: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Joint:
 
         Saved tensors are storages of the forward.
         """
-        given, saved_or_given = _inputs(self.forward), _inputs(self.backward)
-        first = {s: FORWARD + s for s in _written(self.first) if s not in given}
+        inputs, backward_inputs = _inputs(self.forward), _inputs(self.backward)
+        first = {s: FORWARD + s for s in _written(self.first) if s not in inputs}
         second = {s: BACKWARD + s for s in self.tangents}
-        second |= {s: BACKWARD + s for s in _written(self.second) if s not in saved_or_given}
+        second |= {s: BACKWARD + s for s in _written(self.second) if s not in backward_inputs}
         saved = zip(_returned(self.forward), self.first.outputs, strict=True)
         return first, second | {node.name: first[s] for node, s in saved if s in first}
 
@@ -91,7 +91,7 @@ class Joint:
         (outs, grads), tangents = self.returned, tuple(BACKWARD + s for s in self.tangents)
         first, second = (
             [Call(launch, _renamed(launch.reads, names), _renamed(launch.writes, names),
-                  tuple((names[to], names[of]) for to, of in launch.takes if to in names and of in names))
+                  tuple((names[new], names[old]) for new, old in launch.reuses if new in names and old in names))
              for launch in graph.launches]
             for graph, names in zip((self.first, self.second), self.names, strict=True)
         )  # fmt: skip
@@ -112,12 +112,12 @@ class Joint:
     def kernels(self) -> tuple[tuple[int, bool, frozenset[str]], ...]:
         """Per kernel of the Program: index in ``calls``, whether it only reads inputs, inputs that it overwrites."""
         found: list[tuple[int, bool, frozenset[str]]] = []
-        held: set[str] = set()
+        live: set[str] = set()
         for k, call in enumerate(self.calls):
-            given = frozenset(self._over(k, held).values() if k > self.between else ())
-            found += [(k, True, given)] if given else []
-            found.append((k, False, given))
-            held |= set(call.writes)
+            overwritten = frozenset(self._reused_inputs(k, live).values() if k > self.between else ())
+            found += [(k, True, overwritten)] if overwritten else []
+            found.append((k, False, overwritten))
+            live |= set(call.writes)
         return tuple(found)
 
     @cached_property
@@ -125,9 +125,9 @@ class Joint:
         """Index of the last of ``calls`` that uses each storage."""
         return {s: k for k, call in enumerate(self.calls) for s in (*call.reads, *call.writes)}
 
-    def _over(self, k: int, held: Container[str]) -> dict[str, str]:
+    def _reused_inputs(self, k: int, live: Container[str]) -> dict[str, str]:
         """Returns written storage -> input that dies here and whose memory it reuses, for results not yet held."""
-        return {to: of for to, of in self.calls[k].takes if self._last[of] == k and to not in held}
+        return {new: old for new, old in self.calls[k].reuses if self._last[old] == k and new not in live}
 
     @cached_property
     def movable(self) -> frozenset[str]:
@@ -137,13 +137,13 @@ class Joint:
         """
         values: dict[str, list[Any]] = {}
         for prefix, graph, module in ((FORWARD, self.first, self.forward), (BACKWARD, self.second, self.backward)):
-            made = {node.name: node.meta.get("val") for node in module.graph.nodes if node.op == "call_function"}
+            node_values = {node.name: node.meta.get("val") for node in module.graph.nodes if node.op == "call_function"}
             for launch in graph.launches:
                 for s in launch.writes:
-                    own = [made.get(v) for v in launch.values if graph.stored[v] == s]
-                    values.setdefault(prefix + s, []).extend(own or [None])
-        alone = {s: found[0] for s, found in values.items() if len(found) == 1 and isinstance(found[0], torch.Tensor)}
-        return frozenset(s for s, x in alone.items() if x.nbytes == self.storages.get(s))
+                    stored = [node_values.get(v) for v in launch.values if graph.stored[v] == s]
+                    values.setdefault(prefix + s, []).extend(stored or [None])
+        single = {s: found[0] for s, found in values.items() if len(found) == 1 and isinstance(found[0], torch.Tensor)}
+        return frozenset(s for s, x in single.items() if x.nbytes == self.storages.get(s))
 
     def program(self, machine: Machine, name: str = "compiled", swaps: bool = False) -> Program:
         """Returns the Program, with roofline durations; only forward kernels can be recomputed.
@@ -153,53 +153,53 @@ class Joint:
                 them out.
         """
         index = {storage: i for i, storage in enumerate(self.storages)}
-        callers, grads = self.calls[-1].reads, {*self.returned[1], *self.calls[self.between].writes}
+        caller_reads, grads = self.calls[-1].reads, {*self.returned[1], *self.calls[self.between].writes}
         tensors = [Tensor(s, n, "gradient" if s in grads else "activation") for s, n in self.storages.items()]
         kernels = []
         born: set[str] = set()
-        for k, finds, given in self.kernels:
+        for k, reads_only, overwritten in self.kernels:
             launch, reads, writes, _ = self.calls[k]
             graph, phase = (self.first, "forward") if k < self.between else (self.second, "backward")
             # A launch that writes part of a shared storage may be its first writer and then reads nothing from it.
             inputs = dict.fromkeys(s for s in reads if s in born or s not in writes)
             if swaps and launch and phase == "backward":
-                inputs |= dict.fromkeys(s for s in callers if s in born and s not in writes)
-            if finds:
+                inputs |= dict.fromkeys(s for s in caller_reads if s in born and s not in writes)
+            if reads_only:
                 writes = ()
             born.update(writes)
             outputs = tuple(index[s] for s in writes)
-            if launch is None or finds:
-                needed = tuple(index[s] for s in inputs)
-                kernels.append(Kernel("inputs" if finds else "marker", "other", phase, needed, outputs, 0,
+            if launch is None or reads_only:
+                read_indices = tuple(index[s] for s in inputs)
+                kernels.append(Kernel("inputs" if reads_only else "marker", "other", phase, read_indices, outputs, 0,
                                       recomputable=False))  # fmt: skip
                 continue
             nbytes = sum(graph.nbytes.get(s, 0) for s in (*launch.reads, *launch.writes))
             kernels.append(Kernel(
-                launch.name, launch.kind, phase, tuple(index[s] for s in inputs if s not in given), outputs,
+                launch.name, launch.kind, phase, tuple(index[s] for s in inputs if s not in overwritten), outputs,
                 roofline_ns(machine, launch.kind, launch.flops, nbytes, launch.dtype), launch.workspace, launch.flops,
-                nbytes, phase == "forward" and self._again(launch),
+                nbytes, phase == "forward" and self._is_recomputable(launch),
             ))  # fmt: skip
         return Program(name, tuple(tensors), tuple(kernels))
 
-    def _again(self, launch: Launch) -> bool:
+    def _is_recomputable(self, launch: Launch) -> bool:
         """Returns whether a forward launch can be recomputed: no random draw, no side effect, unmodified inputs."""
         planned = self.names[0].keys() & set(launch.writes)
         nodes = {node.name: node for node in self.forward.graph.nodes}
         roots = [nodes[v] for v in launch.values if self.first.stored[v] in planned and v in nodes]
         if {self.first.stored[root.name] for root in roots} != planned:
             return False
-        own, seen, stack = set(launch.values), set(), list(roots)
+        launch_values, seen, stack = set(launch.values), set(), list(roots)
         while stack:
             node = stack.pop()
             if node in seen:
                 continue
             seen.add(node)
             storage = self.first.stored.get(node.name)
-            part = storage in launch.writes  # of a concatenation
-            inside = node.name in own or part or storage not in self._in_memory or is_view(node)
-            if node.name in self._mutated or (inside and not repeatable(node)):
+            is_part = storage in launch.writes  # of a concatenation
+            is_internal = node.name in launch_values or is_part or storage not in self._in_memory or is_view(node)
+            if node.name in self._mutated or (is_internal and not repeatable(node)):
                 return False
-            stack += node.all_input_nodes if inside else ()
+            stack += node.all_input_nodes if is_internal else ()
         return True
 
     @cached_property
@@ -215,19 +215,19 @@ class Joint:
     def peak_bytes(self) -> int:
         """Returns the peak in bytes of Inductor's code, which is the Program's peak without in-place results.
 
-        A result that overwrites a dying input (``Launch.takes``) allocates nothing. Storages that die in a
+        A result that overwrites a dying input (``Launch.reuses``) allocates nothing. Storages that die in a
         ``Launch.joined`` kernel are freed after the last of consecutive joined kernels.
         """
-        held: dict[str, int] = {}
+        live: dict[str, int] = {}
         ledger = _Ledger()
         for k, (launch, _, writes, _) in enumerate(self.calls):
-            over = self._over(k, held)
-            new = [s for s in writes if s not in held]
-            held |= {s: self.storages[s] for s in new}
-            gone = [s for s in held if self._last[s] == k and s not in over.values()]
-            ledger.run(launch, sum(held[s] for s in new if s not in over), sum(held.pop(s) for s in gone))
-            for source in over.values():
-                held.pop(source)
+            reused = self._reused_inputs(k, live)
+            new = [s for s in writes if s not in live]
+            live |= {s: self.storages[s] for s in new}
+            dying = [s for s in live if self._last[s] == k and s not in reused.values()]
+            ledger.run(launch, sum(live[s] for s in new if s not in reused), sum(live.pop(s) for s in dying))
+            for source in reused.values():
+                live.pop(source)
         return ledger.peak
 
     def planned_bytes(self, schedule: Schedule, items: Iterable[Item]) -> int:
@@ -237,22 +237,22 @@ class Joint:
         """
         names, size = [t.name for t in schedule.program.tensors], [b.nbytes for b in schedule.blocks]
         ledger = _Ledger()
-        given: dict[str, int] = {}  # inputs that the next launch overwrites
+        overwritten: dict[str, int] = {}  # inputs that the next launch overwrites
         for item in items:
-            step, (k, finds, _) = item.step, self.kernels[item.step.kernel]
+            step, (k, reads_only, _) = item.step, self.kernels[item.step.kernel]
             ledger.move(item.before, size)
             blocks = {names[t]: block for t, block in step.uses.items()}
-            gone = {s: block for s, block in blocks.items() if block in step.frees}
-            if finds:
-                given = gone
+            dying = {s: block for s, block in blocks.items() if block in step.frees}
+            if reads_only:
+                overwritten = dying
             else:
-                dead = gone if step.again else gone | given
-                given = given if step.again else {}  # recomputation may come in between
-                launch, _, _, takes = self.calls[k]
-                over = {blocks[to]: dead[of] for to, of in takes if blocks.get(to) in step.allocates and of in dead}
-                taken = sum(size[b] for b in step.allocates if b not in over)
-                freed = {*step.frees, *dead.values()} - {*over.values()}
-                ledger.run(launch, taken, sum(size[b] for b in freed))
+                dead = dying if step.again else dying | overwritten
+                overwritten = overwritten if step.again else {}  # recomputation may come in between
+                launch, _, _, reuses = self.calls[k]
+                reused = {blocks[w]: dead[r] for w, r in reuses if blocks.get(w) in step.allocates and r in dead}
+                allocated = sum(size[b] for b in step.allocates if b not in reused)
+                freed = {*step.frees, *dead.values()} - {*reused.values()}
+                ledger.run(launch, allocated, sum(size[b] for b in freed))
             ledger.move(item.after, size)
         return ledger.peak
 
@@ -263,14 +263,14 @@ class _Ledger:
     def __init__(self) -> None:
         self.now = self.peak = self.late = 0
 
-    def run(self, launch: Launch | None, taken: int, given: int) -> None:
-        """Accounts for a launch that allocates ``taken`` and frees ``given`` bytes besides its workspace."""
+    def run(self, launch: Launch | None, allocated: int, freed: int) -> None:
+        """Accounts for a launch that allocates ``allocated`` and frees ``freed`` bytes besides its workspace."""
         joined, workspace = (launch.joined, launch.workspace) if launch else (False, 0)
         if not joined:
             self._end()
-        self.now += taken + workspace
+        self.now += allocated + workspace
         self.peak = max(self.peak, self.now)
-        self.late += given + workspace
+        self.late += freed + workspace
         if not joined:
             self._end()
 
@@ -294,8 +294,8 @@ def donatable(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -
 
     returned = [x if isinstance(x, fx.Node) else None for x in forward.graph.output_node().args[0]]
     others = (*forward.graph.find_nodes(op="placeholder"), *filter(None, returned[:outputs]), *_returned(backward))
-    taken = set(memory(others).values())
-    return {name for name, m in memory(filter(None, returned[outputs:])).items() if m not in taken}
+    other_memory = set(memory(others).values())
+    return {name for name, m in memory(filter(None, returned[outputs:])).items() if m not in other_memory}
 
 
 def _returned(graph: fx.GraphModule) -> list[fx.Node]:

@@ -24,7 +24,7 @@ from simulator.machine import Machine
 from simulator.program import KernelKind
 
 STEP = "headroom_step"  # key in a node's meta: the plan's step in which it executes
-APART = 1  # largest distance of plan steps that may be fused
+MAX_STEP_DISTANCE = 1  # largest distance of plan steps that may be fused
 
 
 class Launch(NamedTuple):
@@ -37,7 +37,7 @@ class Launch(NamedTuple):
     values: tuple[str, ...]  # names of the graph nodes whose values it writes, in order
     flops: int
     dtype: str  # dtype of the matrix products that account for the flops
-    takes: tuple[tuple[str, str], ...]  # (storage written, storage read whose memory it may reuse if that dies)
+    reuses: tuple[tuple[str, str], ...]  # (storage written, storage read whose memory it may reuse if that dies)
     workspace: int = 0  # bytes of reductions that only this kernel uses
     joined: bool = False  # C++: consecutive joined kernels are one call, which frees memory at its end
 
@@ -70,14 +70,14 @@ def choices() -> Any:
     from torch._inductor.choices import InductorChoices
 
     def steps(nodes: Any) -> set[int]:
-        own = (max((x.meta.get(STEP, -1) for x in _origins([node])), default=-1) for node in nodes.get_nodes())
-        return {step for step in own if step >= 0}
+        latest_steps = (max((x.meta.get(STEP, -1) for x in _origins([node])), default=-1) for node in nodes.get_nodes())
+        return {step for step in latest_steps if step >= 0}
 
     class Choices(InductorChoices):
         @staticmethod
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            both = steps(node1) | steps(node2)
-            return (not both or max(both) - min(both) <= APART) and InductorChoices.can_fuse(
+            all_steps = steps(node1) | steps(node2)
+            return (not all_steps or max(all_steps) - min(all_steps) <= MAX_STEP_DISTANCE) and InductorChoices.can_fuse(
                 scheduler, node1, node2, shared_data_score
             )
 
@@ -140,7 +140,7 @@ class _Reader:
         self.ir: Any = ir
         self.gm, self.lowering, self.scheduler = gm, lowering, lowering.scheduler
         self.outputs = set(lowering.get_output_names())
-        self.over = self._over()
+        self.reused = self._find_reused()
 
     def read(self) -> Launches:
         groups: list[list[Any]] = []
@@ -162,29 +162,29 @@ class _Reader:
             for node in group:
                 for name in node.get_buffer_names() & self.scheduler.mutation_real_name.keys():
                     for x in _origins(node.get_nodes()):
-                        writers[x, self._real(name)] = group
+                        writers[x, self._owner(name)] = group
         values: dict[int, list[str]] = {id(group): [] for group in groups}
         stored: dict[str, str] = {}
         for fx_node in self.gm.graph.nodes:
             raw = self._buffer(self.lowering.env.get(fx_node))
             if raw is None:
                 continue
-            storage = self._real(raw)
+            storage = self._owner(raw)
             alias = is_view(fx_node) and storage in stored.values()
             stored[fx_node.name] = storage
-            made_by = writers.get((fx_node, storage), group_of.get(raw))  # not the kernel that only zero-fills it
-            if made_by is not None and not alias:
-                values[id(made_by)].append(fx_node.name)
-        launches = tuple(self._launch(group, self._whole(values[id(group)], stored)) for group in groups)
+            writer = writers.get((fx_node, storage), group_of.get(raw))  # not the kernel that only zero-fills it
+            if writer is not None and not alias:
+                values[id(writer)].append(fx_node.name)
+        launches = tuple(self._launch(group, self._without_parts(values[id(group)], stored)) for group in groups)
         names = {s for launch in launches for s in launch.reads + launch.writes} | set(stored.values())
-        outs = (None if (o := self._buffer(out)) is None else self._real(o) for out in self.lowering.graph_outputs)
+        outs = (None if (o := self._buffer(out)) is None else self._owner(o) for out in self.lowering.graph_outputs)
         strides = (
             tuple(map(int, out.get_stride())) if isinstance(out, self.ir.IRNode) and out.has_tensor_output() else None
             for out in self.lowering.graph_outputs
         )
         return Launches(launches, {name: self._nbytes(name) for name in names}, stored, tuple(outs), tuple(strides))
 
-    def _whole(self, values: list[str], stored: dict[str, str]) -> tuple[str, ...]:
+    def _without_parts(self, values: list[str], stored: dict[str, str]) -> tuple[str, ...]:
         """Returns ``values`` without parts that are read only by a ``cat`` among them."""
         nodes = {node.name: node for node in self.gm.graph.nodes}
         cats = {nodes[v] for v in values if nodes[v].target is torch.ops.aten.cat.default}
@@ -195,24 +195,24 @@ class _Reader:
         from torch._inductor.dependencies import WeakDep
 
         ir = self.ir
-        inside = {n.get_name() for node in group for n in node.get_nodes()}
+        node_names = {n.get_name() for node in group for n in node.get_nodes()}
         written = [o for node in group for o in node.get_outputs()]
-        own = {o.get_name() for o in written}
+        written_names = {o.get_name() for o in written}
         local = {
             o.get_name()
             for o in written
             if o.get_name() not in self.outputs
             and o.get_name() not in self.scheduler.mutation_real_name
-            and all(user.is_weak or user.get_name() in inside for user in o.users)
+            and all(user.is_weak or user.get_name() in node_names for user in o.users)
         }
         reads = dict.fromkeys(
-            self._real(d.name)
+            self._owner(d.name)
             for node in group
             for d in node.read_writes.reads
-            if not isinstance(d, WeakDep) and d.name not in own
+            if not isinstance(d, WeakDep) and d.name not in written_names
         )
         writes = dict.fromkeys(
-            self._real(o.get_name())
+            self._owner(o.get_name())
             for o in written
             if o.get_name() not in local and not isinstance(o.node.layout, (ir.NoneLayout, ir.MultiOutputLayout))
         )
@@ -228,72 +228,72 @@ class _Reader:
             kind = kind_of(origins[0].target, "forward")
         else:
             kind = "reduce" if any(n.is_reduction() for n in nodes) else "elementwise"
-        takes = tuple(self._takes(written, local, own))
+        reuses = tuple(self._reuses(written, local, written_names))
         sums = [o for n in nodes if n.is_reduction() for o in n.get_outputs() if o.get_name() in local]
         return Launch(
             "+".join(x.name for x in origins[-3:]) or group[0].get_name(), kind, tuple(reads), tuple(writes), values,
-            sum(f for _, f in products), next(iter(dtypes), "float32"), takes,
+            sum(f for _, f in products), next(iter(dtypes), "float32"), reuses,
             sum(self._nbytes(o.get_name()) for o in sums), not extern and nodes[0].get_device().type == "cpu",
         )  # fmt: skip
 
-    def _over(self) -> dict[str, str]:
+    def _find_reused(self) -> dict[str, str]:
         """Returns result -> buffer whose memory it reuses, mirroring ``SchedulerNode.decide_inplace_update``."""
         from torch._inductor import config
         from torch._inductor.codegen.wrapper import can_match_buffer_size
         from torch._inductor.scheduler import NopKernelSchedulerNode, SchedulerNode
 
-        odd = (self.ir.NoneLayout, self.ir.MultiOutputLayout, self.ir.MutationLayoutSHOULDREMOVE)
-        over: dict[str, str] = {}
+        unsupported = (self.ir.NoneLayout, self.ir.MultiOutputLayout, self.ir.MutationLayoutSHOULDREMOVE)
+        reused: dict[str, str] = {}
         done: set[str] = set()
         for group in self.scheduler.nodes:
             for node in group.get_nodes():
                 ignored = node.ancestors | self.lowering.removed_operations | done
                 for output in node.get_outputs() if isinstance(node, SchedulerNode) and config.inplace_buffers else ():
-                    made = output.node
-                    if not made.should_allocate() or made.get_inputs_that_alias_output() or made.get_mutation_names():
+                    out = output.node
+                    if not out.should_allocate() or out.get_inputs_that_alias_output() or out.get_mutation_names():
                         continue
                     for dep in node.read_writes.reads:
-                        known = self.scheduler.name_to_donated_buffer.get(dep.name)
-                        source = known if known is not None else self.scheduler.name_to_buf.get(dep.name)
-                        if source is None or source.node is None or source.get_name() in over.values():
+                        donated = self.scheduler.name_to_donated_buffer.get(dep.name)
+                        source = donated if donated is not None else self.scheduler.name_to_buf.get(dep.name)
+                        if source is None or source.node is None or source.get_name() in reused.values():
                             continue
                         users = [u for u in source.users if u.node.get_name() not in ignored]
                         if (
                             len(users) == 1
                             and users[0].can_inplace
                             and users[0].node is node
-                            and not isinstance(source.node.get_output_spec(), odd)
-                            and not self._returned(source)
+                            and not isinstance(source.node.get_output_spec(), unsupported)
+                            and not self._is_returned(source)
                             and not isinstance(source.defining_op, NopKernelSchedulerNode)
-                            and can_match_buffer_size(source.node, made)
-                            and self._one_index(source, group)
+                            and can_match_buffer_size(source.node, out)
+                            and self._has_one_index(source, group)
                         ):
-                            over[output.get_name()] = source.get_name()
+                            reused[output.get_name()] = source.get_name()
                             break
             done.update(group.get_operation_names())
-        return over
+        return reused
 
-    def _returned(self, source: Any) -> bool:
+    def _is_returned(self, source: Any) -> bool:
         """Returns whether a buffer is an argument that a call returns (``wait_tensor``)."""
         op = source.defining_op
-        made = isinstance(op.node, (self.ir.FallbackKernel, self.ir.MultiOutput)) if op else False
-        return made and bool(source.node.get_inputs_that_alias_output())
+        is_call = isinstance(op.node, (self.ir.FallbackKernel, self.ir.MultiOutput)) if op else False
+        return is_call and bool(source.node.get_inputs_that_alias_output())
 
-    def _one_index(self, source: Any, group: Any) -> bool:
+    def _has_one_index(self, source: Any, group: Any) -> bool:
         """Returns whether all of a fused kernel reads a buffer in the same order."""
         name = source.get_name()
-        inside = {n.get_name() for n in group.get_nodes()}
-        users = [u.node for u in source.users if u.node.get_name() in inside]
+        node_names = {n.get_name() for n in group.get_nodes()}
+        users = [u.node for u in source.users if u.node.get_name() in node_names]
         return len({d for n in users for d in n.read_writes.reads_and_writes() if d.name == name}) <= 1
 
-    def _takes(self, written: list[Any], local: set[str], own: set[str]) -> Iterator[tuple[str, str]]:
+    def _reuses(self, written: list[Any], local: set[str], written_names: set[str]) -> Iterator[tuple[str, str]]:
         for output in written:
             name = output.get_name()
-            source: str | None = self.over.get(name)
-            while source in own:
-                source = self.over.get(source)
+            source: str | None = self.reused.get(name)
+            while source in written_names:
+                source = self.reused.get(source)
             if name not in local and source is not None:
-                yield self._real(name), self._real(source)
+                yield self._owner(name), self._owner(source)
 
     def _buffer(self, value: Any) -> str | None:
         """Returns the name of the buffer that holds a lowered value, or None."""
@@ -306,19 +306,19 @@ class _Reader:
             value = value.data
         return value
 
-    def _real(self, name: str) -> str:
+    def _owner(self, name: str) -> str:
         """Returns the buffer that owns the memory of an in-place write, part of a ``cat`` or returned argument."""
         while True:
             node = getattr(self.scheduler.name_to_buf.get(name), "node", None)
             layout = node.layout if node is not None else None
             call = node.inputs[0] if isinstance(node, self.ir.MultiOutput) else None
-            given = call.get_inputs_that_alias_output() if isinstance(call, self.ir.FallbackKernel) else ()
+            aliases = call.get_inputs_that_alias_output() if isinstance(call, self.ir.FallbackKernel) else ()
             if name in self.scheduler.mutation_real_name:
                 name = self.scheduler.mutation_real_name[name]
             elif isinstance(layout, self.ir.NonOwningLayout):
                 name = layout.view.get_name()
-            elif given:
-                name = given[0]
+            elif aliases:
+                name = aliases[0]
             else:
                 return name
 
@@ -328,8 +328,8 @@ class _Reader:
         call = node.inputs[0] if isinstance(node, self.ir.MultiOutput) else None
         if str(getattr(call, "op_overload", "")) == "ao.offload.default":
             return 0
-        node, nothing = self._unwrapped(node), (self.ir.NoneLayout, self.ir.MultiOutputLayout)
-        if not isinstance(node, self.ir.Buffer) or isinstance(node.layout, nothing):
+        node, without_tensor = self._unwrapped(node), (self.ir.NoneLayout, self.ir.MultiOutputLayout)
+        if not isinstance(node, self.ir.Buffer) or isinstance(node.layout, without_tensor):
             return 0
         numel = self.lowering.sizevars.optimization_hint(self.lowering.get_allocation_storage_size(node), fallback=0)
         return int(numel) * int(node.get_dtype().itemsize)

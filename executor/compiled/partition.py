@@ -39,7 +39,7 @@ def partition(joint: Joint, program: Program, items: Iterable[Item]) -> tuple[fx
         for move in item.after:
             writer.move(move)
     module = writer.module()
-    second = writer.second
+    second = writer.backward_nodes
     used = {x for node in second for x in node.all_input_nodes if x not in second}
     grads = {x for x in writer.grads if x is not None and x not in second}
     saved = [x for x in module.graph.nodes if x in used | grads and x.name not in writer.tangents]
@@ -59,43 +59,43 @@ class _Writer:
         self.forward = {node.name: node for node in forward.nodes}
         self.backward = {node.name: node for node in backward.nodes}
         self.order = {node: i for i, node in enumerate((*forward.nodes, *backward.nodes))}
-        self.held: dict[int, dict[fx.Node, fx.Node]] = {}  # block -> values stored in it
+        self.values: dict[int, dict[fx.Node, fx.Node]] = {}  # block -> values stored in it
         self.on_host: dict[int, fx.Node] = {}  # block -> its host copy
-        self.coming: dict[int, fx.Node] = {}  # block -> target of its pending swap-in
-        self.root: dict[int, fx.Node] = {}  # block -> the value that is copied
-        self.always: dict[fx.Node, fx.Node] = {}  # inputs, sizes, and nodes emitted only once
-        self.second: set[fx.Node] = set()  # nodes of the backward
+        self.arriving: dict[int, fx.Node] = {}  # block -> target of its pending swap-in
+        self.roots: dict[int, fx.Node] = {}  # block -> the value that is copied
+        self.permanent: dict[fx.Node, fx.Node] = {}  # inputs, sizes, and nodes emitted only once
+        self.backward_nodes: set[fx.Node] = set()  # nodes of the backward
         self.results: list[fx.Node | None] = []
         self.grads: list[fx.Node | None] = []
-        self.in_second = False
-        self.given: dict[fx.Node, fx.Node] = {}  # values that the next launch overwrites
-        self.now = 0
+        self.in_backward = False
+        self.overwritten: dict[fx.Node, fx.Node] = {}  # values that the next launch overwrites
+        self.step_number = 0
         for node in forward.find_nodes(op="placeholder"):
-            self.always[node] = self.graph.node_copy(node)
+            self.permanent[node] = self.graph.node_copy(node)
         saved = {x.name for x in _results(forward) if x is not None}
         self.tangents = {n.name for n in backward.find_nodes(op="placeholder") if n.name not in saved}
         for name in sorted(self.tangents, key=lambda n: self.order[self.backward[n]]):
-            self.always[self.backward[name]] = self.graph.node_copy(self.backward[name])
+            self.permanent[self.backward[name]] = self.graph.node_copy(self.backward[name])
 
     def step(self, step: Step) -> None:
         """Emits one launch, the marker between the two graphs, or the end marker."""
-        k, finds, _ = self.joint.kernels[step.kernel]
+        k, reads_only, _ = self.joint.kernels[step.kernel]
         launch = self.joint.calls[k].launch
-        if finds:
+        if reads_only:
             for block in step.frees:
-                self.given |= self.held.pop(block, {})
+                self.overwritten |= self.values.pop(block, {})
             return
-        env = self.always | self.given
+        env = self.permanent | self.overwritten
         for block in step.uses.values():
-            env.update(self.held.get(block, {}))
-        self.now += 1
+            env.update(self.values.get(block, {}))
+        self.step_number += 1
         if k == self.joint.between:
-            self._once(self.forward.values())
-            self.results = self._all(_results(self.joint.forward.graph)[: self.joint.outputs], env)
-            self.in_second = True
+            self._write_impure(self.forward.values())
+            self.results = self._write_all(_results(self.joint.forward.graph)[: self.joint.outputs], env)
+            self.in_backward = True
         elif launch is None:
-            self._once(self.backward.values())
-            self.grads = self._all(_results(self.joint.backward.graph), env)
+            self._write_impure(self.backward.values())
+            self.grads = self._write_all(_results(self.joint.backward.graph), env)
         else:
             nodes, graph, prefix = self.forward, self.joint.first, FORWARD  # possibly recomputed in the backward
             if k > self.joint.between:
@@ -105,17 +105,17 @@ class _Writer:
             for root in roots:
                 env.pop(root, None)
             for root in roots:
-                if root in self.always:  # already emitted
-                    env[root] = self.always[root]
+                if root in self.permanent:  # already emitted
+                    env[root] = self.permanent[root]
                 self._write(root, env)
                 block = blocks.get(prefix + graph.stored[root.name])
                 if block is not None:
-                    self.held.setdefault(block, {})[root] = env[root]
+                    self.values.setdefault(block, {})[root] = env[root]
             self._carry(launch, prefix, blocks, {graph.stored[root.name] for root in roots})
         if not step.again:  # recomputation may come in between
-            self.given = {}
+            self.overwritten = {}
         for block in step.frees:
-            self.held.pop(block, None)
+            self.values.pop(block, None)
 
     def move(self, move: Move) -> None:
         """Emits the start or the end of a copy; its wait is the last reader of the memory that it frees.
@@ -125,69 +125,69 @@ class _Writer:
         kind, block = move
         ao = torch.ops.ao
         if kind == "out":
-            ((self.root[block], value),) = self.held[block].items()
+            ((self.roots[block], value),) = self.values[block].items()
             self.on_host[block] = self._call(ao.offload.default, value)
         elif kind == "reclaim":
-            ((_, value),) = self.held.pop(block).items()
+            ((_, value),) = self.values.pop(block).items()
             self.on_host[block] = self._call(ao.wait_tensor.default, self.on_host[block], None, value)
         elif kind == "release":
-            self.held.pop(block)
+            self.values.pop(block)
         elif kind == "in":
-            was = self.root[block].meta["val"]
-            size, stride = list(was.size()), list(was.stride())
-            self.coming[block] = self._call(ao.reload.default, self.on_host[block], was.device, size, stride)
+            original = self.roots[block].meta["val"]
+            size, stride = list(original.size()), list(original.stride())
+            self.arriving[block] = self._call(ao.reload.default, self.on_host[block], original.device, size, stride)
         else:
-            back = self._call(ao.wait_tensor.default, self.coming.pop(block), None, self.on_host[block])
-            self.held[block] = {self.root[block]: back}
-            if self.root[block] in self.always:
-                self.always[self.root[block]] = back
+            restored = self._call(ao.wait_tensor.default, self.arriving.pop(block), None, self.on_host[block])
+            self.values[block] = {self.roots[block]: restored}
+            if self.roots[block] in self.permanent:
+                self.permanent[self.roots[block]] = restored
 
     def _call(self, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
-        given = fx.map_arg(args, lambda x: x.meta["val"])
-        with detect_fake_mode(given):
-            node.meta |= {"val": target(*given), STEP: self.now}
+        values = fx.map_arg(args, lambda x: x.meta["val"])
+        with detect_fake_mode(values):
+            node.meta |= {"val": target(*values), STEP: self.step_number}
         # Nodes with side effects would otherwise be in both graphs.
-        node.meta["partitioner_tag"] = "must_be_in_backward" if self.in_second else "must_be_in_forward"
-        if self.in_second:
-            self.second.add(node)
+        node.meta["partitioner_tag"] = "must_be_in_backward" if self.in_backward else "must_be_in_forward"
+        if self.in_backward:
+            self.backward_nodes.add(node)
         return node
 
-    def _carry(self, launch: Launch, prefix: str, blocks: dict[str, int], known: set[str]) -> None:
+    def _carry(self, launch: Launch, prefix: str, blocks: dict[str, int], written: set[str]) -> None:
         """Lets readers recompute a storage that is not a graph value (another layout, a part of a concatenation)."""
-        unknown = [blocks[prefix + s] for s in launch.writes if s not in known and prefix + s in blocks]
+        unknown = [blocks[prefix + s] for s in launch.writes if s not in written and prefix + s in blocks]
         for block in unknown:
-            own = self.held.setdefault(block, {})
-            own.update(self.given)
+            values = self.values.setdefault(block, {})
+            values.update(self.overwritten)
             for other in blocks.values():
-                own.update(self.held.get(other, {}))
+                values.update(self.values.get(other, {}))
 
-    def _once(self, nodes: Iterable[fx.Node]) -> None:
+    def _write_impure(self, nodes: Iterable[fx.Node]) -> None:
         """Emits nodes outside any launch that write the caller's memory or draw random numbers."""
         for node in list(nodes):
-            if node.op == "call_function" and node.is_impure() and not repeatable(node) and node not in self.always:
-                self._write(node, dict(self.always))
+            if node.op == "call_function" and node.is_impure() and not repeatable(node) and node not in self.permanent:
+                self._write(node, dict(self.permanent))
 
-    def _all(self, nodes: list[fx.Node | None], env: dict[fx.Node, fx.Node]) -> list[fx.Node | None]:
+    def _write_all(self, nodes: list[fx.Node | None], env: dict[fx.Node, fx.Node]) -> list[fx.Node | None]:
         return [None if node is None else self._write(node, env) for node in nodes]
 
     def _write(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
         """Returns the value of a node in the new graph and emits missing inputs that are not in ``env``."""
-        wanted: set[fx.Node] = set()
+        missing: set[fx.Node] = set()
         stack = [self._source(node)]
         while stack:
             x = stack.pop()
-            if x not in env and x not in wanted:
-                wanted.add(x)
+            if x not in env and x not in missing:
+                missing.add(x)
                 stack += map(self._source, x.all_input_nodes)
-        for x in sorted(wanted, key=self.order.__getitem__):
+        for x in sorted(missing, key=self.order.__getitem__):
             copied = self.graph.node_copy(x, lambda a: env[self._source(a)])
-            copied.meta[STEP] = self.now
+            copied.meta[STEP] = self.step_number
             env[x] = copied
-            if self.in_second:
-                self.second.add(copied)
+            if self.in_backward:
+                self.backward_nodes.add(copied)
             if not repeatable(x) or not _is_tensor(x):
-                self.always[x] = copied
+                self.permanent[x] = copied
         return env[self._source(node)]
 
     def _source(self, node: fx.Node) -> fx.Node:

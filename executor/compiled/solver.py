@@ -55,31 +55,31 @@ class ChainSolver(CustomKnapsackSolver):
         values = all_recomputable_banned_nodes
         saved = {node: i for i, node in enumerate(values)}
         nodes = [n for n in node_info.required_fw_nodes if n.op == "call_function"]
-        again = {node: len(values) + i for i, node in enumerate(nodes)}  # columns: saved, then recomputed
+        recomputed = {node: len(values) + i for i, node in enumerate(nodes)}  # columns: saved, then recomputed
         rows: list[tuple[int, int, float]] = [(0, i, m) for i, m in enumerate(memory)]
         lower, upper = [-np.inf], [max(max_memory, 0.0)]
         for value in values:  # saved or recomputed
-            if value in again:
-                rows += [(len(lower), saved[value], 1.0), (len(lower), again[value], 1.0)]
+            if value in recomputed:
+                rows += [(len(lower), saved[value], 1.0), (len(lower), recomputed[value], 1.0)]
                 lower.append(1.0)
                 upper.append(np.inf)
         for node in nodes:  # recomputing needs inputs that are saved or recomputed
             for x in node.all_input_nodes:
-                if x in again:
-                    rows += [(len(lower), again[x], 1.0), (len(lower), again[node], -1.0)]
+                if x in recomputed:
+                    rows += [(len(lower), recomputed[x], 1.0), (len(lower), recomputed[node], -1.0)]
                     rows += [(len(lower), saved[x], 1.0)] if x in saved else []
                     lower.append(0.0)
                     upper.append(np.inf)
-        at, columns, factors = zip(*rows, strict=True)
+        row_index, columns, factors = zip(*rows, strict=True)
         shape = (len(lower), len(values) + len(nodes))
         cost = np.array([0.0] * len(values) + [float(self._ns(node)) for node in nodes])
         integral = np.array([1] * len(values) + [0] * len(nodes))  # recomputed ones follow
-        found = milp(
+        solution = milp(
             cost, integrality=integral, bounds=Bounds(0, 1), options={"time_limit": SECONDS},
-            constraints=LinearConstraint(coo_array((factors, (at, columns)), shape).tocsr(), lower, upper),
+            constraints=LinearConstraint(coo_array((factors, (row_index, columns)), shape).tocsr(), lower, upper),
         )  # fmt: skip
-        kept = {i for i in range(len(values)) if found.x is not None and found.x[i] > 0.5}
-        return sorted(kept), [i for i in range(len(values)) if i not in kept]
+        kept_indices = {i for i in range(len(values)) if solution.x is not None and solution.x[i] > 0.5}
+        return sorted(kept_indices), [i for i in range(len(values)) if i not in kept_indices]
 
     def _ns(self, node: fx.Node) -> int:
         """Returns the roofline duration of an operator in ns; 0 for views."""

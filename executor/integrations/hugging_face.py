@@ -60,7 +60,7 @@ class TrainersLoss(nn.Module):
         self.model = model
         self.register_buffer("norm", torch.zeros((), dtype=torch.float64, device=trainer.args.device))
         self._norm_dtype = torch.float32
-        self.code, names = reached(type(trainer), "compute_loss")
+        self.code, names = reachable_code(type(trainer), "compute_loss")
         self.trainer = Named(vars(trainer), names - LOOPS)
         for part in ("args", "state"):
             table = vars(getattr(trainer, part))
@@ -76,8 +76,8 @@ class TrainersLoss(nn.Module):
 
     def before_update(self, *_: Any) -> None:
         """Computes the gradient norm and clips gradients as the Trainer does; a hook of the optimizer."""
-        most = self._trainer[0].args.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), most if most > 0 else math.inf)
+        max_norm = self._trainer[0].args.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm if max_norm > 0 else math.inf)
         self._norm_dtype = norm.dtype
         with torch.no_grad():
             self.norm.copy_(norm)
@@ -110,15 +110,15 @@ class Named(dict[str, Any]):
         self._table.update(*args, **kwargs)
 
 
-def reached(owner: type, start: str) -> tuple[list[FunctionType], set[str]]:
+def reachable_code(owner: type, start: str) -> tuple[list[FunctionType], set[str]]:
     """Returns the functions that a user's method reaches by name, and all attribute names in their code.
 
     Functions of transformers are left out.
     """
     functions: list[FunctionType] = []
-    names, ahead = set[str](), [start]
-    while ahead:
-        method = inspect.getattr_static(owner, ahead.pop(), None)
+    names, pending = set[str](), [start]
+    while pending:
+        method = inspect.getattr_static(owner, pending.pop(), None)
         method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
         method = inspect.unwrap(method) if callable(method) else method
         if isinstance(method, FunctionType) and method not in functions:
@@ -126,8 +126,8 @@ def reached(owner: type, start: str) -> tuple[list[FunctionType], set[str]]:
                 functions.append(method)
             elif functions or names:
                 continue
-            found = names_of(method.__code__)
-            names, ahead = names | found, [*ahead, *found]
+            code_names = names_of(method.__code__)
+            names, pending = names | code_names, [*pending, *code_names]
     return functions, names
 
 
@@ -168,22 +168,22 @@ class PlannedTrainer(Trainer):
             self._next = []
         assert self.planned is not None
         scaler = self.accelerator.scaler
-        before = scaler.get_scale() if scaler is not None else 0.0
+        scale = scaler.get_scale() if scaler is not None else 0.0
         loss = self.planned(*self._pair(inputs, num_items_in_batch))
         if scaler is not None:
-            self.optimizer._is_overflow = scaler.get_scale() < before
+            self.optimizer._is_overflow = scaler.get_scale() < scale
         return loss
 
     def _pair(self, inputs: dict[str, Any], count: Tensor | int | None) -> tuple[dict[str, Any], None]:
         return {**self._prepare_inputs(inputs), "num_items_in_batch": count}, None
 
-    def _fit(self, model: nn.Module, counted: bool) -> FittedSteps:
-        self._refuse()
+    def _fit(self, model: nn.Module, has_count: bool) -> FittedSteps:
+        self._check_supported()
         k = self.args.gradient_accumulation_steps
         # As in the Trainer: a loss already divided by the items of all micro-batches is not divided by their number.
-        scaled = (self.model_accepts_loss_kwargs and counted) or self.compute_loss_func is not None
-        if (told := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
-            scaled = told
+        scaled = (self.model_accepts_loss_kwargs and has_count) or self.compute_loss_func is not None
+        if (is_scaled := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
+            scaled = is_scaled
         wrapped = self.optimizer
         optimizer, scaler = wrapped.optimizer, wrapped.scaler
         self._loss = TrainersLoss(self, model)
@@ -195,31 +195,31 @@ class PlannedTrainer(Trainer):
             wrapped.optimizer, wrapped.scaler = optimizer, scaler
 
         self._undo.append(undo)
-        made = partial(
-            fit, self._loss, _given, optimizer, tuple(self._next) if k > 1 else self._next[0], self.memory,
+        fit_step = partial(
+            fit, self._loss, _identity, optimizer, tuple(self._next) if k > 1 else self._next[0], self.memory,
             accumulate=k, average=not scaled, scaler=scaler,
             clip_norm=None if scaler is None else math.inf,  # so gradients are unscaled before the hook, fused or not
             **self.options,
         )  # fmt: skip
         try:
-            return made()
+            return fit_step()
         except StepError:  # a classifier whose first step sets its problem type
             if self._problem_type is None or getattr(self.model.config, "problem_type", None) is not None:
                 raise
             self.model.config.problem_type = self._problem_type
-            return made()
+            return fit_step()
 
-    def _refuse(self) -> None:
+    def _check_supported(self) -> None:
         """Raises CaptureError if this Trainer's configuration is not supported."""
         args = self.args
-        for what, is_so in (
+        for feature, is_used in (
             ("DeepSpeed", self.is_deepspeed_enabled), ("FSDP", self.is_fsdp_enabled),
             (f"{args.world_size} processes", args.world_size > 1), (f"{args.n_gpu} GPUs", args.n_gpu > 1),
             (f"the optimizer {args.optim}, which updates within the backward pass", "lomo" in args.optim),
         ):  # fmt: skip
-            if is_so:
+            if is_used:
                 raise CaptureError(
-                    f"the Trainer trains with {what}, PlannedTrainer on one device by itself: take Trainer"
+                    f"the Trainer trains with {feature}, PlannedTrainer on one device by itself: take Trainer"
                 )
 
     def _clip_grad_norm(self, *_: Any) -> Tensor:
@@ -260,5 +260,5 @@ class PlannedTrainer(Trainer):
                 self._undo.pop()()
 
 
-def _given(loss: Tensor, _: None) -> Tensor:
+def _identity(loss: Tensor, _: None) -> Tensor:
     return loss

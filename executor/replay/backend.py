@@ -53,9 +53,9 @@ def pattern(nbytes: int, seed: int) -> Bytes:
     return words.view(np.uint8)[:nbytes]
 
 
-def first_difference(found: Bytes, seed: int) -> int | None:
+def first_difference(data: Bytes, seed: int) -> int | None:
     """Returns the index of the first byte of uint8[n] that differs from ``pattern(n, seed)``, or None."""
-    wrong = found != pattern(len(found), seed)
+    wrong = data != pattern(len(data), seed)
     return int(wrong.argmax()) if wrong.any() else None
 
 

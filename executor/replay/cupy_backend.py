@@ -27,7 +27,7 @@ except ImportError as error:
 
 ERRORS = RuntimeError, OSError, cupy.cuda.compiler.CompileException  # from the runtime, the driver or the loader
 THREADS = 256
-AWAKE_NS = 500_000_000  # warm-up before measurements, because an idle GPU runs at low clocks
+WARM_UP_NS = 500_000_000  # warm-up before measurements, because an idle GPU runs at low clocks
 
 SOURCE = r"""
 typedef unsigned long long u64;
@@ -80,12 +80,12 @@ class CupyBackend(Backend):
             self._blocks = 8 * int(properties["multiProcessorCount"])
             self.make_streams(lambda _: cupy.cuda.Stream(non_blocking=True), copy_engines)
         self._arena = self._log = 0  # addresses
-        self._bytes = self._slots = self._taken = 0
-        self._awake = False
+        self._bytes = self._slots = self._counted_bytes = 0
+        self._is_warm = False
         self._captured: list[Any] | None = None  # events of the graph in capture, which must outlive the capture
 
     @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
+    def _errors(self, failure: str) -> Iterator[None]:
         """Converts CUDA errors into one-line BackendErrors."""
         try:
             yield
@@ -94,7 +94,7 @@ class CupyBackend(Backend):
         except MemoryError as e:  # from pinning memory; its message is complete
             raise BackendError(f"{self.task}: {e}" if self.task else str(e)) from e
         except ERRORS as e:
-            reason = f"{what} ({e})".splitlines()[0]
+            reason = f"{failure} ({e})".splitlines()[0]
             raise BackendError(f"{self.task}: {reason}" if self.task else reason) from e
 
     # ---------------------------------------------------------------------------------- memory
@@ -109,12 +109,12 @@ class CupyBackend(Backend):
                 self._log, self._slots = runtime.malloc(24 * max(slots, 1)), slots
                 free, _ = runtime.memGetInfo()
                 self._arena = runtime.malloc(max(device_bytes, 1))
-                self._taken = free - runtime.memGetInfo()[0]
+                self._counted_bytes = free - runtime.memGetInfo()[0]
                 self._bytes = device_bytes
                 self._clear_log()
-                if not self._awake:
-                    self.spin(AWAKE_NS)
-                    self._awake = True
+                if not self._is_warm:
+                    self.spin(WARM_UP_NS)
+                    self._is_warm = True
                 self.synchronize()
         except BaseException:
             self.free()
@@ -122,7 +122,7 @@ class CupyBackend(Backend):
 
     @property
     def allocated_bytes(self) -> int:
-        return self._taken
+        return self._counted_bytes
 
     def free(self) -> None:
         # After an error no call works, and the memory is freed with the process.
@@ -134,7 +134,7 @@ class CupyBackend(Backend):
         for address in filter(None, (self._arena, self._log)):
             with suppress(runtime.CUDARuntimeError):
                 runtime.free(address)
-        self._arena = self._log = self._bytes = self._slots = self._taken = 0
+        self._arena = self._log = self._bytes = self._slots = self._counted_bytes = 0
         self.task = ""
 
     def close(self) -> None:
@@ -161,19 +161,19 @@ class CupyBackend(Backend):
 
     def fill(self, device: int, nbytes: int, seed: int) -> None:
         if nbytes:
-            at = self._address(device, nbytes)
-            self._launch(self._fill, self._grid(nbytes), THREADS, "compute", at, nbytes, np.uint32(seed))
+            start = self._address(device, nbytes)
+            self._launch(self._fill, self._grid(nbytes), THREADS, "compute", start, nbytes, np.uint32(seed))
 
     def verify(self, device: int, nbytes: int, seed: int, slot: int) -> None:
         if nbytes:
-            at, answer = self._address(device, nbytes), self._log + 8 * (self._slots + slot)
-            self._launch(self._verify, self._grid(nbytes), THREADS, "compute", at, nbytes, np.uint32(seed), answer)
+            start, log = self._address(device, nbytes), self._log + 8 * (self._slots + slot)
+            self._launch(self._verify, self._grid(nbytes), THREADS, "compute", start, nbytes, np.uint32(seed), log)
 
     def log(self) -> Log:
-        found = np.empty((3, self._slots), np.uint64)
+        entries = np.empty((3, self._slots), np.uint64)
         with self._errors("the log of kernels cannot be read"):
-            runtime.memcpy(found.ctypes.data, self._log, found.nbytes, runtime.memcpyDeviceToHost)
-        return Log(*found)
+            runtime.memcpy(entries.ctypes.data, self._log, entries.nbytes, runtime.memcpyDeviceToHost)
+        return Log(*entries)
 
     def _clear_log(self) -> None:
         """Sets ``begin`` and ``wrong`` to NEVER and ``end`` to 0."""

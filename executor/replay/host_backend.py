@@ -56,8 +56,8 @@ class HostBackend(Backend):
         if device_bytes > self.memory_bytes:
             raise BackendError(f"{self.name} has {self.memory_bytes:,} bytes, too few for {device_bytes:,}")
         if host_bytes > self.machine.host_bytes:
-            name, most = self.machine.name, self.machine.host_bytes
-            raise BackendError(f"{host_bytes:,} bytes of host memory cannot be pinned: {name} has {most:,}")
+            name, available = self.machine.name, self.machine.host_bytes
+            raise BackendError(f"{host_bytes:,} bytes of host memory cannot be pinned: {name} has {available:,}")
         try:
             self.host, self._arena = HOST.take(host_bytes), np.zeros(device_bytes, np.uint8)
         except MemoryError as error:
@@ -78,13 +78,13 @@ class HostBackend(Backend):
     # ---------------------------------------------------------------------------------- work
 
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
-        out = stream == "d2h"
+        is_swap_out = stream == "d2h"
         on_device, on_host = self._bytes("arena", device, nbytes), self._bytes("host buffer", host, nbytes)
-        lasts = self.machine.d2h_ns(nbytes) if out else self.machine.h2d_ns(nbytes)
+        duration_ns = self.machine.d2h_ns(nbytes) if is_swap_out else self.machine.h2d_ns(nbytes)
 
         def work() -> None:
-            self._count(stream, lasts)
-            source, target = (on_device, on_host) if out else (on_host, on_device)
+            self._schedule(stream, duration_ns)
+            source, target = (on_device, on_host) if is_swap_out else (on_host, on_device)
             target[:] = source
 
         self._enqueue(work)
@@ -92,7 +92,7 @@ class HostBackend(Backend):
     def spin(self, ns: int, slot: int | None = None, stream: Stream = "compute") -> None:
         def work() -> None:
             pause = self.machine.graph_launch_ns if self._launched else self.machine.launch_ns
-            begin, end = self._count(stream, ns, pause if stream == "compute" else 0)
+            begin, end = self._schedule(stream, ns, pause if stream == "compute" else 0)
             if slot is not None:
                 log = Log(*self._log)
                 log.begin[slot], log.end[slot] = min(int(log.begin[slot]), begin), max(int(log.end[slot]), end)
@@ -100,20 +100,20 @@ class HostBackend(Backend):
         self._enqueue(work)
 
     def fill(self, device: int, nbytes: int, seed: int) -> None:
-        where = self._bytes("arena", device, nbytes)
+        target = self._bytes("arena", device, nbytes)
 
         def work() -> None:
-            self._count("compute", 0)
-            where[:] = pattern(nbytes, seed)
+            self._schedule("compute", 0)
+            target[:] = pattern(nbytes, seed)
 
         self._enqueue(work)
 
     def verify(self, device: int, nbytes: int, seed: int, slot: int) -> None:
-        where = self._bytes("arena", device, nbytes)
+        data = self._bytes("arena", device, nbytes)
 
         def work() -> None:
-            self._count("compute", 0)
-            if (wrong := first_difference(where, seed)) is not None:
+            self._schedule("compute", 0)
+            if (wrong := first_difference(data, seed)) is not None:
                 Log(*self._log).wrong[slot] = wrong
 
         self._enqueue(work)
@@ -184,14 +184,14 @@ class HostBackend(Backend):
     def host_ns(self) -> int:
         return self._host_ns
 
-    def _count(self, stream: Stream, lasts: int, pause: int = 0) -> tuple[int, int]:
-        """Schedules work of ``lasts`` ns on a stream and returns its start and end in ns."""
+    def _schedule(self, stream: Stream, duration_ns: int, pause: int = 0) -> tuple[int, int]:
+        """Schedules work of ``duration_ns`` ns on a stream and returns its start and end in ns."""
         queue = self.streams[stream]
         if not self._launched:
-            full = len(queue.ends) == queue.ends.maxlen
-            self._host_ns = max(self._host_ns, queue.ends[0] if full else 0) + self.machine.issue_ns
+            is_full = len(queue.ends) == queue.ends.maxlen
+            self._host_ns = max(self._host_ns, queue.ends[0] if is_full else 0) + self.machine.issue_ns
         begin = max(queue.idle_ns + pause, self._host_ns)
-        queue.idle_ns = begin + lasts
+        queue.idle_ns = begin + duration_ns
         if not self._launched:
             queue.ends.append(queue.idle_ns)
         return begin, queue.idle_ns

@@ -179,18 +179,18 @@ class Run:
 
     def _issue(self, trace: bool) -> None:
         backend, ends = self.backend, dict[tuple[int, int], object]()
-        left = 0  # part of the pauses in ns (<= 0) that exceeded earlier spins and is subtracted from later ones
+        debt_ns = 0  # part of the pauses in ns (<= 0) that exceeded earlier spins and is subtracted from later ones
         for i in range(self.rounds):
             for j, job in enumerate(self.order.jobs):
                 stream, index, slot = job.span.stream, job.span.index, i * len(self.order.jobs) + j
                 backend.task = self._name(job, i)
-                for back, other in job.waits:
-                    if i >= back:
-                        backend.wait(stream, ends[i - back, other])
+                for rounds, other in job.waits:
+                    if i >= rounds:
+                        backend.wait(stream, ends[i - rounds, other])
                 if stream == "compute":
-                    left += self.program.kernels[index].duration_ns - self.pause_ns
-                    self._kernel(job, i, max(left, 0), slot)
-                    left = min(left, 0)
+                    debt_ns += self.program.kernels[index].duration_ns - self.pause_ns
+                    self._kernel(job, i, max(debt_ns, 0), slot)
+                    debt_ns = min(debt_ns, 0)
                 elif job.block:
                     if trace:
                         backend.spin(0, slot, stream)
@@ -202,14 +202,14 @@ class Run:
 
     def _kernel(self, job: Job, i: int, ns: int, slot: int) -> None:
         """Enqueues a spin; in mode "check" also comparisons of its reads and fills of its writes."""
-        who = self.backend.task
+        task = self.backend.task
         if self.check:
-            self._compare(job.reads, i, f"before {who}")
+            self._compare(job.reads, i, f"before {task}")
             self._fill(job.fresh, i)
         self.backend.spin(ns, slot)
         if self.check:
-            self._compare(job.reads, i, f"during {who}")
-            self._compare(job.fresh, i, f"after {who}")
+            self._compare(job.reads, i, f"during {task}")
+            self._compare(job.fresh, i, f"after {task}")
             self._fill(job.writes, i)
 
     def _fill(self, blocks: list[Block], i: int) -> None:
@@ -224,8 +224,8 @@ class Run:
 
     def _raise_first(self, log: Log) -> None:
         wrong = log.wrong[self.rounds * len(self.order.jobs) :]
-        for found in np.flatnonzero(wrong != NEVER)[:1].tolist():
-            self._raise(*self.checks[found], int(wrong[found]))
+        for index in np.flatnonzero(wrong != NEVER)[:1].tolist():
+            self._raise(*self.checks[index], int(wrong[index]))
         start = {b.owner for b in self.order.start}
         for t in self.order.host:
             if self.program.tensors[t].persistent and t not in start:
@@ -257,11 +257,11 @@ class Run:
     def _name(self, job: Job, i: int) -> str:
         index, n = job.span.index, self.kernels
         if job.span.stream != "compute":
-            what = "swap-out" if job.span.kind == "swap_out" else "swap-in"
-            return f"{what} of {self._owner(Block(index, 0, 0))}, iteration {i * self.order.iterations}"
-        again = " (recomputed)" if job.span.kind == "recompute" else ""
+            direction = "swap-out" if job.span.kind == "swap_out" else "swap-in"
+            return f"{direction} of {self._owner(Block(index, 0, 0))}, iteration {i * self.order.iterations}"
+        suffix = " (recomputed)" if job.span.kind == "recompute" else ""
         name = self.program.kernels[index].name
-        return f"kernel {index % n} ({name!r}){again}, iteration {i * self.order.iterations + index // n}"
+        return f"kernel {index % n} ({name!r}){suffix}, iteration {i * self.order.iterations + index // n}"
 
     # ---------------------------------------------------------------------------------- reading the log
 
@@ -277,58 +277,58 @@ class Run:
         count = len(jobs)
         boundaries = self.boundaries(log)
         zero, last = boundaries[skip - 1], boundaries[-1]
-        starts, over = (times.astype(np.int64).tolist() for times in (log.begin, log.end))
+        starts, ends = (times.astype(np.int64).tolist() for times in (log.begin, log.end))
         spans: list[Span] = []
         stalls: list[tuple[int, int, str]] = []
         marks: list[_Key] = []  # keys of the iteration boundaries
-        before = starts[next(j for j, job in enumerate(jobs) if job.span.stream == "compute")]  # end of the last kernel
-        for at in range(self.rounds * count):
-            job, i = jobs[at % count], at // count
+        ready = starts[next(j for j, job in enumerate(jobs) if job.span.stream == "compute")]  # end of the last kernel
+        for slot in range(self.rounds * count):
+            job, i = jobs[slot % count], slot // count
             stream, kind, index = job.span[2:]
             if stream != "compute":
                 if not job.block:
-                    starts[at] = over[at] = before
-                if over[at] > zero and starts[at] < last:
-                    spans.append(Span(starts[at], over[at], stream, kind, self.order.original[index]))
+                    starts[slot] = ends[slot] = ready
+                if ends[slot] > zero and starts[slot] < last:
+                    spans.append(Span(starts[slot], ends[slot], stream, kind, self.order.original[index]))
                 continue
-            begin = starts[at] = max(before, starts[at] - self.pause_ns) if job.waits else before
-            end = over[at]
-            if begin > before:
-                waits = [(over[(i - back) * count + o], jobs[o].span.kind) for back, o in job.waits if back <= i]
+            begin = starts[slot] = max(ready, starts[slot] - self.pause_ns) if job.waits else ready
+            end = ends[slot]
+            if begin > ready:
+                waits = [(ends[(i - ago) * count + o], jobs[o].span.kind) for ago, o in job.waits if ago <= i]
                 stalls.append(
-                    (before - zero, begin - zero, "data" if waits and max(waits)[1] == "swap_in" else "memory")
+                    (ready - zero, begin - zero, "data" if waits and max(waits)[1] == "swap_in" else "memory")
                 )
-            before = end
+            ready = end
             if len(marks) >= skip:
                 spans.append(Span(begin, end, stream, kind, index % n))
             if kind == "kernel" and index % n == n - 1:
-                marks.append((end, True, at, True))
+                marks.append((end, True, slot, True))
         spans = [s._replace(start_ns=max(s.start_ns - zero, 0), end_ns=s.end_ns - zero) for s in spans]
-        memory = self._events(starts, over)
+        memory = self._events(starts, ends)
         keys = [key for key, _ in memory]
         first = bisect_right(keys, marks[skip - 1])
         until = [bisect_right(keys, mark) for mark in marks[skip:]]
-        held: dict[int, BlockEvent] = {}  # blocks allocated at time 0
+        live: dict[int, BlockEvent] = {}  # blocks allocated at time 0
         for _, event in memory[:first]:
-            held.pop(event.block, None)
+            live.pop(event.block, None)
             if event.nbytes > 0:
-                held[event.block] = event._replace(time_ns=0)
-        events = [*held.values(), *(e._replace(time_ns=e.time_ns - zero) for _, e in memory[first : until[-1]])]
+                live[event.block] = event._replace(time_ns=0)
+        events = [*live.values(), *(e._replace(time_ns=e.time_ns - zero) for _, e in memory[first : until[-1]])]
         return Timeline.assemble(
             program, limit, self.order.predicted.required_bytes, [b - zero for b in boundaries[skip:]],
-            sorted(spans, key=lambda s: s.start_ns), events, [len(held) + i - first for i in until], stalls,
+            sorted(spans, key=lambda s: s.start_ns), events, [len(live) + i - first for i in until], stalls,
         )  # fmt: skip
 
-    def _events(self, starts: list[int], over: list[int]) -> list[tuple[_Key, BlockEvent]]:
+    def _events(self, starts: list[int], stops: list[int]) -> list[tuple[_Key, BlockEvent]]:
         """Returns the allocations and frees of blocks, each with its sort key."""
         events: list[tuple[_Key, BlockEvent]] = []
         count, n = len(self.order.jobs), self.kernels
         total = self.rounds * count
-        for stay in self.order.stays:
-            who, nbytes = stay.block.owner, stay.block.nbytes
-            owner = self.order.original[who] if who >= 0 else -1 - (-1 - who) % n
+        for stay in self.order.residencies:
+            index, nbytes = stay.block.owner, stay.block.nbytes
+            owner = self.order.original[index] if index >= 0 else -1 - (-1 - index) % n
             for i in range(-1 if stay.crosses else 0, self.rounds if stay.begin is not None else 0):
-                ends = [(over[at], at) for later, j in stay.ends if 0 <= (at := (i + later) * count + j) < total]
+                ends = [(stops[slot], slot) for later, j in stay.ends if 0 <= (slot := (i + later) * count + j) < total]
                 if i < 0:
                     if stay.begin is not None and not ends:
                         continue  # freed by a job that would have started before the run
@@ -339,6 +339,6 @@ class Run:
                     key = (starts[begin], True, begin, False)
                 events.append((key, BlockEvent(key[0], owner, stay.index, nbytes)))
                 if ends and all(i + later < self.rounds for later, _ in stay.ends):
-                    end, at = max(ends)
-                    events.append(((end, starts[at] == end, at, True), BlockEvent(end, owner, stay.index, -nbytes)))
+                    end, slot = max(ends)
+                    events.append(((end, starts[slot] == end, slot, True), BlockEvent(end, owner, stay.index, -nbytes)))
         return sorted(events)

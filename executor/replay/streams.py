@@ -49,7 +49,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class Residency:
     """Interval in which a block of the schedule is in the arena.
 
     Attributes:
@@ -96,7 +96,7 @@ class Circle:
         predicted: simulated timeline of ``program`` that determines the order.
         iterations: iterations of the given program in the circle.
         jobs: jobs in order of issue.
-        stays: intervals of the blocks in the arena.
+        residencies: intervals of the blocks in the arena.
         host: offset of each swapped tensor in the host buffer.
         host_bytes: size of the host buffer.
         on_host: tensors that occupy their host place at the start of the circle.
@@ -108,7 +108,7 @@ class Circle:
     predicted: Timeline
     iterations: int
     jobs: list[Job]
-    stays: list[Stay]
+    residencies: list[Residency]
     host: dict[int, int]
     host_bytes: int
     on_host: frozenset[int]
@@ -117,7 +117,7 @@ class Circle:
     @property
     def start(self) -> list[Block]:
         """Blocks of persistent tensors that are in the arena at the start of the circle."""
-        return [s.block for s in self.stays if s.crosses]
+        return [s.block for s in self.residencies if s.crosses]
 
 
 def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle:
@@ -132,29 +132,29 @@ def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle
     """
     plan.only("a replay", "swap", "recompute", "rerun")
     plan.check(program)
-    schedule, times = lower(program, plan), 1
+    schedule, repeats = lower(program, plan), 1
     predicted = simulate(program, plan, machine, limit, schedule=schedule)
     if not predicted.period:
         predicted = simulate(program, plan, machine, limit, iterations=LONGEST, schedule=schedule)
     original = list(range(len(program.tensors)))
     if not predicted.steady:
-        times = predicted.period
-        if not 0 < times <= MAX_PERIOD:
-            what = f"repeat only after {times}" if times else f"do not repeat within {LONGEST}"
-            raise ReplayError(f"the plan's iterations {what}; a replay supports periods of up to {MAX_PERIOD}")
-        program, plan, original = unrolled(schedule.program, plan, times)
+        repeats = predicted.period
+        if not 0 < repeats <= MAX_PERIOD:
+            period_text = f"repeat only after {repeats}" if repeats else f"do not repeat within {LONGEST}"
+            raise ReplayError(f"the plan's iterations {period_text}; a replay supports periods of up to {MAX_PERIOD}")
+        program, plan, original = unrolled(schedule.program, plan, repeats)
         schedule = lower(program, plan)
         predicted = simulate(program, plan, replace(machine, host_bytes=2**62), limit, schedule=schedule)
         if not predicted.steady:
-            raise ReplayError(f"the plan's iterations do not repeat in groups of {times} either")
-    lives = timeline_lifetimes(predicted)
-    packing = pack_within(lives.intervals, limit, machine.alignment)
-    walk = _Walk(schedule, predicted, lives, packing, machine)
-    held = walk.held
-    first = frozenset(t for t, upper in zip(held.tensors, held.intervals.upper, strict=True) if upper >= walk.period)
+            raise ReplayError(f"the plan's iterations do not repeat in groups of {repeats} either")
+    lifetimes = timeline_lifetimes(predicted)
+    packing = pack_within(lifetimes.intervals, limit, machine.alignment)
+    built = _CircleBuilder(schedule, predicted, lifetimes, packing, machine)
+    host = built.pinned
+    on_host = frozenset(t for t, upper in zip(host.tensors, host.intervals.upper, strict=True) if upper >= built.period)
     return Circle(
-        schedule.program, original, predicted, times, walk.jobs, walk.stays, held.offsets, held.footprint, first,
-        packing.footprint,
+        schedule.program, original, predicted, repeats, built.jobs, built.residencies, host.offsets, host.footprint,
+        on_host, packing.footprint,
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def unrolled(program: Program, plan: Plan, times: int) -> tuple[Program, Plan, l
     return replace(program, tensors=tuple(tensors), kernels=tuple(kernels)), Plan(tuple(decisions)), original
 
 
-class _Walk:
+class _CircleBuilder:
     """Builds the circle from the last iteration of a steady timeline.
 
     A moment is the start or the end of a job; positions count moments from the start of the iteration.
@@ -195,8 +195,8 @@ class _Walk:
     def __init__(self, schedule: Schedule, timeline: Timeline, lives: Lifetimes, packing: Packing, machine: Machine):
         self.schedule, self.program = schedule, schedule.program
         self._moments(timeline)
-        one = machine.copy_engines == 1
-        self.streams = ["copy" if one and j.span.stream != "compute" else j.span.stream for j in self.jobs]
+        shares_engine = machine.copy_engines == 1
+        self.streams = ["copy" if shares_engine and j.span.stream != "compute" else j.span.stream for j in self.jobs]
         self.kernels, self.outs, self.ins = (self._jobs_of(kind) for kind in ("kernel", "swap_out", "swap_in"))
         self.compute = [j for j, job in enumerate(self.jobs) if job.span.stream == "compute"]  # by step
         if len(self.compute) != len(schedule.steps):
@@ -204,9 +204,9 @@ class _Walk:
                 f"the timeline has {len(self.compute)} compute spans, the schedule {len(schedule.steps)} steps"
             )
         self.gap = {j: self._gap(j) for jobs in (*self.outs.values(), *self.ins.values()) for j in jobs}
-        self._stays(lives, packing)
+        self._find_residencies(lives, packing)
         self._contents()
-        self.held = Held(
+        self.pinned = Held(
             {t: [self.begins[j] for j in jobs] for t, jobs in self.outs.items()},
             {t: [self.ends[j] for j in jobs] for t, jobs in self.ins.items()},
             [t.nbytes for t in self.program.tensors], self.period, machine.alignment,
@@ -219,9 +219,9 @@ class _Walk:
         starts = [span.start_ns for span in spans]
         # An end precedes the first later span that starts at or after it; of several ends, compute's is last.
         following = [bisect_left(starts, span.end_ns, i + 1) for i, span in enumerate(spans)]
-        over = {i for i, span in enumerate(spans) if following[i] < len(spans) or span.end_ns <= end}
+        ended = {i for i, span in enumerate(spans) if following[i] < len(spans) or span.end_ns <= end}
         moments = [(i, True, 0, False, i) for i in range(len(spans))]
-        moments += [(following[i], False, spans[i].end_ns, spans[i].stream == "compute", i) for i in over]
+        moments += [(following[i], False, spans[i].end_ns, spans[i].stream == "compute", i) for i in ended]
         moments.sort()
         ends = [m for m, (_, starts_now, *_, i) in enumerate(moments) if not starts_now and spans[i].kind == "kernel"]
         boundary = ends[-len(self.program.kernels) - 1]  # the last iteration starts after it
@@ -229,7 +229,7 @@ class _Walk:
         moments = moments[boundary + 1 :]
 
         # Jobs in flight at the start equal those in flight at the end, one iteration later.
-        under_way = {spans[i][2:]: i for i in range(len(spans)) if i not in over}
+        under_way = {spans[i][2:]: i for i in range(len(spans)) if i not in ended}
         self.jobs = [Job(span) for span in spans[first:]]
         self.begins, self.ends = [0] * len(self.jobs), [0] * len(self.jobs)
         for position, (_, starts_now, *_, i) in enumerate(moments):
@@ -240,11 +240,11 @@ class _Walk:
 
     def _jobs_of(self, kind: str) -> dict[int, list[int]]:
         """Returns the jobs of a kind by the index of their span."""
-        out: dict[int, list[int]] = {}
+        jobs_by_index: dict[int, list[int]] = {}
         for j, job in enumerate(self.jobs):
             if job.span.kind == kind:
-                out.setdefault(job.span.index, []).append(j)
-        return out
+                jobs_by_index.setdefault(job.span.index, []).append(j)
+        return jobs_by_index
 
     def _latest(self, jobs: Iterable[int], position: int) -> tuple[int, int] | None:
         """Returns (iteration offset <= 0, job) of the last-started job that has ended at a position, or None."""
@@ -254,79 +254,79 @@ class _Walk:
 
     def _gap(self, j: int) -> tuple[tuple[int, int], Swap]:
         """Returns a copy's decision and the kernel (as ``_latest``) whose end issued it or opened its gap."""
-        span, found = self.jobs[j].span, []
+        span, candidates = self.jobs[j].span, []
         for d in self.schedule.moved:
             if d.tensor == span.index:
                 kernels = self.kernels[d.copied_at if span.kind == "swap_out" else d.after]
                 latest = self._latest(kernels, self.begins[j])
                 assert latest is not None
-                found.append((latest, d))
-        return max(found, key=lambda x: x[0])
+                candidates.append((latest, d))
+        return max(candidates, key=lambda x: x[0])
 
-    def _stays(self, lives: Lifetimes, packing: Packing) -> None:
+    def _find_residencies(self, lives: Lifetimes, packing: Packing) -> None:
         """Finds the blocks that each job places and the jobs that free that memory before."""
         schedule, blocks, gaps = self.schedule, lives.intervals, self.schedule.gaps_of_blocks
         step_of = dict(zip(self.compute, schedule.steps, strict=True))
-        begun: dict[int, list[tuple[int, int]]] = {}  # block -> (placing job, number of earlier gaps)
+        placements: dict[int, list[tuple[int, int]]] = {}  # block -> (placing job, number of earlier gaps)
         for j, job in enumerate(self.jobs):
             if job.span.kind == "swap_in":
                 d = self.gap[j][1]
-                begun.setdefault(schedule.moved[d], []).append((j, gaps[schedule.moved[d]].index(d) + 1))
+                placements.setdefault(schedule.moved[d], []).append((j, gaps[schedule.moved[d]].index(d) + 1))
             for b in step_of[j].allocates if j in step_of else ():
-                begun.setdefault(b, []).append((j, 0))
+                placements.setdefault(b, []).append((j, 0))
 
-        def ends(b: int, past: int) -> list[int]:
-            """Returns the jobs that end a block's stay after ``past`` gaps."""
-            mine = gaps.get(b, [])
-            if past == len(mine) and schedule.blocks[b].first >= 0:
+        def ends(b: int, index: int) -> list[int]:
+            """Returns the jobs that end a block's stay after ``index`` gaps."""
+            block_gaps = gaps.get(b, [])
+            if index == len(block_gaps) and schedule.blocks[b].first >= 0:
                 return [self.compute[schedule.blocks[b].last]]
-            d = mine[past % len(mine)]
+            d = block_gaps[index % len(block_gaps)]
             return [*self.kernels[d.after], *(j for j in self.outs.get(d.tensor, ()) if self.gap[j][1] == d)]
 
-        self.stays: list[Stay] = []
-        self.arrives: list[list[Stay]] = [[] for _ in self.jobs]
+        self.residencies: list[Residency] = []
+        self.placed: list[list[Residency]] = [[] for _ in self.jobs]
         for i, b in enumerate(lives.block.tolist()):  # in ascending order of begin
             block = Block(int(lives.owner[i]), int(packing.offsets[i]), int(blocks.nbytes[i]))
             crosses = bool(blocks.upper[i] >= blocks.period)
             if blocks.upper[i] - blocks.lower[i] == blocks.period:
-                self.stays.append(Stay(block, b, None, (), True))
+                self.residencies.append(Residency(block, b, None, (), True))
                 continue
-            j, past = begun[b].pop(0)
-            self.stays.append(Stay(block, b, j, tuple((int(f < j), f) for f in ends(b, past)), crosses))
-            self.arrives[j].append(self.stays[-1])
+            j, index = placements[b].pop(0)
+            self.residencies.append(Residency(block, b, j, tuple((int(f < j), f) for f in ends(b, index)), crosses))
+            self.placed[j].append(self.residencies[-1])
         self.freed_by: list[set[int]] = [set() for _ in self.jobs]  # jobs that free the memory of each job's blocks
         lower, upper = packing.offsets, packing.offsets + blocks.nbytes
-        for i, stay in enumerate(self.stays):
-            if stay.begin is not None:
-                here = np.flatnonzero((lower < upper[i]) & (lower[i] < upper))
-                self.freed_by[stay.begin].update(f for other in here for _, f in self.stays[other].ends)
+        for i, entry in enumerate(self.residencies):
+            if entry.begin is not None:
+                shared = np.flatnonzero((lower < upper[i]) & (lower[i] < upper))
+                self.freed_by[entry.begin].update(f for other in shared for _, f in self.residencies[other].ends)
 
     # ---------------------------------------------------------------------------------- contents
 
     def _contents(self) -> None:
         """Finds the blocks and versions that each job reads and writes."""
         writes = self.program.writes
-        where = {s.index: s.block for s in self.stays if s.crosses}
+        location = {s.index: s.block for s in self.residencies if s.crosses}
         version = {b: 0 for b, block in enumerate(self.schedule.blocks) if block.first < 0}
         steps = iter(self.schedule.steps)
         for j, job in enumerate(self.jobs):
-            where |= {stay.index: stay.block for stay in self.arrives[j]}
+            location |= {entry.index: entry.block for entry in self.placed[j]}
             if job.span.stream != "compute":
-                job.block = where.get(self.schedule.moved[self.gap[j][1]])
+                job.block = location.get(self.schedule.moved[self.gap[j][1]])
                 continue
             step = next(steps)
             kernel = self.program.kernels[step.kernel]
-            job.fresh = [stay.block for stay in self.arrives[j] if stay.block.owner < 0]
+            job.fresh = [entry.block for entry in self.placed[j] if entry.block.owner < 0]
             for x, b in step.uses.items():
                 if x in kernel.inputs and version[b] != bisect_left(writes[x], step.kernel):
                     raise AssertionError(f"kernel {step.kernel} reads version {version[b]} of tensor {x}")
-                if b in where and b not in step.allocates:
-                    job.reads.append(replace(where[b], version=version[b]))
+                if b in location and b not in step.allocates:
+                    job.reads.append(replace(location[b], version=version[b]))
                 if x in kernel.outputs:
                     version[b] = bisect_right(writes[x], step.kernel)
-                    if b in where:
-                        to = job.fresh if b in step.allocates else job.writes
-                        to.append(replace(where[b], version=version[b]))
+                    if b in location:
+                        target = job.fresh if b in step.allocates else job.writes
+                        target.append(replace(location[b], version=version[b]))
 
     # ---------------------------------------------------------------------------------- waits
 
@@ -339,28 +339,28 @@ class _Walk:
             waited = {key: last - count for key, last in waited.items()}
             for j, job in enumerate(self.jobs):
                 job.waits = []
-                for back, i in sorted(self._must_be_over(j, sync), reverse=True):
-                    key, number = (self.streams[j], self.streams[i]), back * count + i
+                for rounds, i in sorted(self._required_jobs(j, sync), reverse=True):
+                    key, number = (self.streams[j], self.streams[i]), rounds * count + i
                     if key[0] != key[1] and number > waited.get(key, -4 * count):
                         waited[key] = number
-                        job.waits.append((-back, i))
+                        job.waits.append((-rounds, i))
 
-    def _must_be_over(self, j: int, sync: list[int]) -> set[tuple[int, int]]:
+    def _required_jobs(self, j: int, sync: list[int]) -> set[tuple[int, int]]:
         """Returns the jobs that job ``j`` waits for (list at the top of the module), as ``_latest``."""
-        kind, at, t = self.jobs[j].span.kind, self.begins[j], self.jobs[j].span.index
-        out = {self._latest([i], at) for i in self.freed_by[j]}
+        kind, position, t = self.jobs[j].span.kind, self.begins[j], self.jobs[j].span.index
+        required = {self._latest([i], position) for i in self.freed_by[j]}
         if kind == "swap_out":
-            out.add(self.gap[j][0])
-            out |= {self._latest(self.ins.get(x, ()), at) for x in self.held.neighbours(t)}
+            required.add(self.gap[j][0])
+            required |= {self._latest(self.ins.get(x, ()), position) for x in self.pinned.neighbours(t)}
         elif kind == "swap_in":
             opened, decision = self.gap[j]
-            pinned = self._latest(self.kernels[decision.prefetch], at) if decision.prefetch is not None else None
-            if pinned is None or pinned < opened:
-                ended = bisect_left([self.ends[i] for i in self.compute], at)
-                pinned = (0, self.compute[ended - 1]) if ended else (-1, self.compute[-1])
-            out |= {pinned, self._latest(self.outs.get(t, ()), at)}
+            issued = self._latest(self.kernels[decision.prefetch], position) if decision.prefetch is not None else None
+            if issued is None or issued < opened:
+                ended = bisect_left([self.ends[i] for i in self.compute], position)
+                issued = (0, self.compute[ended - 1]) if ended else (-1, self.compute[-1])
+            required |= {issued, self._latest(self.outs.get(t, ()), position)}
         else:
             step = self.schedule.steps[bisect_left(self.compute, j)]
-            out |= {self._latest(self.ins.get(x, ()), at) for x in step.waits}
-            out.add(self._latest(sync, at))
-        return {x for x in out if x is not None}
+            required |= {self._latest(self.ins.get(x, ()), position) for x in step.waits}
+            required.add(self._latest(sync, position))
+        return {x for x in required if x is not None}

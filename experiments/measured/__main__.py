@@ -28,18 +28,18 @@ def parser() -> argparse.ArgumentParser:
     commands = out.add_subparsers(dest="command", required=True)
     commands.add_parser("fit", help="refit the coefficients in configs/machine and print their errors")
     commands.add_parser("replays", help="compare predicted and measured times of plans replayed on an H200")
-    one = commands.add_parser("profile", help="measure a network's training step")
-    one.add_argument("network", help="name in experiments/validate_gpu/networks.py, or pkg.mod:factory")
-    one.add_argument("out", type=Path, help="JSON file to write")
-    one.add_argument("--machine", required=True, help="preset of configs/machine to compare with")
-    one.add_argument("--source", required=True, help="author or publication of the measurement, in one line")
-    one.add_argument("--licence", required=True, help="license of the measurement, e.g. CC0-1.0")
-    one.add_argument("--name", default="", help="name of the workload (default: the network's)")
-    one.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    one.add_argument("--rates", type=Path, help="YAML file written by executor.calibrate")
-    one.add_argument("--cache", default="cold", help="state of the L2 cache before each kernel: cold, hot or step")
-    one.add_argument("--repeats", type=int, default=7, help="runs of each kernel")
-    one.add_argument("--steps", type=int, default=10, help="timed eager steps")
+    profile = commands.add_parser("profile", help="measure a network's training step")
+    profile.add_argument("network", help="name in experiments/validate_gpu/networks.py, or pkg.mod:factory")
+    profile.add_argument("out", type=Path, help="JSON file to write")
+    profile.add_argument("--machine", required=True, help="preset of configs/machine to compare with")
+    profile.add_argument("--source", required=True, help="author or publication of the measurement, in one line")
+    profile.add_argument("--licence", required=True, help="license of the measurement, e.g. CC0-1.0")
+    profile.add_argument("--name", default="", help="name of the workload (default: the network's)")
+    profile.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    profile.add_argument("--rates", type=Path, help="YAML file written by executor.calibrate")
+    profile.add_argument("--cache", default="cold", help="state of the L2 cache before each kernel: cold, hot or step")
+    profile.add_argument("--repeats", type=int, default=7, help="runs of each kernel")
+    profile.add_argument("--steps", type=int, default=10, help="timed eager steps")
     return out
 
 
@@ -65,19 +65,19 @@ def main(words: Sequence[str] | None = None) -> int:
 def _fit(options: argparse.Namespace) -> None:
     from experiments.measured import fit
 
-    for found in (fit.h100(), fit.of_v100(), fit.h200()):
-        _print_table(*fit.table(found), title=found.machine)
-        (_, middle, spread, total), held = found.errors, found.held_out
-        print(f"{found.machine}: error of the step {total:+.1%}")
+    for fitted in (fit.h100(), fit.fit_v100(), fit.h200()):
+        _print_table(*fit.table(fitted), title=fitted.machine)
+        (_, median_error, spread, total), held_out = fitted.errors, fitted.held_out
+        print(f"{fitted.machine}: error of the step {total:+.1%}")
         if spread is not None:
             print(f"standard deviation of ln(measured / modelled): {spread:.3f}")
-            print(f"kernels of at least 20 us: median error {middle:.1%}")
-        if held:
-            print(f"held-out kernels: standard deviation {held.spread:.3f}, median {held.middle:.1%}, "
-                  f"sum {held.total:+.1%}, {held.kernels} kernels")  # fmt: skip
-        for one in found.networks:
-            print(f"{one.workload}: sum {one.fitted:+.1%}, held out {one.left_out:+.1%}; median {one.middle:.1%}, "
-                  f"held out {one.left_middle:.1%}")  # fmt: skip
+            print(f"kernels of at least 20 us: median error {median_error:.1%}")
+        if held_out:
+            print(f"held-out kernels: standard deviation {held_out.spread:.3f}, median {held_out.middle:.1%}, "
+                  f"sum {held_out.total:+.1%}, {held_out.kernels} kernels")  # fmt: skip
+        for net in fitted.networks:
+            print(f"{net.workload}: sum {net.fitted:+.1%}, held out {net.left_out:+.1%}; median {net.middle:.1%}, "
+                  f"held out {net.left_middle:.1%}")  # fmt: skip
 
 
 def _replays(options: argparse.Namespace) -> None:
@@ -115,8 +115,8 @@ def _profile(options: argparse.Namespace) -> None:
         if getattr(options, key) < 1:
             raise FormatError(f"--{key}: expected at least 1, got {getattr(options, key)}")
     settings = {key: value for key, value in vars(options).items() if key not in ("command", "out")}
-    found = profiled(**settings, log=lambda text: print(f"measuring {text} …", file=sys.stderr))
-    write_text(options.out, found.to_json())
+    step = profiled(**settings, log=lambda text: print(f"measuring {text} …", file=sys.stderr))
+    write_text(options.out, step.to_json())
     print(options.out)
 
 

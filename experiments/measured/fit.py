@@ -40,15 +40,15 @@ STEP_STARTS: dict[str, float | None] = {
     "attention_backward": 0.4, "unaligned": 0.3, "columns": 0.5, "row_ns": 300.0, "element_flops": 150.0,
 }  # fmt: skip
 UNBOUNDED = ("launch_ns", "conv_channels", "row_ns", "element_flops")  # not shares of a peak: may exceed 1
-Which = Callable[[Operator], bool]
+Selector = Callable[[Operator], bool]
 
 
-def _named(*parts: str) -> Which:
+def _named(*parts: str) -> Selector:
     return lambda row: any(part in row.name for part in parts)
 
 
 # Groups of coefficients with the operators they are fitted to; ordered, because pooling needs the elementwise share.
-GROUPS: dict[str, tuple[tuple[str, ...], Which]] = {
+GROUPS: dict[str, tuple[tuple[str, ...], Selector]] = {
     "elementwise": (
         ("elementwise",),
         lambda row: row.name in ("aten::relu_", "ReluBackward0") or (row.name == "aten::add_" and row.elements > 1),
@@ -90,8 +90,8 @@ class Errors(NamedTuple):
     @classmethod
     def from_times(cls, modelled: Sequence[float], measured: Sequence[float]) -> Errors:
         """Returns the errors of kernels from their modelled and measured times."""
-        ours, us = np.array(modelled), np.array(measured)
-        return cls.from_ratios(ours / us, float(ours.sum() / us.sum() - 1))
+        modelled_us, measured_us = np.array(modelled), np.array(measured)
+        return cls.from_ratios(modelled_us / measured_us, float(modelled_us.sum() / measured_us.sum() - 1))
 
     @classmethod
     def from_ratios(cls, ratios: NDArray[np.float64], total: float) -> Errors:
@@ -113,7 +113,7 @@ class Group(NamedTuple):
     errors: Errors
 
 
-class LeftOut(NamedTuple):
+class HeldOut(NamedTuple):
     """Errors of a profiled step when it is part of the fit and when it is held out.
 
     Attributes:
@@ -145,7 +145,7 @@ class Fit(NamedTuple):
     groups: tuple[Group, ...]
     errors: Errors
     held_out: Errors | None = None
-    networks: tuple[LeftOut, ...] = ()
+    networks: tuple[HeldOut, ...] = ()
 
 
 Pair = tuple[Operator, list[int]]
@@ -165,14 +165,14 @@ class _Model:
 
     def us(self, times: KernelTimes, rows: Sequence[Pair]) -> NDArray[np.float64]:
         """Returns the operators' modelled times in microseconds, float64[n]."""
-        on, known = replace(self.machine, kernel_times=times), dict[str, int]()
-        for k in (k for _, mine in rows for k in mine):
-            if self.keys[k] not in known:
+        machine, ns_by_key = replace(self.machine, kernel_times=times), dict[str, int]()
+        for k in (k for _, kernels in rows for k in kernels):
+            if self.keys[k] not in ns_by_key:
                 kernel = self.captured.program.kernels[k]
-                known[self.keys[k]] = kernel_ns(
-                    kernel, self.captured.nodes[k], on, self.captured.precision, kernel.kind == "optimizer"
+                ns_by_key[self.keys[k]] = kernel_ns(
+                    kernel, self.captured.nodes[k], machine, self.captured.precision, kernel.kind == "optimizer"
                 )
-        return np.array([sum(known[self.keys[k]] for k in mine) / 1e3 for _, mine in rows])
+        return np.array([sum(ns_by_key[self.keys[k]] for k in kernels) / 1e3 for _, kernels in rows])
 
     def fitted(self, times: KernelTimes, name: str, rows: Sequence[Pair]) -> KernelTimes:
         """Returns ``times`` with a group's coefficients fitted to ``rows``."""
@@ -191,17 +191,17 @@ def h100() -> Fit:
     unseen_us: list[float] = []  # their measured us
     for name, (keys, chosen) in GROUPS.items():
         rows = [pair for pair in pairs if chosen(pair[0]) and pair[0].us >= LEAST_US]
-        known = sorted({model.key(pair) for pair in rows})
-        halves = [[pair for pair in rows if known.index(model.key(pair)) % 2 == i] for i in (0, 1)]
-        if len(known) > len(keys) + 1:
+        distinct = sorted({model.key(pair) for pair in rows})
+        halves = [[pair for pair in rows if distinct.index(model.key(pair)) % 2 == i] for i in (0, 1)]
+        if len(distinct) > len(keys) + 1:
             for half, other in (halves, halves[::-1]):
                 unseen += list(model.us(model.fitted(times, name, other), half))
                 unseen_us += [row.us for row, _ in half]
         times = model.fitted(times, name, rows)
         errors = Errors.from_times(model.us(times, rows), [row.us for row, _ in rows])
         groups.append(Group(_only(times, keys), _only(in_file, keys), errors))
-    us, ours = np.array([row.us for row, _ in pairs]), model.us(times, pairs)
-    errors = Errors.from_ratios((ours / us)[us >= LEAST_US], float(ours.sum() / us.sum() - 1))
+    us, modelled = np.array([row.us for row, _ in pairs]), model.us(times, pairs)
+    errors = Errors.from_ratios((modelled / us)[us >= LEAST_US], float(modelled.sum() / us.sum() - 1))
     return Fit("h100", tuple(groups), errors, Errors.from_times(unseen, unseen_us))
 
 
@@ -213,37 +213,37 @@ def _fitted(
     def changed(values: Sequence[float]) -> KernelTimes:
         return replace(times, **dict(zip(keys, map(float, values), strict=True)))
 
-    found = (least_squares(
+    solutions = (least_squares(
         lambda values: errors(changed(values)), [channels if key in CHANNELS else share for key in keys],
         bounds=([0.01] * len(keys), [60.0 if key in CHANNELS else 1.0 for key in keys]), loss="soft_l1",
         f_scale=OUTLIER, diff_step=1e-3,
     ) for share, channels in STARTS)  # fmt: skip
-    return changed(min(found, key=lambda one: float(one.cost)).x)
+    return changed(min(solutions, key=lambda solution: float(solution.cost)).x)
 
 
 class _Step:
     """A profiled step with each operator once: its mean measured ns and its number of kernels, float64[n]."""
 
     def __init__(self, measured: MeasuredStep, machine: Machine):
-        found = calls(measured)
-        self.measured, self.machine, self.calls = measured, machine, list(found.values())
-        times: dict[tuple[int, str], list[int]] = {key: [] for key in found}
-        for which, phase, ns, _ in measured.kernels:
-            if (which, phase) in times:
-                times[which, phase].append(ns)
-        self.ns = np.array([np.mean(one) for one in times.values()])
-        self.counts = np.array([float(len(one)) for one in times.values()])
+        distinct = calls(measured)
+        self.measured, self.machine, self.calls = measured, machine, list(distinct.values())
+        times: dict[tuple[int, str], list[int]] = {key: [] for key in distinct}
+        for operator, phase, ns, _ in measured.kernels:
+            if (operator, phase) in times:
+                times[operator, phase].append(ns)
+        self.ns = np.array([np.mean(repeats) for repeats in times.values()])
+        self.counts = np.array([float(len(repeats)) for repeats in times.values()])
 
     def modelled(self, times: KernelTimes) -> NDArray[np.float64]:
         """Returns the modelled ns per operator, float64[n]."""
-        on = replace(self.machine, kernel_times=times)
-        return np.array([float(call.ns(on, self.measured.precision)) for call in self.calls])
+        machine = replace(self.machine, kernel_times=times)
+        return np.array([float(call.ns(machine, self.measured.precision)) for call in self.calls])
 
     def residuals(self, times: KernelTimes) -> NDArray[np.float64]:
         """Returns residuals whose squares are each operator's soft-l1 loss times its share of the step's time."""
-        here = self.ns > 0
-        logs = np.log(self.modelled(times)[here] / self.ns[here])
-        weights = (self.counts * self.ns / (self.counts @ self.ns))[here]
+        is_timed = self.ns > 0
+        logs = np.log(self.modelled(times)[is_timed] / self.ns[is_timed])
+        weights = (self.counts * self.ns / (self.counts @ self.ns))[is_timed]
         return np.sign(logs) * OUTLIER * np.sqrt(2 * weights * (np.sqrt(1 + (logs / OUTLIER) ** 2) - 1))
 
     def sums(self, times: KernelTimes) -> NDArray[np.float64]:
@@ -262,17 +262,17 @@ def h200() -> Fit:
     steps = [_Step(load_json(path, MeasuredStep.from_dict), machine) for path in files]
     times = _fitted_to_steps(steps)
     others = [_fitted_to_steps([other for other in steps if other is not step]) for step in steps]
-    sums, left_sums = (np.array([step.sums(one) for step, one in zip(steps, fitted, strict=True)])
-                       for fitted in ([times] * len(steps), others))  # fmt: skip
-    ratios = [(step.ratios(times), step.ratios(one)) for step, one in zip(steps, others, strict=True)]
+    sums, held_out_sums = (np.array([step.sums(held_out) for step, held_out in zip(steps, fitted, strict=True)])
+                           for fitted in ([times] * len(steps), others))  # fmt: skip
+    ratios = [(step.ratios(times), step.ratios(held_out)) for step, held_out in zip(steps, others, strict=True)]
     networks = tuple(
-        LeftOut(step.measured.workload, _total(sums[i]), _total(left_sums[i]), *map(_middle, ratios[i]))
+        HeldOut(step.measured.workload, _total(sums[i]), _total(held_out_sums[i]), *map(_middle, ratios[i]))
         for i, step in enumerate(steps)
     )
-    ratio, unseen = (np.concatenate(one) for one in zip(*ratios, strict=True))
+    ratio, unseen = (np.concatenate(held_out) for held_out in zip(*ratios, strict=True))
     keys, errors = tuple(STEP_STARTS), Errors.from_ratios(ratio, _total(sums.sum(axis=0)))
     group = Group(_only(times, keys), _only(_times(machine), keys), errors)
-    return Fit("h200", (group,), errors, Errors.from_ratios(unseen, _total(left_sums.sum(axis=0))), networks)
+    return Fit("h200", (group,), errors, Errors.from_ratios(unseen, _total(held_out_sums.sum(axis=0))), networks)
 
 
 def _fitted_to_steps(steps: Sequence[_Step]) -> KernelTimes:
@@ -285,19 +285,19 @@ def _fitted_to_steps(steps: Sequence[_Step]) -> KernelTimes:
         return np.concatenate([step.residuals(times) for step in steps])
 
     starts = _only(base, tuple(STEP_STARTS))
-    known = residuals({})
-    starts = {key: value for key, value in starts.items() if (residuals({key: 0.8 * value}) != known).any()}
+    initial = residuals({})
+    starts = {key: value for key, value in starts.items() if (residuals({key: 0.8 * value}) != initial).any()}
     scale = np.array(list(starts.values()))
-    most = np.array([np.inf if key in UNBOUNDED else 1 / value for key, value in starts.items()])
-    found = least_squares(
+    upper = np.array([np.inf if key in UNBOUNDED else 1 / value for key, value in starts.items()])
+    solution = least_squares(
         lambda values: residuals(dict(zip(starts, map(float, values * scale), strict=True))), np.ones(len(starts)),
-        bounds=(np.full(len(starts), 0.01), most), diff_step=1e-2, xtol=1e-6,
+        bounds=(np.full(len(starts), 0.01), upper), diff_step=1e-2, xtol=1e-6,
     ).x * scale  # fmt: skip
-    fitted = dict(zip(starts, map(float, found), strict=True))
+    fitted = dict(zip(starts, map(float, solution), strict=True))
     return replace(base, **{**fitted, "launch_ns": round(fitted["launch_ns"])})
 
 
-def of_v100() -> Fit:
+def fit_v100() -> Fit:
     """Fits the V100's coefficients to Kineto's sums per kind of kernel."""
     captured, kinds, measured = v100()
     machine = Machine.load("v100")
@@ -305,10 +305,10 @@ def of_v100() -> Fit:
 
     def total(times: KernelTimes, chosen: Iterable[str]) -> Errors:
         """Returns the error of the sum over all kernels of some kinds."""
-        on = replace(machine, kernel_times=times)  # kernel_ns: that PyTorch had no fused optimizer
-        mine = [k for kind in chosen for k in kinds.get(kind, ())]
-        ns = sum(kernel_ns(captured.program.kernels[k], captured.nodes[k], on, captured.precision) for k in mine)
-        return Errors(len(mine), None, None, ns / 1e3 / sum(measured[kind] for kind in chosen) - 1)
+        tuned = replace(machine, kernel_times=times)  # kernel_ns: that PyTorch had no fused optimizer
+        kernels = [k for kind in chosen for k in kinds.get(kind, ())]
+        ns = sum(kernel_ns(captured.program.kernels[k], captured.nodes[k], tuned, captured.precision) for k in kernels)
+        return Errors(len(kernels), None, None, ns / 1e3 / sum(measured[kind] for kind in chosen) - 1)
 
     groups = []
     for key, chosen in KINDS.items():
@@ -335,11 +335,11 @@ def _only(times: KernelTimes, keys: Sequence[str]) -> dict[str, float]:
     return {key: getattr(times, key) for key in keys}
 
 
-def table(found: Fit) -> tuple[list[str], list[list[str]]]:
+def table(fit: Fit) -> tuple[list[str], list[list[str]]]:
     """Returns the table's header and one line per coefficient."""
     heads = ["coefficient", "fitted", "in file", "kernels", "median error", "sd of ln", "sum"]
     lines = []
-    for group in found.groups:
+    for group in fit.groups:
         kernels, middle, spread, total = group.errors
         ends = [str(kernels), "" if middle is None else f"{middle:.1%}", "" if spread is None else f"{spread:.3f}",
                 f"{total:+.1%}"]  # fmt: skip

@@ -78,12 +78,12 @@ def _point(row: dict[str, str]) -> Point:
     def number(key: str) -> int | None:
         return int(row[key]) if row[key] else None
 
-    lost = {name: number(f"{name}_oom") for name in ESTIMATORS}
+    ooms = {name: number(f"{name}_oom") for name in ESTIMATORS}
     return Point(
         row["model"], row["optimizer"], int(row["batch"]), row["gpu"], int(row["gpu_bytes"]), int(row["ground_bytes"]),
         not number("real_oom"), ZERO_GRADS[number("zero_grad_mode") or 0],
         {name: number(f"{name}_bytes") for name in ESTIMATORS},
-        {name: None if oom is None else not oom for name, oom in lost.items()},
+        {name: None if oom is None else not oom for name, oom in ooms.items()},
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def _error(nbytes: int | None, point: Point) -> float | None:
     return nbytes / point.measured_bytes - 1 if nbytes is not None and point.fits else None
 
 
-def means(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns statistics per estimator, ours first.
 
     Returns:
@@ -128,22 +128,22 @@ def means(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     out = {}
     for name in ("ours", *ESTIMATORS):
         key = "error" if name == "ours" else f"{name}_error"
-        errors = [abs(row[key]) for row in found if row[key] is not None]
-        said = [row for row in found if row[f"{name}_fits"] is not None]
-        wrong = sum(row[f"{name}_fits"] != row["fits"] for row in said)
+        errors = [abs(row[key]) for row in rows if row[key] is not None]
+        judged = [row for row in rows if row[f"{name}_fits"] is not None]
+        wrong = sum(row[f"{name}_fits"] != row["fits"] for row in judged)
         out[name] = {"error": sum(errors) / len(errors) if errors else None, "of": len(errors), "wrong": wrong,
-                     "verdicts": len(said)}  # fmt: skip
+                     "verdicts": len(judged)}  # fmt: skip
     return out
 
 
 def _print(row: dict[str, Any]) -> None:
     error = "    –" if row["error"] is None else f"{row['error']:+.1%}"
-    others = " ".join("    –" if row[f"{e}_error"] is None else f"{row[f'{e}_error']:+.1%}" for e in ESTIMATORS)
+    estimates = " ".join("    –" if row[f"{e}_error"] is None else f"{row[f'{e}_error']:+.1%}" for e in ESTIMATORS)
     parts = " + ".join(f"{row[part] / 2**20:,.0f}" for part in ("tensors", "loop", "workspaces", "allocator"))
     verdict = "" if row["fits"] == row["ours_fits"] else "  WRONG VERDICT"
     print(f"{row['network']:27}{row['optimizer']:8}{row['batch']:5} {row['gpu']}  measured "
           f"{row['measured_bytes'] / 2**20:7,.0f}{'' if row['fits'] else ' (did not fit)'}  ours "
-          f"{row['ours_bytes'] / 2**20:7,.0f} MiB = {parts}  {error}  | {others}{verdict}", flush=True)  # fmt: skip
+          f"{row['ours_bytes'] / 2**20:7,.0f} MiB = {parts}  {error}  | {estimates}{verdict}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -153,5 +153,5 @@ if __name__ == "__main__":
             table.append(row(point))
             _print(table[-1])
     for name, mean in means(table).items():
-        shown = "no error" if mean["error"] is None else f"mean |error| {mean['error']:.2%} over {mean['of']} runs"
-        print(f"{name}: {shown}; {mean['wrong']} of {mean['verdicts']} verdicts wrong")
+        summary = "no error" if mean["error"] is None else f"mean |error| {mean['error']:.2%} over {mean['of']} runs"
+        print(f"{name}: {summary}; {mean['wrong']} of {mean['verdicts']} verdicts wrong")

@@ -69,14 +69,14 @@ def compared(
     """
     assert machine.kernel_times is not None
     error = TimesError(machine.kernel_times.error, machine.kernel_times.step_error)
-    before = with_roofline(modelled, steps.one_roofline(machine))
+    simplified = with_roofline(modelled, steps.one_roofline(machine))
     believed: Mapping[str, tuple[Program, TimesError | None]] = {
-        MODEL: (modelled, error), EXACT: (modelled, None), ROOFLINE: (before, None),
+        MODEL: (modelled, error), EXACT: (modelled, None), ROOFLINE: (simplified, None),
     }  # fmt: skip
     found = []
     for limit in limits:
         task = (machine, int(limit * modelled.peak_bytes))
-        own, _ = planned(measured, *task, calls, None, searches)
+        measured_plan, _ = planned(measured, *task, calls, None, searches)
         bound = floor(measured, *task, families=UNPROVEN)
         for name, (program, expected) in believed.items():
             plan, spread = planned(program, *task, calls, expected, searches)
@@ -85,7 +85,7 @@ def compared(
                 "said": simulate(program, plan, *task).overhead,
                 "low": None if spread is None else spread.least, "high": None if spread is None else spread.most,
                 "measured": simulate(measured, plan.retimed(measured), *task).overhead,
-                "own": simulate(measured, own, *task).overhead, "floor": bound.overhead,
+                "own": simulate(measured, measured_plan, *task).overhead, "floor": bound.overhead,
             })  # fmt: skip
     return found
 
@@ -109,11 +109,11 @@ def planned(
     if error is not None:
         starts = [best.plan for best in found if best.plan is not None]
         found.append(_best(ForFaster(starts, error, **options), task))
-    others = None if error is None else OtherTimes(*task, error, seed=0)
-    best = times.recommended(found, others)
+    retimed = None if error is None else OtherTimes(*task, error, seed=0)
+    best = times.recommended(found, retimed)
     if best is None or best.plan is None:
         raise agents.Infeasible(f"{program.name!r} has no plan within {limit:,} bytes")
-    return best.plan, None if others is None else others.spread(best.plan)
+    return best.plan, None if retimed is None else retimed.spread(best.plan)
 
 
 def _best(planner: agents.Planner, task: tuple[Program, Machine, int]) -> Best:

@@ -15,9 +15,9 @@ import torch
 from executor.capture.profile import Cache, ProfileError, measure
 from executor.memory.context import measure_context
 from experiments.common.measured_step import MeasuredStep, measured_step
-from experiments.validate_gpu.networks import NETWORKS, Network, build, give_back, timed
+from experiments.validate_gpu.networks import NETWORKS, Network, build, free_cache, timed
 from experiments.workloads import WorkloadError
-from experiments.workloads.module import build as own
+from experiments.workloads.module import build as build_module
 from simulator.machine import Machine
 
 WARM = 3  # untimed steps before the timed ones; peaks include them
@@ -54,34 +54,34 @@ def profiled(
     if cuda:
         log("the CUDA context")
         context = measure_context(device).nbytes
-    made = built(network, device)
-    give_back()
+    net = build_network(network, device)
+    free_cache()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     log(f"{WARM + steps} eager steps")
-    timed(made.step, WARM, device)
-    times = timed(made.step, steps, device)
+    timed(net.step, WARM, device)
+    times = timed(net.step, steps, device)
     peaks = (torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()) if cuda else (None, None)
     log("every kernel")
-    captured = made.captured(preset)
+    captured = net.captured(preset)
     profile = measure(captured, device, machine, repeats, cache=cache)
     return measured_step(
-        captured, profile, measured_rates, source=source, licence=licence, workload=name or made.name,
+        captured, profile, measured_rates, source=source, licence=licence, workload=name or net.name,
         step_ns=round(median(times)), context_bytes=context, reserved_bytes=peaks[0], allocated_bytes=peaks[1],
     )  # fmt: skip
 
 
-def built(network: str, device: str) -> Network:
+def build_network(network: str, device: str) -> Network:
     """Builds the network on the device with PyTorch's default optimizer settings; see ``profiled``."""
     if network in NETWORKS:
         return build(network, device)
     if ":" not in network:
         raise WorkloadError(f"network: expected one of {', '.join(NETWORKS)}, or 'pkg.mod:factory', got {network!r}")
-    model, loss_fn, optimizer, batch = own(target=network)
+    model, loss_fn, optimizer, batch = build_module(target=network)
     if optimizer is None:
         raise WorkloadError(f"target: {network} returns no optimizer, which the measurement of a training step needs")
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device.type != device:
-        where = "no parameters" if parameter is None else f"its parameters on {parameter.device.type}"
-        raise WorkloadError(f"target: {network} has {where}; expected parameters on {device}")
+        location = "no parameters" if parameter is None else f"its parameters on {parameter.device.type}"
+        raise WorkloadError(f"target: {network} has {location}; expected parameters on {device}")
     return Network(network.rpartition(":")[2], model, loss_fn, optimizer, batch, ())

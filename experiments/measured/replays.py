@@ -63,9 +63,9 @@ def replays(folder: Path = FOLDER) -> list[Replay]:
         if workload not in programs:
             programs[workload] = Program.load(folder / "replays" / f"program-{workload}.json.gz")
         program, limit, decisions = programs[workload], row["limit"], rows_of(Plan.load(path).decisions)
-        then = Engine(program, replace(machine, issue_ns=0), limit).score(decisions).iteration_ns
+        old_ns = Engine(program, replace(machine, issue_ns=0), limit).score(decisions).iteration_ns
         slower = program.with_durations([k.duration_ns + KERNEL_NS * (k.duration_ns > 0) for k in program.kernels])
-        now, before, measured = Engine(slower, costs, limit).score(decisions), row["predicted_ns"], row["measured_ns"]
-        predicted = now.iteration_ns + before - then
-        out.append(Replay(workload, row["fraction"], row["planner"], then != before, before, predicted, measured))
+        new, before, measured = Engine(slower, costs, limit).score(decisions), row["predicted_ns"], row["measured_ns"]
+        predicted = new.iteration_ns + before - old_ns
+        out.append(Replay(workload, row["fraction"], row["planner"], old_ns != before, before, predicted, measured))
     return out

@@ -77,7 +77,7 @@ class Operator:
     elements: int  # elements of the largest input; 0: unknown
 
 
-class Beside(NamedTuple):
+class Comparison(NamedTuple):
     """Measured, modelled and control microseconds of an operator or of a kind of operators."""
 
     name: str
@@ -117,16 +117,16 @@ class Trace:
         Raises:
             FormatError: if a file is invalid; the message names the file and its line or entry.
         """
-        operators, about = tuple(read_operators(path)), path.with_suffix(".yaml")
-        words = ("format", "source", "licence", "device", "machine", "torch", "optimizer")
+        operators, header = tuple(read_operators(path)), path.with_suffix(".yaml")
+        keys = ("format", "source", "licence", "device", "machine", "torch", "optimizer")
         try:
-            data = yaml.safe_load(about.read_text())
-            top = fields(data, "trace", {**dict.fromkeys(words, str), "network": dict, "precision": dict}, {})
+            data = yaml.safe_load(header.read_text())
+            top = fields(data, "trace", {**dict.fromkeys(keys, str), "network": dict, "precision": dict}, {})
             if top.pop("format") != FORMAT:
                 raise FormatError(f"trace.format: expected {FORMAT!r}, got {data['format']!r}")
             top["precision"] = Precision(**top["precision"])
         except (OSError, TypeError, FormatError) as error:
-            raise FormatError(f"{about}: {error}") from None
+            raise FormatError(f"{header}: {error}") from None
         return cls(path.stem, operators=operators, **top)
 
     def captured(self) -> Captured:
@@ -189,29 +189,29 @@ def paired(captured: Captured, trace: Sequence[Operator]) -> list[tuple[Operator
     Raises:
         ValueError: if an operator is unknown or occurs more often than in the capture; the message names the line.
     """
-    left: dict[tuple[str, str], list[int]] = defaultdict(list)
+    unpaired: dict[tuple[str, str], list[int]] = defaultdict(list)
     for i, kernel in enumerate(captured.program.kernels):
-        left[kernel.phase, _class(kernel)].append(i)
-    for queue in left.values():
+        unpaired[kernel.phase, _class(kernel)].append(i)
+    for queue in unpaired.values():
         queue.reverse()
     found: list[tuple[Operator, list[int]]] = []
     for line, row in enumerate(trace, 2):
         if row.stage == "optimizer":  # one operator updates all parameters
             packet = row.name.removeprefix("aten::_foreach_")
-            mine = left.pop(("optimizer", packet), []) + left.pop(("optimizer", packet.rstrip("_")), [])
-            found.append((row, mine))
+            indices = unpaired.pop(("optimizer", packet), []) + unpaired.pop(("optimizer", packet.rstrip("_")), [])
+            found.append((row, indices))
             continue
         if row.name in ADDS:
-            ways: tuple[tuple[str, ...], ...] = (("count" if row.elements * 4 < SMALL else "add",),)
+            alternatives: tuple[tuple[str, ...], ...] = (("count" if row.elements * 4 < SMALL else "add",),)
         elif row.name in KERNELS:
-            ways = KERNELS[row.name]
+            alternatives = KERNELS[row.name]
         elif row.us:
             raise ValueError(f"line {line}: operator {row.name!r} is unknown")
         else:  # a view
-            ways = ((),)
+            alternatives = ((),)
         stage = "backward" if row.name == "aten::ones_like" else row.stage
-        for packets in ways:
-            queues = [left[stage, packet] for packet in packets]
+        for packets in alternatives:
+            queues = [unpaired[stage, packet] for packet in packets]
             if all(len(queue) >= packets.count(packet) for packet, queue in zip(packets, queues, strict=True)):
                 found.append((row, [queue.pop() for queue in queues]))
                 break
@@ -238,35 +238,35 @@ def with_trace_times(captured: Captured, trace: Sequence[Operator]) -> Program:
     return captured.program.with_durations(durations)
 
 
-def of_trace(trace: Trace) -> list[Beside]:
+def of_trace(trace: Trace) -> list[Comparison]:
     """Compares each operator of a trace with the model; raises FormatError if trace and network do not match."""
     captured = trace.captured()
     try:
         pairs = paired(captured, trace.operators)
     except ValueError as error:
         raise FormatError(f"{trace.name}.csv: {error}") from None
-    old = before(captured, Machine.load(trace.machine))
+    control_ns = control_durations(captured, Machine.load(trace.machine))
     kernels = captured.program.kernels
     return [
-        Beside(row.name, kernels[mine[0]].kind if mine else "other", row.us,
-               sum(kernels[k].duration_ns for k in mine) / 1e3, sum(old[k] for k in mine) / 1e3)
-        for row, mine in pairs
+        Comparison(row.name, kernels[indices[0]].kind if indices else "other", row.us,
+                   sum(kernels[k].duration_ns for k in indices) / 1e3, sum(control_ns[k] for k in indices) / 1e3)
+        for row, indices in pairs
     ]  # fmt: skip
 
 
-def of_profile(measured: MeasuredStep) -> list[Beside]:
+def of_profile(measured: MeasuredStep) -> list[Comparison]:
     """Compares the time of each profiled kernel with the prediction of the kernel-time model.
 
     Skips operators that this version of PyTorch does not have.
     """
     machine = Machine.load(measured.machine)
-    said, old = modelled(measured, machine), one_roofline(machine)
+    predicted, control_machine = modelled(measured, machine), one_roofline(machine)
     found = []
-    for (which, _, ns, _), ours in zip(measured.kernels, said, strict=True):
+    for (index, _, ns, _), ours in zip(measured.kernels, predicted, strict=True):
         if ours is not None:
-            o = measured.operators[which]
-            control = old.kernel_ns(o.kind, o.flops, o.bytes) if o.flops or o.bytes else 0
-            found.append(Beside(o.name, o.kind, ns / 1e3, ours / 1e3, control / 1e3))
+            op = measured.operators[index]
+            control = control_machine.kernel_ns(op.kind, op.flops, op.bytes) if op.flops or op.bytes else 0
+            found.append(Comparison(op.name, op.kind, ns / 1e3, ours / 1e3, control / 1e3))
     return found
 
 
@@ -284,7 +284,7 @@ def one_roofline(machine: Machine) -> Machine:
     return replace(machine, launch_ns=OLD_LAUNCH_NS, kernel_times=None)
 
 
-def before(captured: Captured, machine: Machine) -> list[int]:
+def control_durations(captured: Captured, machine: Machine) -> list[int]:
     """Returns the control's ns per kernel."""
     return [k.duration_ns for k in with_roofline(captured.program, one_roofline(machine), "float32").kernels]
 
@@ -314,13 +314,13 @@ def v100() -> tuple[Captured, dict[str, list[int]], dict[str, float]]:
     return captured, dict(kinds), dict(measured)
 
 
-def by_kind() -> list[Beside]:
+def by_kind() -> list[Comparison]:
     """Compares the V100's step with the model, one row per kind of kernel."""
     captured, kinds, measured = v100()
-    kernels, old = captured.program.kernels, before(captured, Machine.load("v100"))
+    kernels, control_ns = captured.program.kernels, control_durations(captured, Machine.load("v100"))
     return [
-        Beside(kind, kind, us, sum(kernels[k].duration_ns for k in kinds.get(kind, ())) / 1e3,
-               sum(old[k] for k in kinds.get(kind, ())) / 1e3)
+        Comparison(kind, kind, us, sum(kernels[k].duration_ns for k in kinds.get(kind, ())) / 1e3,
+                   sum(control_ns[k] for k in kinds.get(kind, ())) / 1e3)
         for kind, us in measured.items()
     ]  # fmt: skip
 
@@ -356,5 +356,5 @@ def _published(row: dict[str, str]) -> Published:
         precision == "float16", row["layout"] == "nhwc",
     )  # fmt: skip
     name = f"{row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
-    ours, old = captured.program.ideal_ns / 1e6, sum(before(captured, machine)) / 1e6
-    return Published(name, row["machine"], row["kind"], float(row["ms"]), ours, old)
+    modelled_ms, control_ms = captured.program.ideal_ns / 1e6, sum(control_durations(captured, machine)) / 1e6
+    return Published(name, row["machine"], row["kind"], float(row["ms"]), modelled_ms, control_ms)

@@ -61,27 +61,27 @@ def main(words: Sequence[str] | None = None) -> int:
         out.mkdir(parents=True, exist_ok=True)
         with lock_directory(out):
             if len(settings.stages) == 1:
-                return one(settings, out)
+                return run_stage(settings, out)
     except (UsageError, FormatError) as error:
         print(error, file=sys.stderr)
         return FAILED
-    status = in_turn(settings, words, out)
+    status = run_stages(settings, words, out)
     print(f"results are in {out}, packed in {results.pack(out)}")
     return status
 
 
-def in_turn(settings: Settings, words: Sequence[str], out: Path) -> int:
+def run_stages(settings: Settings, words: Sequence[str], out: Path) -> int:
     """Runs each stage in its own process with a share of the time and returns the last exit status.
 
     A stage whose process dies or loses CUDA is restarted and skips the measurement that broke it.
     """
     end, status = time.monotonic() + settings.seconds, 0
-    given = [word for word in words if word.partition("=")[0] not in ("stages", "out", "seconds")]
+    forwarded = [word for word in words if word.partition("=")[0] not in ("stages", "out", "seconds")]
     for i, stage in enumerate(settings.stages):
         for _ in range(1 + DEATHS):
             share = STAGES[stage] / sum(STAGES[other] for other in settings.stages[i:])
             seconds = max(LEAST.get(stage, 1.0), share * (end - time.monotonic()))
-            command = [sys.executable, "-m", "experiments.validate_gpu", *given]
+            command = [sys.executable, "-m", "experiments.validate_gpu", *forwarded]
             with subprocess.Popen([*command, f"stages={stage}", f"out={out}", f"seconds={seconds:.0f}"]) as process:
                 try:
                     status = process.wait()
@@ -94,7 +94,7 @@ def in_turn(settings: Settings, words: Sequence[str], out: Path) -> int:
     return status
 
 
-def one(settings: Settings, out: Path) -> int:
+def run_stage(settings: Settings, out: Path) -> int:
     """Runs one stage in this process and returns the exit status."""
     settings = replace(settings, out=str(out))
     record, machine = Record(out, settings.seconds, settings.device), None

@@ -26,28 +26,28 @@ ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPAC
 
 
 @contextmanager
-def watched(device: str) -> Iterator[dict[str, Any]]:
+def sampled_conditions(device: str) -> Iterator[dict[str, Any]]:
     """Samples PyTorch's first GPU while the block runs; yields a dictionary that is filled on exit (``summary``)."""
-    seen: dict[str, Any] = {}
+    conditions: dict[str, Any] = {}
     sample = _sampler(device)
     if isinstance(sample, str):
-        seen["absent"] = sample
-        yield seen
+        conditions["absent"] = sample
+        yield conditions
         return
-    samples, over = [sample()], threading.Event()
+    samples, stopped = [sample()], threading.Event()
 
     def run() -> None:
-        while not over.wait(PERIOD_S):
+        while not stopped.wait(PERIOD_S):
             samples.append(sample())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        yield seen
+        yield conditions
     finally:
-        over.set()
+        stopped.set()
         thread.join()
-        seen |= summary(samples)
+        conditions |= summary(samples)
 
 
 def _sampler(device: str) -> Callable[[], Sample] | str:
@@ -90,7 +90,7 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
     sm, memory, watt, celsius, reasons = ([value for value in column if value is not None]
                                           for column in zip(*samples, strict=True))  # fmt: skip
     slowed = {name: sum(bool(int(bits) & bit) for bits in reasons) / len(samples) for bit, name in REASONS.items()}
-    out: dict[str, Any] = {"samples": len(samples), "slowed": {name: part for name, part in slowed.items() if part}}
+    out: dict[str, Any] = {"samples": len(samples), "slowed": {name: share for name, share in slowed.items() if share}}
     for key, values, reduce in (("sm_mhz", sm, fmean), ("least_sm_mhz", sm, min), ("least_memory_mhz", memory, min),
                                 ("watt", watt, fmean), ("celsius", celsius, max)):  # fmt: skip
         if values:
@@ -105,25 +105,25 @@ def deterministic() -> Iterator[list[str]]:
     Yields:
         A list that is filled on exit with the operators that have no deterministic implementation.
     """
-    found: list[str] = []
+    operators: list[str] = []
     cudnn = torch.backends.cudnn
-    before = (cudnn.deterministic, cudnn.benchmark, torch.are_deterministic_algorithms_enabled(),
-              torch.is_deterministic_algorithms_warn_only_enabled(), memory.fill_uninitialized_memory,
-              torch.is_warn_always_enabled())  # fmt: skip
+    saved = (cudnn.deterministic, cudnn.benchmark, torch.are_deterministic_algorithms_enabled(),
+             torch.is_deterministic_algorithms_warn_only_enabled(), memory.fill_uninitialized_memory,
+             torch.is_warn_always_enabled())  # fmt: skip
     try:
         cudnn.deterministic, cudnn.benchmark = True, False
         torch.use_deterministic_algorithms(True, warn_only=True)
         memory.fill_uninitialized_memory = False  # type: ignore[assignment]  # the compared code reads no uninitialized memory
         torch.set_warn_always(True)
-        with warnings.catch_warnings(record=True) as heard:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield found
-        found += sorted({str(w.message).split()[0] for w in heard if NO_FORM in str(w.message)})
+            yield operators
+        operators += sorted({str(w.message).split()[0] for w in caught if NO_FORM in str(w.message)})
     finally:
-        cudnn.deterministic, cudnn.benchmark = before[:2]
-        torch.use_deterministic_algorithms(before[2], warn_only=before[3])
-        memory.fill_uninitialized_memory = before[4]  # type: ignore[assignment]
-        torch.set_warn_always(before[5])
+        cudnn.deterministic, cudnn.benchmark = saved[:2]
+        torch.use_deterministic_algorithms(saved[2], warn_only=saved[3])
+        memory.fill_uninitialized_memory = saved[4]  # type: ignore[assignment]
+        torch.set_warn_always(saved[5])
 
 
 def report() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from executor import CaptureError, PlannedStep, StepError
 from executor.capture.profile import ProfileError, measure, with_profile
 from executor.memory.engines import line
 from experiments.common.bisection import largest
-from experiments.validate_gpu.networks import Network, build, cap_memory, give_back, host_bytes, made, own_batch
+from experiments.validate_gpu.networks import Network, build, cap_memory, free_cache, get_planner, host_bytes, own_batch
 from experiments.validate_gpu.pytorch_baselines import CACHE, OURS, Counter, Levels
 from experiments.validate_gpu.record import LATE
 from simulator import Machine, OutOfMemory
@@ -48,30 +48,30 @@ class Tries:
 
     def row(self, seconds: float, caps: dict[str, int]) -> dict[str, Any]:
         """Searches for at most ``seconds`` and returns the row; adds the network's cap in bytes to ``caps``."""
-        own, over = own_batch(self.name), False
+        default, is_late = own_batch(self.name), False
         try:
             with within(seconds):
                 if self.name not in caps:
-                    caps[self.name] = _need(self.name, self.device)
+                    caps[self.name] = _eager_bytes(self.name, self.device)
                 self.cap = caps[self.name]
-                best = largest(self.fits, own, MOST * own, PART)
+                best = largest(self.fits, default, MOST * default, PART)
         except TimeUp:
-            best, over = max((n for n, reason in self.tried.items() if not reason), default=0), True
+            best, is_late = max((n for n, reason in self.tried.items() if not reason), default=0), True
         finally:
             _uncap(self.device)
-        row: dict[str, Any] = {"cap": self.cap, "tries": len(self.tried), "time_over": over}
-        vain = min((n for n, reason in self.tried.items() if reason), default=None)
-        if vain is not None:
-            row |= {"too_large": vain, "reason": self.tried[vain]}
-        return row | ({"batch": best} if best else {"failed": LATE if over else self.tried[min(self.tried)]})
+        row: dict[str, Any] = {"cap": self.cap, "tries": len(self.tried), "time_over": is_late}
+        too_large = min((n for n, reason in self.tried.items() if reason), default=None)
+        if too_large is not None:
+            row |= {"too_large": too_large, "reason": self.tried[too_large]}
+        return row | ({"batch": best} if best else {"failed": LATE if is_late else self.tried[min(self.tried)]})
 
     def fits(self, batch: int) -> bool:
         """Returns whether the method trains at this batch within the cap."""
-        give_back()
+        free_cache()
         if self.method in ("offload", "save_on_cpu") and self.device == "cuda":  # running out of host memory is fatal
-            need = 2 * self.cap * batch // own_batch(self.name)  # PyTorch rounds pinned sizes up to powers of two
-            if need > host_bytes():
-                self.tried[batch] = f"it may pin {need:,} bytes, but the host has {host_bytes():,}"
+            pinned = 2 * self.cap * batch // own_batch(self.name)  # PyTorch rounds pinned sizes up to powers of two
+            if pinned > host_bytes():
+                self.tried[batch] = f"it may pin {pinned:,} bytes, but the host has {host_bytes():,}"
                 return False
         if self.device == "cuda":
             cap_memory(self.cap + torch.cuda.memory_reserved(), self.device)
@@ -97,7 +97,7 @@ class Tries:
         captured = replace(captured, program=with_profile(captured.program, profile))
 
         def train(planner: str, limit: int) -> str:
-            plan = made(planner, captured.program, **OURS[planner]).plan(captured.program, self.machine, limit)
+            plan = get_planner(planner, captured.program, **OURS[planner]).plan(captured.program, self.machine, limit)
             with PlannedStep(captured, plan, self.machine, limit, graph=False) as step:
                 for _ in range(STEPS):
                     step(*network.batch)
@@ -107,11 +107,11 @@ class Tries:
 
         reasons = []
         for planner in OURS:
-            for part in CAPS if self.device == "cuda" else (1.0,):
-                reasons.append(lack_of_memory(partial(train, planner, int(self.cap / part))))
+            for divisor in CAPS if self.device == "cuda" else (1.0,):
+                reasons.append(lack_of_memory(partial(train, planner, int(self.cap / divisor))))
                 if not reasons[-1]:
                     return ""
-                give_back()
+                free_cache()
         return "; ".join(dict.fromkeys(reasons))
 
 
@@ -152,18 +152,18 @@ def _train(step: Callable[[], object], device: str) -> int:
     return counter.peak
 
 
-def _need(name: str, device: str) -> int:
+def _eager_bytes(name: str, device: str) -> int:
     """Returns the bytes that eager training reserves (CUDA) or uses (CPU) at the network's own batch."""
     peak = _train(build(name, device).step, device)
     if device != "cuda":
         return peak
-    give_back()
-    before = torch.cuda.memory_reserved()
+    free_cache()
+    reserved_before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     _train(build(name, device).step, device)
-    return int(torch.cuda.max_memory_reserved() - before)
+    return int(torch.cuda.max_memory_reserved() - reserved_before)
 
 
 def _uncap(device: str) -> None:
     cap_memory(None, device)
-    give_back()
+    free_cache()

@@ -149,11 +149,11 @@ def build(name: str, device: str, seed: int = 0, batch: int | None = None) -> Ne
         seed: seed of weights and batch, reproducible on one device.
         batch: batch size; default: the network's own.
     """
-    give_back()
+    free_cache()
     torch.manual_seed(seed)
-    own, make = NETWORKS[name]
+    default_size, make = NETWORKS[name]
     with torch.device(device):
-        model, data, loss_fn = make(batch or own)
+        model, data, loss_fn = make(batch or default_size)
     text = data[0].dtype == torch.int64
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -186,9 +186,9 @@ def timed(step: Callable[[], object], count: int, device: str) -> list[int]:
     return [round(1e6 * a.elapsed_time(b)) for a, b in pairwise(marks)]
 
 
-def in_turns(
-    step: Callable[[], object], other: Callable[[], object], count: int, device: str, held: int = 0,
-    turn: Callable[[bool], object] = bool,
+def time_in_turns(
+    step: Callable[[], object], other: Callable[[], object], count: int, device: str, other_bytes: int = 0,
+    on_turn: Callable[[bool], object] = bool,
 ) -> tuple[list[int], list[int], int]:  # fmt: skip
     """Times two alternating steps, so that changes of the GPU's clock affect both.
 
@@ -197,8 +197,8 @@ def in_turns(
         other: second step function.
         count: measured steps of each, at least 1, in up to TURNS turns.
         device: "cuda" or "cpu".
-        held: device memory in bytes that does not belong to ``step``.
-        turn: called before each turn (before its WARM unmeasured steps) with True for ``step``, False for ``other``.
+        other_bytes: device memory in bytes that does not belong to ``step``.
+        on_turn: called before each turn (before its WARM unmeasured steps) with True for ``step``, False for ``other``.
 
     Returns:
         Times of ``step`` in ns, times of ``other`` in ns, and the peak memory of ``step`` in bytes (0 on the CPU).
@@ -206,15 +206,15 @@ def in_turns(
     times: tuple[list[int], list[int]] = ([], [])
     turns, peak = min(TURNS, count), 0
     for i in range(turns):
-        for mine, run in ((True, step), (False, other)):
+        for is_first, run in ((True, step), (False, other)):
             if device == "cuda":
-                peak = peak if mine else max(peak, torch.cuda.max_memory_allocated() - held)
-                give_back()
+                peak = peak if is_first else max(peak, torch.cuda.max_memory_allocated() - other_bytes)
+                free_cache()
                 torch.cuda.reset_peak_memory_stats()
-            turn(mine)
+            on_turn(is_first)
             for _ in range(WARM):
                 run()
-            times[not mine].extend(timed(run, count * (i + 1) // turns - count * i // turns, device))
+            times[not is_first].extend(timed(run, count * (i + 1) // turns - count * i // turns, device))
     return *times, peak
 
 
@@ -224,7 +224,7 @@ def limit_of(program: Program, fraction: float) -> int:
     return persistent + round(fraction * (program.peak_bytes - persistent))
 
 
-def give_back() -> None:
+def free_cache() -> None:
     """Frees unused memory of PyTorch's device and pinned-memory caches."""
     gc.collect()
     if torch.cuda.is_available():
@@ -240,9 +240,9 @@ def cap_memory(nbytes: float | None, device: str) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total))
 
 
-def made(planner: str, program: Program, **wanted: Any) -> agents.Planner:
-    """Returns a planner with those options of ``wanted`` that it accepts; small tensors stay on the device."""
-    options = {**wanted, "min_bytes": max(1, min(MIB, program.peak_bytes // 500))}
+def get_planner(planner: str, program: Program, **candidates: Any) -> agents.Planner:
+    """Returns a planner with those options of ``candidates`` that it accepts; small tensors stay on the device."""
+    options = {**candidates, "min_bytes": max(1, min(MIB, program.peak_bytes // 500))}
     return agents.make(planner, **{key: options[key] for key in options.keys() & agents.options(planner)})
 
 

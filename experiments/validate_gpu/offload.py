@@ -102,14 +102,14 @@ class Offload:
         item, dtype, size, stride, offset = packed
         for number in (item.block, item.block - 1):  # prefetch the block that the backward pass needs next
             self._fetch(number)
-        back = self.blocks[item.block].back
-        if back:
-            torch.cuda.current_stream().wait_event(back)
-        whole: Tensor = item.device
+        event = self.blocks[item.block].back
+        if event:
+            torch.cuda.current_stream().wait_event(event)
+        storage: Tensor = item.device
         item.uses -= 1
         if not item.uses:
             item.device = item.host = None
-        return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), offset, size, stride)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage.untyped_storage(), offset, size, stride)  # type: ignore[call-overload, no-any-return]
 
     def _fetch(self, number: int) -> None:
         """Starts copying a block's offloaded storages back to the device."""

@@ -32,8 +32,8 @@ def scatter(path: Path, replays: Sequence[dict[str, Any]], trained: Sequence[dic
         values: list[float] = []
         for rows, hollow in ((replays, False), (trained, True)):
             for name in dict.fromkeys(r["planner"] for r in rows):
-                mine = [r for r in rows if r["planner"] == name and r[predicted] is not None]
-                x, y = ([r[key] / unit for r in mine] for key in (predicted, measured))
+                points = [r for r in rows if r["planner"] == name and r[predicted] is not None]
+                x, y = ([r[key] / unit for r in points] for key in (predicted, measured))
                 values += [*x, *y]
                 label = f"{look(name).label}{', training' * hollow}"
                 marks.append(Line(x, y, look(name).colour, label, look(name).marker, "", hollow=hollow))
@@ -46,24 +46,24 @@ def scatter(path: Path, replays: Sequence[dict[str, Any]], trained: Sequence[dic
     draw(path, Chart("Predicted and measured", panels, 2, (5.2, 4.6), keys=5))
 
 
-def timelines(path: Path, found: Measured, workload: str, planner: str) -> None:
+def timelines(path: Path, measured: Measured, workload: str, planner: str) -> None:
     """Plots one steady-state iteration as predicted and as measured, with the memory of both, on one time axis."""
-    begin = max(len(found.timeline.boundaries) - found.period - 1, 0)
-    shown = [("Predicted", found.predicted, found.predicted.last_start_ns, PREDICTED),
-             ("Measured", found.timeline, found.timeline.boundaries[begin], MEASURED)]  # fmt: skip
-    end = 1.01 * max(timeline.boundaries[-1] - start for _, timeline, start, _ in shown) / 1e6
+    begin = max(len(measured.timeline.boundaries) - measured.period - 1, 0)
+    pair = [("Predicted", measured.predicted, measured.predicted.last_start_ns, PREDICTED),
+            ("Measured", measured.timeline, measured.timeline.boundaries[begin], MEASURED)]  # fmt: skip
+    end = 1.01 * max(timeline.boundaries[-1] - start for _, timeline, start, _ in pair) / 1e6
     x, panels, memory = Axis("ms from the start of an iteration", limits=(0, end)), [], list[Mark]()
-    for word, timeline, start, colour in shown:
-        took = (timeline.boundaries[-1] - start) / 1e6
-        marks = [*_streams(timeline, start), Rule(took, colour=LIMIT, line="-", width=1)]
-        panels.append(Panel(f"{word}: {took:.2f} ms", marks, x, Axis(names=STREAMS)))
+    for word, timeline, start, colour in pair:
+        duration_ms = (timeline.boundaries[-1] - start) / 1e6
+        marks = [*_streams(timeline, start), Rule(duration_ms, colour=LIMIT, line="-", width=1)]
+        panels.append(Panel(f"{word}: {duration_ms:.2f} ms", marks, x, Axis(names=STREAMS)))
         points = [(t, used) for t, used in timeline.memory if t <= timeline.boundaries[-1]]
         inside = [(start, used) for t, used in points if t <= start][-1:] + [p for p in points if p[0] > start]
         memory.append(Line([(t - start) / 1e6 for t, _ in inside], [used / MIB for _, used in inside], colour,
                            f"memory, {word.lower()}", width=1.2, step=True))  # fmt: skip
-    memory.append(Rule(found.limit / MIB, horizontal=True, colour=LIMIT, label="limit", width=1))
+    memory.append(Rule(measured.limit / MIB, horizontal=True, colour=LIMIT, label="limit", width=1))
     panels.append(Panel("Memory", memory, x, Axis("MiB in use", limits=(0, None))))
-    title = f"{workload}, {look(planner).label}, on {found.device}"
+    title = f"{workload}, {look(planner).label}, on {measured.device}"
     draw(path, Chart(title, panels, 1, (10.5, 2.0), (0, 0.9), keys=7))
 
 
@@ -72,10 +72,10 @@ def _streams(timeline: Timeline, start: int) -> list[Mark]:
     spans = [s for s in timeline.spans if s.end_ns > start]
     marks: list[Mark] = []
     for kind, colour in SPANS.items():
-        mine = [s for s in spans if s.kind == kind]
-        lengths, starts = [(s.end_ns - s.start_ns) / 1e6 for s in mine], [(s.start_ns - start) / 1e6 for s in mine]
-        rows = [STREAMS.index(s.stream) for s in mine]
-        marks.append(Bars(rows, lengths, colour, kind.replace("_", "-") if mine else "", 0.76, np.array(starts)))
+        chosen = [s for s in spans if s.kind == kind]
+        lengths, starts = [(s.end_ns - s.start_ns) / 1e6 for s in chosen], [(s.start_ns - start) / 1e6 for s in chosen]
+        rows = [STREAMS.index(s.stream) for s in chosen]
+        marks.append(Bars(rows, lengths, colour, kind.replace("_", "-") if chosen else "", 0.76, np.array(starts)))
     return [mark for mark in marks if isinstance(mark, Bars) and len(mark.at)]
 
 
@@ -88,12 +88,12 @@ def batches(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """
     panels = []
     for name in dict.fromkeys(r["workload"] for r in rows):
-        shown = sorted((r for r in rows if r["workload"] == name), key=lambda r: -r["batch"])
-        texts = [f"{'at least ' * r['time_over']}{r['batch']} ({r['batch'] / r['own_batch']:.1f}×)" for r in shown]
+        ordered = sorted((r for r in rows if r["workload"] == name), key=lambda r: -r["batch"])
+        texts = [f"{'at least ' * r['time_over']}{r['batch']} ({r['batch'] / r['own_batch']:.1f}×)" for r in ordered]
         marks: list[Mark] = [
-            Bars(range(len(shown)), [r["batch"] for r in shown], MEASURED, thick=0.6, texts=texts),
-            Rule(shown[0]["own_batch"], colour=INK),
+            Bars(range(len(ordered)), [r["batch"] for r in ordered], MEASURED, thick=0.6, texts=texts),
+            Rule(ordered[0]["own_batch"], colour=INK),
         ]
-        names, title = [r["method"] for r in shown], f"{name}, {shown[0]['cap'] / MIB:,.1f} MiB"
+        names, title = [r["method"] for r in ordered], f"{name}, {ordered[0]['cap'] / MIB:,.1f} MiB"
         panels.append(Panel(title, marks, Axis("largest batch", room=1.45), Axis(names=names)))
     draw(path, Chart("Largest batch in the memory of eager's default batch (dashed)", panels, len(panels)))

@@ -36,11 +36,11 @@ from executor.capture.profile import Cache, Profile, measure, with_profile
 from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from executor.replay.backend import Backend, Stream
-from experiments.validate_gpu.networks import MIB, build, limit_of, made
-from experiments.validate_gpu.pytorch_baselines import eager_beside
+from experiments.validate_gpu.networks import MIB, build, get_planner, limit_of
+from experiments.validate_gpu.pytorch_baselines import build_eager_step
 from experiments.validate_gpu.settings import BACKENDS, UsageError, check_known, values_of
 from experiments.validate_gpu.stages import base_machine, with_host
-from experiments.validate_gpu.training import Case, batch_stays, beside_eager
+from experiments.validate_gpu.training import Case, time_beside_eager, without_batch_swaps
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import read_json, write_json
 from simulator.schedule import lower
@@ -84,8 +84,8 @@ class Probe:
     @property
     def machine(self) -> Machine:
         """Machine measured by section ``costs``, or ``base`` before that section has run."""
-        own = self.out / "machine.yaml"
-        return Machine.load(own) if own.exists() else self.base
+        path = self.out / "machine.yaml"
+        return Machine.load(path) if path.exists() else self.base
 
     @property
     def base(self) -> Machine:
@@ -96,33 +96,33 @@ class Probe:
         """Returns the network's name, or its tiny stand-in with backend=host."""
         return name if self.backend == "cuda" else TINY[name]
 
-    def row(self, what: str, predicted: object, measured: object, **more: Any) -> None:
+    def row(self, label: str, predicted: object, measured: object, **info: Any) -> None:
         """Prints a measurement next to its prediction and appends the row to probe.jsonl."""
-        keep(self.out, section=self.section, what=what, predicted=predicted, measured=measured, **more)
-        rest = ", ".join(f"{key} {_short(value)}" for key, value in more.items() if not isinstance(value, (dict, list)))
+        append_row(self.out, section=self.section, what=label, predicted=predicted, measured=measured, **info)
+        text = ", ".join(f"{key} {_short(value)}" for key, value in info.items() if not isinstance(value, (dict, list)))
         numbers = f"predicted {_short(predicted)}, measured {_short(measured)}"
-        print(f"{self.section:10} {what}: {numbers}{'; ' if rest else ''}{rest}", flush=True)
+        print(f"{self.section:10} {label}: {numbers}{'; ' if text else ''}{text}", flush=True)
 
-    def failed(self, what: str, error: object) -> None:
+    def record_failure(self, label: str, error: object) -> None:
         """Records a failed measurement with its reason."""
-        keep(self.out, section=self.section, what=what, failed=str(error)[:400])
-        print(f"{self.section:10} {what}: failed: {error}", flush=True)
+        append_row(self.out, section=self.section, what=label, failed=str(error)[:400])
+        print(f"{self.section:10} {label}: failed: {error}", flush=True)
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Returns the seconds left for this section."""
         return self.until - time.monotonic()
 
-    def attempt(self, what: str, measurement: Callable[[], object]) -> None:
+    def attempt(self, label: str, measurement: Callable[[], object]) -> None:
         """Runs a measurement; records its failure, or that no time is left for it."""
-        if self.left() < 5:
-            return self.failed(what, "no time left")
+        if self.seconds_left() < 5:
+            return self.record_failure(label, "no time left")
         try:
             measurement()
         except Exception as error:  # continue with the next one
-            self.failed(what, line(error))
+            self.record_failure(label, line(error))
 
 
-def keep(out: Path, **row: Any) -> None:
+def append_row(out: Path, **row: Any) -> None:
     """Appends a row to the folder's probe.jsonl."""
     with (out / "probe.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -139,12 +139,12 @@ def costs(probe: Probe) -> None:
     """Calibrates the machine and measures the overhead of a copy between two kernels of a CUDA graph."""
     base = probe.base
     with open_backend(probe.backend, base) as backend:
-        found = calibrate(backend, base, 2**28 if probe.backend == "cuda" else 2**20, seconds=probe.left() / 3)
-        trips = {d: round_trip_ns(backend, found.machine, d) for d in ("d2h", "h2d")}
-    found = with_host(found, base, probe.device)
-    found.save(probe.out / "machine.yaml")
+        result = calibrate(backend, base, 2**28 if probe.backend == "cuda" else 2**20, seconds=probe.seconds_left() / 3)
+        trips = {d: round_trip_ns(backend, result.machine, d) for d in ("d2h", "h2d")}
+    result = with_host(result, base, probe.device)
+    result.save(probe.out / "machine.yaml")
     for figure, predicted in COSTS.items():
-        probe.row(figure, predicted, getattr(found.machine, figure))
+        probe.row(figure, predicted, getattr(result.machine, figure))
     for direction, ns in trips.items():
         probe.row(f"round trip by {direction} in a graph, ns beyond the copy", ROUND_TRIP_NS, ns)
 
@@ -179,11 +179,11 @@ def pools(probe: Probe) -> None:
     if probe.backend == "cuda":
         x = torch.randn(2**20, device="cuda")
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        own, results = [], []
+        pools, results = [], []
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(12):
-                own.append(torch.cuda.MemPool(no_split=True))
-                with torch.cuda.use_mem_pool(own[-1]):
+                pools.append(torch.cuda.MemPool(no_split=True))
+                with torch.cuda.use_mem_pool(pools[-1]):
                     results.append(x * (i + 2))
         graph.replay()
         torch.cuda.synchronize()
@@ -195,9 +195,9 @@ def pools(probe: Probe) -> None:
 def copies(probe: Probe) -> None:
     """Measures the speed of swap-outs beside kernels, from streams and in graphs with few and many branches."""
     if probe.backend == "cuda":
-        for form, what, speed in copy_speeds(probe.out):
+        for form, label, speed in copy_speeds(probe.out):
             machine = probe.machine if form == "streams" else probe.machine.in_graph()
-            probe.row(f"bytes/s of swap-outs, {what}: {form}", machine.d2h_bytes_per_s, speed)
+            probe.row(f"bytes/s of swap-outs, {label}: {form}", machine.d2h_bytes_per_s, speed)
 
 
 Event = tuple[float, float, int | None, str, str, int | None]  # begin and duration in us, stream, category, name, bytes
@@ -254,8 +254,8 @@ def copy_speeds(out: Path) -> Iterator[tuple[str, str, float]]:
             run()
         graph.replay()
         for form, call, count in (("streams", run, 1), ("graph", graph.replay, 1), ("graph", graph.replay, 3)):
-            found = [event for event in traced(call, count, out) if event[3] == "gpu_memcpy"]
-            speed = 1e6 * sum(event[5] for event in found) / sum(event[1] for event in found)
+            transfers = [event for event in traced(call, count, out) if event[3] == "gpu_memcpy"]
+            speed = 1e6 * sum(event[5] for event in transfers) / sum(event[1] for event in transfers)
             yield form, f"joined {lag} kernels later, {width} copy streams, {count} in a row", speed
 
 
@@ -264,22 +264,22 @@ def replays(probe: Probe) -> None:
     machine = probe.machine
     with open_backend(probe.backend, machine) as backend:
 
-        def measured(what: str, program: Program, plan: Plan, limit: int, first: bool) -> None:
-            found = replay(program, plan, machine, limit, backend)
+        def measured(label: str, program: Program, plan: Plan, limit: int, first: bool) -> None:
+            times = replay(program, plan, machine, limit, backend)
             checks = replay(program, plan, machine, limit, backend, 2, mode="check").checks if first else 0
-            probe.row(what, found.predicted_ns, found.iteration_ns, error=found.error, checks=checks,
-                      footprint=found.footprint, limit=limit)  # fmt: skip
+            probe.row(label, times.predicted_ns, times.iteration_ns, error=times.error, checks=checks,
+                      footprint=times.footprint, limit=limit)  # fmt: skip
 
-        for i, (what, *parts) in enumerate(_plans(probe, machine)):
-            probe.attempt(what, partial(measured, what, *parts, first=not i))
+        for i, (label, *parts) in enumerate(_plans(probe, machine)):
+            probe.attempt(label, partial(measured, label, *parts, first=not i))
 
 
 def _plans(probe: Probe, machine: Machine) -> Iterator[tuple[str, Program, Plan, int]]:
     """Yields (name, program, plan, limit in bytes) of each replay."""
     folder = COMMITTED / "graphs"
     if probe.backend == "host":
-        net = build(TINY[RESNET], "cpu")
-        programs = {TINY[RESNET]: net.captured(machine).program}
+        network = build(TINY[RESNET], "cpu")
+        programs = {TINY[RESNET]: network.captured(machine).program}
     else:
         names = (RESNET, LLAMA, GPT2)
         programs = {name: Program.load(folder / f"program-{name}.json.gz") for name in names}
@@ -292,9 +292,9 @@ def _plans(probe: Probe, machine: Machine) -> Iterator[tuple[str, Program, Plan,
             for planner in ("capuchin", "superneurons", "autoswap_swdoa", "lp_round"):
                 limit = limit_of(program, fraction)
                 try:
-                    plan = made(planner, program, calls=2000).plan(program, machine, limit)
+                    plan = get_planner(planner, program, calls=2000).plan(program, machine, limit)
                 except (agents.Infeasible, ImportError) as error:
-                    probe.failed(f"{name} {fraction} {planner}", line(error))
+                    probe.record_failure(f"{name} {fraction} {planner}", line(error))
                     continue
                 yield f"{name} {fraction} {planner}", program, plan, limit
 
@@ -321,18 +321,18 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         graph: whether the step runs as a CUDA graph.
         profiles: measured profiles by network; a missing one is measured and added.
     """
-    what = f"{name} {fraction} {'as a graph' if graph else 'kernel by kernel'}"
+    label = f"{name} {fraction} {'as a graph' if graph else 'kernel by kernel'}"
     device, machine = probe.device, probe.machine
     costs = machine.in_graph() if graph else machine
 
     def measured() -> None:
-        eager = eager_beside(name, device)
-        held = torch.cuda.memory_allocated() if device == "cuda" else 0
+        eager = build_eager_step(name, device)
+        held_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
         network = build(name, device)
         try:
             captured = network.captured(machine, check=not profiles)
         except CaptureError as error:
-            probe.failed(f"{name}: comparison with the eager step", line(error))
+            probe.record_failure(f"{name}: comparison with the eager step", line(error))
             captured = network.captured(machine, check=False)
         if name not in profiles:
             cache: Cache = "step" if device == "cuda" else "hot"
@@ -341,25 +341,25 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         captured, limit = replace(captured, program=program), limit_of(program, fraction)
         reasons = []
         for aim in AIMS if graph else AIMS[:1]:
-            plan = made("annealing", program, iterations=50).plan(program, costs, int(aim * limit))
+            plan = get_planner("annealing", program, iterations=50).plan(program, costs, int(aim * limit))
             case = Case(name, program, fraction, limit)
             if graph:
-                case, plan = batch_stays(case, plan)
+                case, plan = without_batch_swaps(case, plan)
             try:
                 with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
-                    found = beside_eager(step, network.batch, eager, STEPS[device], device, held)
+                    times = time_beside_eager(step, network.batch, eager, STEPS[device], device, held_bytes)
                     if device == "cuda":
                         save(program, plan, lambda: step(*network.batch))
             except StepError as error:
                 reasons.append(f"planned for {aim:.0%}: {line(error)}")
                 continue
-            predicted, ns = simulate(program, plan, costs, case.limit).iteration_ns, found["measured_ns"]
-            peaks = {"peak": found["ledger"], **({"allocated": found["device_peak"]} if device == "cuda" else {})}
-            probe.row(what, predicted, ns, limit=case.limit, planned_for=aim, ideal_ns=program.ideal_ns,
-                      kernels=len(program.kernels), eager_ns=found["eager_ns"], to_eager=ns / found["eager_ns"],
-                      host_ns=found["host_ns"], **peaks)  # fmt: skip
+            predicted, ns = simulate(program, plan, costs, case.limit).iteration_ns, times["measured_ns"]
+            peaks = {"peak": times["ledger"], **({"allocated": times["device_peak"]} if device == "cuda" else {})}
+            probe.row(label, predicted, ns, limit=case.limit, planned_for=aim, ideal_ns=program.ideal_ns,
+                      kernels=len(program.kernels), eager_ns=times["eager_ns"], to_eager=ns / times["eager_ns"],
+                      host_ns=times["host_ns"], **peaks)  # fmt: skip
             return
-        probe.failed(what, "; ".join(reasons))
+        probe.record_failure(label, "; ".join(reasons))
 
     def save(program: Program, plan: Plan, step: Callable[[], object]) -> None:
         saved = probe.out / f"{name}-{fraction}{'' if graph else '-kernels'}"
@@ -368,28 +368,28 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         try:
             write_json(f"{saved}-trace.json.gz", traced(step, 3, probe.out))
         except Exception as error:  # the measurement is complete without it
-            probe.failed(f"trace of {what}", line(error))
+            probe.record_failure(f"trace of {label}", line(error))
 
-    probe.attempt(what, measured)
+    probe.attempt(label, measured)
 
 
 def rivals(probe: Probe) -> None:
     """Compares PyTorch's memory-saving methods with a planned step at equal peak memory."""
     methods = ["ours", "checkpoint", "offload", *(["compile"] if probe.backend == "cuda" else []), "save_on_cpu"]
     words = "limits=0.7", f"methods={','.join(methods)}", "planners=", "train=", "graph="
-    for what, r in validated(probe, LLAMA, "profile,plan,compare", *words):
-        more = {key: r.get(key) for key in ("eager_ns", "overhead", "measured_peak", "limit", "setting")}
-        probe.row(what, "fastest" if r["method"] == "ours" else "slower than ours", r["measured_ns"], **more)
+    for label, row in run_validation(probe, LLAMA, "profile,plan,compare", *words):
+        extra = {key: row.get(key) for key in ("eager_ns", "overhead", "measured_peak", "limit", "setting")}
+        probe.row(label, "fastest" if row["method"] == "ours" else "slower than ours", row["measured_ns"], **extra)
 
 
 def largest(probe: Probe) -> None:
     """Finds the largest batch of each method within the memory that eager training needs for its own batch."""
-    for what, r in validated(probe, RESNET, "largest", "methods=eager,ours,checkpoint"):
-        predicted = {"ours": ">= 2 x eager", "eager": r["own_batch"]}.get(r["method"], "less than ours")
-        probe.row(what, predicted, r["batch"], time_over=r["time_over"], cap=r["cap"])
+    for label, row in run_validation(probe, RESNET, "largest", "methods=eager,ours,checkpoint"):
+        predicted = {"ours": ">= 2 x eager", "eager": row["own_batch"]}.get(row["method"], "less than ours")
+        probe.row(label, predicted, row["batch"], time_over=row["time_over"], cap=row["cap"])
 
 
-def validated(probe: Probe, network: str, stages: str, *words: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def run_validation(probe: Probe, network: str, stages: str, *words: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs experiments.validate_gpu on one network and yields (label, row) of the last stage.
 
     Failed rows are recorded, not yielded. The command gets the section's remaining time.
@@ -398,17 +398,17 @@ def validated(probe: Probe, network: str, stages: str, *words: str) -> Iterator[
     out, kind = probe.out / probe.section, stages.rpartition(",")[2]
     preset = probe.base.name if probe.backend == "cuda" else "h200"
     command = [sys.executable, "-m", "experiments.validate_gpu", f"backend={probe.backend}", f"out={out}",
-               f"machine={machine if machine.exists() else preset}",
-               f"workloads={name}", f"stages={stages}", f"seconds={max(10, probe.left() - 5):.0f}", *words]  # fmt: skip
+               f"machine={machine if machine.exists() else preset}", f"workloads={name}",
+               f"stages={stages}", f"seconds={max(10, probe.seconds_left() - 5):.0f}", *words]  # fmt: skip
     subprocess.run(command, check=False)
     results = out / "results.json"
-    for r in read_json(results)["rows"] if results.exists() else ():
-        if r["kind"] == kind:
-            what = f"{name} {r['fraction']} {r['method']}" if "fraction" in r else f"{name} {r['method']}"
-            if "failed" in r:
-                probe.failed(what, r["failed"])
+    for row in read_json(results)["rows"] if results.exists() else ():
+        if row["kind"] == kind:
+            label = f"{name} {row['fraction']} {row['method']}" if "fraction" in row else f"{name} {row['method']}"
+            if "failed" in row:
+                probe.record_failure(label, row["failed"])
             else:
-                yield what, r
+                yield label, row
 
 
 # ------------------------------------------------------------------------------------------- the command
@@ -440,7 +440,7 @@ SECTIONS = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     """Command-line keys.
 
     Attributes:
@@ -461,26 +461,26 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     names = [word for word in words if "=" not in word]
     try:
-        asked = Asked(**values_of(Asked, [word for word in words if "=" in word]))
-        for key, value, known in (("backend", asked.backend, BACKENDS), ("step", asked.step, (0, 1, 2)),
+        options = Options(**values_of(Options, [word for word in words if "=" in word]))
+        for key, value, allowed in (("backend", options.backend, BACKENDS), ("step", options.step, (0, 1, 2)),
                                   ("section", tuple(names), SECTIONS)):  # fmt: skip
-            check_known(key, value, known)
-        if asked.backend == "cuda" and not torch.cuda.is_available():
+            check_known(key, value, allowed)
+        if options.backend == "cuda" and not torch.cuda.is_available():
             raise UsageError("no CUDA GPU found; backend=host runs a small probe without one")
     except UsageError as error:
         print(error, str(__doc__).splitlines()[2].strip(), sep="\nusage: ", file=sys.stderr)
         return 2
-    out = Path(asked.out)
+    out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    if asked.seconds:
+    if options.seconds:
         (name,) = names
-        SECTIONS[name].run(Probe(name, out, asked.backend, time.monotonic() + asked.seconds))
+        SECTIONS[name].run(Probe(name, out, options.backend, time.monotonic() + options.seconds))
         return 0
-    chosen = names or [name for name, section in SECTIONS.items() if asked.step in (0, section.step)]
-    return in_order(chosen, out, asked.backend)
+    chosen = names or [name for name, section in SECTIONS.items() if options.step in (0, section.step)]
+    return run_sections(chosen, out, options.backend)
 
 
-def in_order(names: Sequence[str], out: Path, backend: str) -> int:
+def run_sections(names: Sequence[str], out: Path, backend: str) -> int:
     """Runs each section in its own process and updates probe.json; unused time carries over to the next section."""
     for name in names:
         section = SECTIONS[name]
@@ -494,8 +494,8 @@ def in_order(names: Sequence[str], out: Path, backend: str) -> int:
                    f"seconds={seconds:.0f}"]  # fmt: skip
         with subprocess.Popen(command, start_new_session=True) as process:
             try:
-                done = process.wait(seconds)
-                failed = f"its process ended with status {done}" if done else ""
+                exit_status = process.wait(seconds)
+                failed = f"its process ended with status {exit_status}" if exit_status else ""
             except BaseException as error:
                 os.killpg(process.pid, signal.SIGKILL)  # including its child processes
                 if not isinstance(error, subprocess.TimeoutExpired):
@@ -503,9 +503,9 @@ def in_order(names: Sequence[str], out: Path, backend: str) -> int:
                 failed = f"stopped after {seconds:.0f} s"
         if failed:
             status = 1
-            keep(out, section=name, failed=failed)
+            append_row(out, section=name, failed=failed)
             print(f"{name:10} failed: {failed}", flush=True)
-        keep(out, section=name, seconds=round(time.monotonic() - begin, 1))
+        append_row(out, section=name, seconds=round(time.monotonic() - begin, 1))
         gather(out, backend)
     print(f"results are in {out / 'probe.json'}; {shutil.make_archive(str(out), 'gztar', out)} has all files")
     return status
@@ -515,8 +515,8 @@ def gather(out: Path, backend: str) -> None:
     """Writes probe.json from the rows of probe.jsonl."""
     device = torch.cuda.get_device_name() if backend == "cuda" else "host"
     rows = [json.loads(text) for text in (out / "probe.jsonl").read_text().splitlines()]
-    found = {"format": FORMAT, "device": device, "torch": torch.__version__, "rows": rows}
-    write_json(out / "probe.json", found, indent=1)
+    document = {"format": FORMAT, "device": device, "torch": torch.__version__, "rows": rows}
+    write_json(out / "probe.json", document, indent=1)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ from executor import CaptureError, PlannedStep, StepError
 from executor.capture.profile import Cache, ProfileError, measure, with_profile
 from executor.memory.pinned import CUDA
 from experiments.common.bisection import largest
-from experiments.validate_gpu.conditions import watched
-from experiments.validate_gpu.networks import Network, block_count, build, give_back, in_turns, made, timed
+from experiments.validate_gpu.conditions import sampled_conditions
+from experiments.validate_gpu.networks import Network, block_count, build, free_cache, get_planner, time_in_turns, timed
 from experiments.validate_gpu.offload import Offload
 from simulator import Machine, Plan, Program, simulate
 
@@ -49,7 +49,7 @@ CACHE: dict[str, Cache] = {"cuda": "cold", "cpu": "hot"}  # profile mode; flushi
 OURS: dict[str, dict[str, int]] = {"annealing": {"iterations": 50}, "lp_round": {"calls": 2000}, "capuchin": {}}
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # activation_memory_budget of torch.compile
 
-KEPT = [
+SAVED_OPERATORS = [
     getattr(torch.ops.aten, name).default for name in (
         "convolution", "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -107,11 +107,11 @@ def row(search: Levels | Ours, limit: int, plans: Sequence[Plan], steps: int) ->
     """
     warm_up(search.name, search.device)
     chosen = search.within(limit, plans)
-    with watched(search.device) as clocks:
-        found = search.timed(chosen, steps)
-    assert found.eager_ns is not None
-    return {"measured_ns": found.ns, "measured_peak": max(found.peak, chosen.peak), "eager_ns": found.eager_ns,
-            "overhead": found.ns / found.eager_ns - 1, "setting": chosen.setting, "clocks": clocks}  # fmt: skip
+    with sampled_conditions(search.device) as clocks:
+        final = search.timed(chosen, steps)
+    assert final.eager_ns is not None
+    return {"measured_ns": final.ns, "measured_peak": max(final.peak, chosen.peak), "eager_ns": final.eager_ns,
+            "overhead": final.ns / final.eager_ns - 1, "setting": chosen.setting, "clocks": clocks}  # fmt: skip
 
 
 @cache
@@ -132,23 +132,23 @@ def trial(
         setting: label of the setting.
         steps: measured steps that alternate with eager steps; 0: STEPS steps without eager ones.
     """
-    give_back()
-    beside = eager_beside(name, device) if steps else None
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    free_cache()
+    eager_step = build_eager_step(name, device) if steps else None
+    bytes_before = torch.cuda.memory_allocated() if device == "cuda" else 0
     network = build(name, device)
     forward = prepare(network)
-    return replace(_measured(device, lambda: network.step(forward), before, beside, steps), setting=setting)
+    return replace(_measured(device, lambda: network.step(forward), bytes_before, eager_step, steps), setting=setting)
 
 
 def _measured(
-    device: str, step: Callable[[], Any], before: int, beside: Callable[[], Any] | None = None, steps: int = 0
+    device: str, step: Callable[[], Any], bytes_before: int, eager_step: Callable[[], Any] | None = None, steps: int = 0
 ) -> Trial:
-    """Measures time and peak of a step; with ``beside``, ``steps`` steps alternate with it (no peak on the CPU)."""
+    """Measures time and peak of a step; with ``eager_step``, ``steps`` steps alternate with it (no peak on the CPU)."""
     torch.manual_seed(1)
     cuda, counter = device == "cuda", Counter()
     step()  # compiles the model and creates the optimizer state
-    if beside:
-        times, eager, peak = in_turns(step, beside, steps, device, before)
+    if eager_step:
+        times, eager, peak = time_in_turns(step, eager_step, steps, device, bytes_before)
         return Trial(median(times), peak, eager_ns=median(eager))
     if cuda:
         step()
@@ -157,13 +157,13 @@ def _measured(
     else:
         with counter:
             step()
-    between = torch.cuda.memory_allocated() - before if cuda else counter.count()
+    between = torch.cuda.memory_allocated() - bytes_before if cuda else counter.count()
     times = timed(step, STEPS, device)
-    peak = torch.cuda.max_memory_allocated() - before if cuda else counter.peak
+    peak = torch.cuda.max_memory_allocated() - bytes_before if cuda else counter.peak
     return Trial(median(times), peak, between)
 
 
-def eager_beside(name: str, device: str) -> Callable[[], Any]:
+def build_eager_step(name: str, device: str) -> Callable[[], Any]:
     """Returns an eager step function of a new network whose optimizer state exists already."""
     network = build(name, device)
     network.step()
@@ -177,7 +177,7 @@ class Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: dict[StorageWeakRef, int] = {}
+        self.sizes: dict[StorageWeakRef, int] = {}
         self.bytes = self.peak = 0  # ``bytes`` may include freed storages; ``peak`` does not
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,16 +185,16 @@ class Counter(TorchDispatchMode):
         for x in tree_leaves((args, kwargs, out)):
             if isinstance(x, Tensor) and x.device.type == "cpu":
                 ref, nbytes = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
-                self.bytes += nbytes - self.known.get(ref, 0)
-                self.known[ref] = nbytes
+                self.bytes += nbytes - self.sizes.get(ref, 0)
+                self.sizes[ref] = nbytes
         if self.bytes > self.peak:  # drop freed storages only when they could change the peak
             self.peak = max(self.peak, self.count())
         return out
 
     def count(self) -> int:
         """Returns the bytes of the storages that are live now."""
-        self.known = {s: n for s, n in self.known.items() if not s.expired()}
-        self.bytes = sum(self.known.values())
+        self.sizes = {s: n for s, n in self.sizes.items() if not s.expired()}
+        self.bytes = sum(self.sizes.values())
         return self.bytes
 
 
@@ -207,26 +207,26 @@ class Levels:
     def __init__(self, name: str, device: str, method: str):
         self.name, self.device, self.method = name, device, method
         self.count = len(BUDGETS) if method == "compile" else block_count(name) + 1
-        self.known: dict[int, Trial] = {}
+        self.trials: dict[int, Trial] = {}
 
     def within(self, limit: int, plans: Sequence[Plan] = ()) -> Trial:
         """Returns the mildest setting whose peak is within ``limit`` bytes; raises Unreachable."""
-        most = self.count - 1
-        if self.at(most).peak > limit:
-            raise Unreachable(f"at its strongest it needs {self.at(most).peak:,} bytes, over the limit of {limit:,}")
-        milder = largest(lambda n: self.at(most - n).peak <= limit, (most + 1) // 2, most) if most else 0
-        return self.at(most - milder)
+        last = self.count - 1
+        if self.at(last).peak > limit:
+            raise Unreachable(f"at its strongest it needs {self.at(last).peak:,} bytes, over the limit of {limit:,}")
+        milder = largest(lambda n: self.at(last - n).peak <= limit, (last + 1) // 2, last) if last else 0
+        return self.at(last - milder)
 
     def at(self, level: int) -> Trial:
         """Returns the measurement of one setting."""
-        if level not in self.known:
+        if level not in self.trials:
             setting = f"budget {BUDGETS[level]}" if self.method == "compile" else f"{level} of {self.count - 1} blocks"
-            self.known[level] = trial(self.name, self.device, lambda network: self.prepare(network, level), setting)
-        return self.known[level]
+            self.trials[level] = trial(self.name, self.device, lambda network: self.prepare(network, level), setting)
+        return self.trials[level]
 
     def timed(self, chosen: Trial, steps: int) -> Trial:
         """Times a measured setting again, in ``steps`` steps that alternate with eager steps."""
-        level = next(i for i, known in self.known.items() if known is chosen)
+        level = next(i for i, measured in self.trials.items() if measured is chosen)
         return trial(self.name, self.device, lambda network: self.prepare(network, level), chosen.setting, steps)
 
     def prepare(self, network: Network, level: int) -> Callable[[Tensor], Any] | None:
@@ -239,7 +239,7 @@ class Levels:
             return torch.compile(network.model)
         if self.device == "cuda" and self.method in ("offload", "save_on_cpu"):
             CUDA.drop()  # these methods pin their own memory
-        selected = partial(create_selective_checkpoint_contexts, KEPT)
+        selected = partial(create_selective_checkpoint_contexts, SAVED_OPERATORS)
         wrap: Callable[[Any], Any] = {
             "offload": Offload(network.model, self.device).wrap,
             "checkpoint": lambda inner: partial(checkpoint, inner, use_reentrant=False),
@@ -252,9 +252,9 @@ class Levels:
 
 
 def _saved_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(x: Tensor, *rest: Any) -> Any:
+    def forward(x: Tensor, *others: Any) -> Any:
         with torch.autograd.graph.save_on_cpu(pin_memory=x.device.type == "cuda"):
-            return inner(x, *rest)
+            return inner(x, *others)
 
     return forward
 
@@ -276,11 +276,11 @@ class Ours:
         aim, aims = limit, [plan.limit for plan in plans]
         for _ in range(len(plans) + TRIES):
             aim = aims.pop(0) if aims else aim
-            found = self.at(aim)
-            if found.peak <= limit:
-                return found
-            aim -= found.peak - limit + limit // 200
-        raise Unreachable(f"{found.setting}: its measured peak is {found.peak:,} bytes, over the limit of {limit:,}")
+            result = self.at(aim)
+            if result.peak <= limit:
+                return result
+            aim -= result.peak - limit + limit // 200
+        raise Unreachable(f"{result.setting}: its measured peak is {result.peak:,} bytes, over the limit of {limit:,}")
 
     def timed(self, chosen: Trial, steps: int) -> Trial:
         """Times the last planned step in ``steps`` steps that alternate with eager steps."""
@@ -288,23 +288,23 @@ class Ours:
 
     def at(self, aim: int, steps: int = 0) -> Trial:
         """Measures a step planned for ``aim`` bytes; with ``steps``, alternating with as many eager steps."""
-        give_back()
-        self.aim, beside = aim, eager_beside(self.name, self.device) if steps else None
-        before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
-        n = build(self.name, self.device)
+        free_cache()
+        self.aim, eager_step = aim, build_eager_step(self.name, self.device) if steps else None
+        bytes_before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
+        network = build(self.name, self.device)
         try:
-            captured = n.captured(self.machine)
+            captured = network.captured(self.machine)
             if self.program is None:
                 profile = measure(captured, self.device, self.machine.name, cache=CACHE[self.device])
                 self.program = with_profile(captured.program, profile)
             plan = self.plans[aim] = self.plans.get(aim) or best_plan(self.program, self.machine, aim)
             step = PlannedStep(replace(captured, program=self.program), plan, self.machine, aim, graph=False)
             with step:
-                found = _measured(self.device, lambda: step(*n.batch), before, beside, steps)
+                result = _measured(self.device, lambda: step(*network.batch), bytes_before, eager_step, steps)
         except (CaptureError, ProfileError, StepError) as error:
             raise Unreachable(str(error)) from error
         setting = f"{plan.planner}, planned for {aim:,} bytes"
-        return replace(found, setting=setting, peak=found.peak if self.device == "cuda" else step.peak_bytes)
+        return replace(result, setting=setting, peak=result.peak if self.device == "cuda" else step.peak_bytes)
 
 
 def best_plan(program: Program, machine: Machine, limit: int) -> Plan:
@@ -312,7 +312,7 @@ def best_plan(program: Program, machine: Machine, limit: int) -> Plan:
     plans, reasons = [], []
     for planner, options in OURS.items():
         try:
-            plans.append(made(planner, program, **options).plan(program, machine, limit))
+            plans.append(get_planner(planner, program, **options).plan(program, machine, limit))
         except agents.Infeasible as error:
             reasons.append(str(error))
         except ImportError as error:

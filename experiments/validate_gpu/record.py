@@ -15,7 +15,7 @@ from agents.deadline import TimeUp, within
 from executor.memory.engines import line
 
 LATE, STOPPED = "no time left", "stopped: the time was over"  # reasons after which a later command retries
-OF_FAILURE = ("failed", "again", "seconds")
+FAILURE_KEYS = ("failed", "again", "seconds")
 GRACE = 5.0  # seconds that a running measurement may exceed the remaining time
 DEATHS = 2  # a measurement has failed after this many processes died in it
 
@@ -57,8 +57,8 @@ class Record:
         """
         self._under_way.unlink(missing_ok=True)
         new = {"kind": kind, **row}
-        same = [old for old in self._late if all(new.get(k) == v for k, v in old.items() if k not in OF_FAILURE)]
-        for old in same:
+        replaced = [old for old in self._late if all(new.get(k) == v for k, v in old.items() if k not in FAILURE_KEYS)]
+        for old in replaced:
             self._late.remove(old)
             self.rows.remove(old)
             self._write()
@@ -67,36 +67,36 @@ class Record:
             file.write(json.dumps(self.rows[-1]) + "\n")
         head = " ".join(str(row[k]) for k in ("workload", "fraction", "planner", "method") if k in row)
         times = (f"{k.removesuffix('_ns')} {row[k] / 1e6:.2f} ms" for k in row if k.endswith("_ns") and row[k])
-        what = row.get("failed") or ", ".join(times) or (f"batch {row['batch']}" if "batch" in row else "")
-        left = f"[{time.monotonic() - self.begin:5.0f} s, {self.left():5.0f} s left]"
-        print(f"{left} {kind} {head}: {what}", flush=True)
+        outcome = row.get("failed") or ", ".join(times) or (f"batch {row['batch']}" if "batch" in row else "")
+        prefix = f"[{time.monotonic() - self.begin:5.0f} s, {self.seconds_left():5.0f} s left]"
+        print(f"{prefix} {kind} {head}: {outcome}", flush=True)
         if "failed" in row and self.device == "cuda" and torch.cuda.is_initialized():
             try:
                 torch.cuda.synchronize()
             except RuntimeError as error:
                 raise Broken(f"CUDA no longer works in this process: {line(error)}") from error
 
-    def trying(self, kind: str, **row: Any) -> None:
+    def start(self, kind: str, **row: Any) -> None:
         """Notes the measurement that starts now, so that the next process detects that this one died in it."""
-        same = [r["deaths"] for r in _lines(self._under_way) if r.items() >= {"kind": kind, **row}.items()]
-        self._under_way.write_text(json.dumps({"kind": kind, **row, "deaths": 1 + sum(same)}) + "\n")
+        deaths = [r["deaths"] for r in _lines(self._under_way) if r.items() >= {"kind": kind, **row}.items()]
+        self._under_way.write_text(json.dumps({"kind": kind, **row, "deaths": 1 + sum(deaths)}) + "\n")
 
     def has(self, kind: str, **key: Any) -> bool:
         """Returns whether a measured or failed row with these entries exists; rows to be retried do not count."""
-        mine = (r for r in self.rows if r["kind"] == kind and all(r.get(k) == v for k, v in key.items()))
-        return any(not any(r is late for late in self._late) for r in mine)
+        matches = (r for r in self.rows if r["kind"] == kind and all(r.get(k) == v for k, v in key.items()))
+        return any(not any(r is late for late in self._late) for r in matches)
 
-    def of(self, kind: str, **key: Any) -> list[dict[str, Any]]:
+    def successful(self, kind: str, **key: Any) -> list[dict[str, Any]]:
         """Returns the successful rows of a kind with these entries."""
-        mine = (r for r in self.rows if r["kind"] == kind and "failed" not in r)
-        return [r for r in mine if all(r.get(k) == v for k, v in key.items())]
+        successful = (r for r in self.rows if r["kind"] == kind and "failed" not in r)
+        return [r for r in successful if all(r.get(k) == v for k, v in key.items())]
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Returns the remaining seconds of the budget."""
         return self.begin + self.seconds - time.monotonic()
 
     def measure(
-        self, kind: str, key: dict[str, Any], function: Callable[[], dict[str, Any]], seconds: float = inf, **more: Any
+        self, kind: str, key: dict[str, Any], function: Callable[[], dict[str, Any]], seconds: float = inf, **extra: Any
     ) -> None:
         """Adds the row ``key | more | function()``, or a failed row, unless a row with this key exists.
 
@@ -105,24 +105,24 @@ class Record:
             key: entries that identify the row.
             function: the measurement; returns entries of the row.
             seconds: time limit in addition to the record's budget.
-            more: further entries.
+            extra: further entries.
         """
         if self.has(kind, **key):
             return
-        row = key | more
-        seconds = min(seconds, self.left())
+        row = key | extra
+        seconds = min(seconds, self.seconds_left())
         if seconds <= 0:
             self.add(kind, **row, failed=LATE)
             return
-        self.trying(kind, **row)
+        self.start(kind, **row)
         try:
             with within(seconds + GRACE):
-                found = function()
+                result = function()
         except TimeUp:
-            found = {"failed": STOPPED}
+            result = {"failed": STOPPED}
         except Exception as error:  # a failed measurement must not stop the run
-            found = {"failed": line(error)}
-        self.add(kind, **row, **found)
+            result = {"failed": line(error)}
+        self.add(kind, **row, **result)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def write(settings: Settings, machine: Machine | None, record: Record) -> None:
     """Writes results.json and table.md, and the plots if Matplotlib is installed."""
     out, gpu = record.out, torch.cuda.is_available()
-    sums = {kind: summary(record.of(kind)) for kind in KINDS}
+    sums = {kind: summary(record.successful(kind)) for kind in KINDS}
     write_json(out / "results.json", {
         "format": FORMAT, "settings": asdict(settings), "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name() if settings.device == "cuda" and gpu else "host", "flags": report(),
@@ -60,10 +60,10 @@ def write(settings: Settings, machine: Machine | None, record: Record) -> None:
         from experiments.validate_gpu import plots
     except ImportError:
         return  # a later command on a host with Matplotlib draws the plots
-    if record.of("replay"):
-        plots.scatter(out / "predicted_vs_measured.png", record.of("replay"), record.of("train"))
-    if record.of("largest"):
-        plots.batches(out / "largest_batch.png", record.of("largest"))
+    if record.successful("replay"):
+        plots.scatter(out / "predicted_vs_measured.png", record.successful("replay"), record.successful("train"))
+    if record.successful("largest"):
+        plots.batches(out / "largest_batch.png", record.successful("largest"))
 
 
 def _tables(record: Record, sums: dict[str, dict[str, Any]]) -> Iterable[str]:
@@ -76,20 +76,20 @@ def _tables(record: Record, sums: dict[str, dict[str, Any]]) -> Iterable[str]:
         [(r["kind"], r["workload"], _percent(r), r["planner"],
           f"{r['error']:+.2%}" if r.get("error") is not None else "",
           *(_of(r, key, unit) for key, unit in units.items()), _bits(r))
-         for kind in KINDS for r in record.of(kind)],
+         for kind in KINDS for r in record.successful(kind)],
     )  # fmt: skip
-    for kind, found in sums.items():
-        for what in ("time", "peak"):
-            if error := found.get(what):
-                yield (f"{kind}, {what}: mean absolute error {error['mean_absolute']:.2%}, worst {error['worst']:.2%} "
-                       f"over {found['count']} plans.\n")  # fmt: skip
-    if rows := sorted(record.of("compare"), key=lambda r: (r["workload"], -r["fraction"], r["measured_ns"])):
+    for kind, totals in sums.items():
+        for part in ("time", "peak"):
+            if error := totals.get(part):
+                yield (f"{kind}, {part}: mean absolute error {error['mean_absolute']:.2%}, worst {error['worst']:.2%} "
+                       f"over {totals['count']} plans.\n")  # fmt: skip
+    if rows := sorted(record.successful("compare"), key=lambda r: (r["workload"], -r["fraction"], r["measured_ns"])):
         yield from _table(
             ("workload", "limit", "method", "setting", "ms", "overhead", "peak MiB", "limit MiB"),
             [(r["workload"], _percent(r), NAMES.get(r["method"], r["method"]), r["setting"], _of(r, "measured_ns", 1e6),
               f"{r['overhead']:+.1%}", _of(r, "measured_peak", MIB), _of(r, "limit", MIB)) for r in rows],
         )  # fmt: skip
-    if rows := sorted(record.of("largest"), key=lambda r: (r["workload"], -r["batch"])):
+    if rows := sorted(record.successful("largest"), key=lambda r: (r["workload"], -r["batch"])):
         yield from _table(
             ("workload", "cap MiB", "method", "largest batch", "× default batch", "too large"),
             [(r["workload"], _of(r, "cap", MIB), r["method"], f"{'at least ' * r['time_over']}{r['batch']}",

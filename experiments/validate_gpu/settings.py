@@ -88,8 +88,8 @@ def values_of(kind: type, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, sign, value = word.partition("=")
         if not sign or key not in kinds:
-            near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.0)[0]
-            raise UsageError(f"{word!r}: expected key=value; the nearest key is {near!r} (of {', '.join(kinds)})")
+            nearest = difflib.get_close_matches(key, kinds, n=1, cutoff=0.0)[0]
+            raise UsageError(f"{word!r}: expected key=value; the nearest key is {nearest!r} (of {', '.join(kinds)})")
         element = kinds[key].removeprefix("tuple[").removesuffix(", ...]")
         try:
             parts = tuple(map(CASTS[element], filter(None, value.split(","))))
@@ -99,11 +99,11 @@ def values_of(kind: type, words: Sequence[str]) -> dict[str, Any]:
     return chosen
 
 
-def check_known(key: str, value: Any, known: Iterable[Any]) -> None:
-    """Raises UsageError if a value, or an entry of a tuple, is not in ``known``."""
-    for one in value if isinstance(value, tuple) else (value,):
-        if one not in known:
-            raise UsageError(f"{key}: unknown value {one!r}; expected one of {', '.join(map(str, known))}")
+def check_known(key: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raises UsageError if a value, or an entry of a tuple, is not in ``allowed``."""
+    for entry in value if isinstance(value, tuple) else (value,):
+        if entry not in allowed:
+            raise UsageError(f"{key}: unknown value {entry!r}; expected one of {', '.join(map(str, allowed))}")
 
 
 def parse(words: Sequence[str]) -> Settings:
@@ -111,11 +111,11 @@ def parse(words: Sequence[str]) -> Settings:
     chosen = values_of(Settings, words)
     settings = replace(ON_HOST if chosen.get("backend") == "host" else Settings(), **chosen)
     plans = agents.PLANNERS
-    for key, known in {
+    for key, allowed in {
         "backend": BACKENDS, "cache": get_args(Cache), "workloads": NETWORKS, "planners": plans, "train": plans,
         "graph": plans, "stages": STAGES, "methods": METHODS,
     }.items():  # fmt: skip
-        check_known(key, getattr(settings, key), known)
+        check_known(key, getattr(settings, key), allowed)
     for key in ("workloads", "limits", "stages"):
         if not getattr(settings, key):
             raise UsageError(f"{key}: expected at least one value")

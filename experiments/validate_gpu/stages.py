@@ -25,7 +25,7 @@ import torch
 
 import agents
 from executor import open_backend, replay as replayed
-from executor.calibrate import Calibration, calibrate as calibrated, of_process
+from executor.calibrate import Calibration, calibrate as calibrated, with_process_figures
 from executor.capture.profile import ProfileError, measure, with_profile
 from executor.fit import machine_of
 from executor.memory.engines import line
@@ -33,9 +33,9 @@ from executor.memory.pinned import CUDA
 from experiments.common.measured_step import measured_step
 from experiments.common.workers import Pool
 from experiments.validate_gpu import pytorch_baselines as baselines, training
-from experiments.validate_gpu.conditions import deterministic, watched
+from experiments.validate_gpu.conditions import deterministic, sampled_conditions
 from experiments.validate_gpu.largest_batch import Tries
-from experiments.validate_gpu.networks import build, give_back, host_bytes, limit_of, made, own_batch
+from experiments.validate_gpu.networks import build, free_cache, get_planner, host_bytes, limit_of, own_batch
 from experiments.validate_gpu.pytorch_baselines import Trial, Unreachable, best_plan, trial
 from experiments.validate_gpu.record import LATE, Record
 from experiments.validate_gpu.settings import Settings, UsageError
@@ -46,7 +46,7 @@ from simulator.plan import PlanError
 from simulator.schedule import lower
 
 # Reduced search budgets, so that every planner finishes within the stage's time.
-LESS = {"cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
+BUDGET = {"cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
         "host": {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
 REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3}}
 # Simulated GPU of the host backend: transfers about as slow as CPU kernels.
@@ -69,12 +69,12 @@ class Run:
     @property
     def machine(self) -> Machine:
         """Calibrated machine, or the one named in the settings; raises UsageError if neither exists."""
-        own = self.record.out / "machine.yaml"
-        if own.exists():
-            return Machine.load(own)
+        path = self.record.out / "machine.yaml"
+        if path.exists():
+            return Machine.load(path)
         if self.settings.machine:
             return Machine.load(self.settings.machine)
-        raise UsageError(f"machine: {own} does not exist; calibrate first (stages=calibrate) or set machine=")
+        raise UsageError(f"machine: {path} does not exist; calibrate first (stages=calibrate) or set machine=")
 
     def profile(self, name: str) -> Path:
         """Returns the path of a network's profile."""
@@ -104,11 +104,11 @@ def base_machine(device: str) -> Machine:
     return machine_of(torch.cuda.get_device_name()) if device == "cuda" else HOST
 
 
-def with_host(found: Calibration, base: Machine, device: str) -> Calibration:
+def with_host(measured: Calibration, base: Machine, device: str) -> Calibration:
     """Returns the calibration with the host's pinnable memory and the figures of this PyTorch process."""
     if device == "cuda":
-        found = replace(found, machine=replace(found.machine, host_bytes=min(base.host_bytes, host_bytes())))
-    return of_process(found, device)
+        measured = replace(measured, machine=replace(measured.machine, host_bytes=min(base.host_bytes, host_bytes())))
+    return with_process_figures(measured, device)
 
 
 def calibrate(run: Run) -> None:
@@ -118,11 +118,11 @@ def calibrate(run: Run) -> None:
 
     def figures() -> dict[str, Any]:
         with open_backend(settings.backend, base) as backend:
-            found = calibrated(backend, base, 2**30 if cuda else 2**20, seconds=run.record.left())
+            measured = calibrated(backend, base, 2**30 if cuda else 2**20, seconds=run.record.seconds_left())
         if cuda:
-            found = with_host(found, found.machine, settings.device)
-        found.save(run.record.out / "machine.yaml")
-        return {"device": found.device, "fit_error": found.fit_error, "machine": found.machine.to_dict()}
+            measured = with_host(measured, measured.machine, settings.device)
+        measured.save(run.record.out / "machine.yaml")
+        return {"device": measured.device, "fit_error": measured.fit_error, "machine": measured.machine.to_dict()}
 
     run.record.measure("calibration", {}, figures)
 
@@ -143,45 +143,45 @@ def profiled(run: Run, name: str) -> dict[str, Any]:
     baselines.warm_up(name, settings.device)
     eager = trial(name, settings.device)
     captured = build(name, settings.device).captured(machine)
-    seconds = run.record.left()
+    seconds = run.record.seconds_left()
     try:
-        found = measure(captured, settings.device, machine.name, seconds=seconds, cache=settings.cache)  # type: ignore[arg-type]
+        result = measure(captured, settings.device, machine.name, seconds=seconds, cache=settings.cache)  # type: ignore[arg-type]
     except ProfileError:
         if settings.cache != "step":
             raise
-        give_back()  # the whole step does not fit into memory; single kernels may
-        found = measure(captured, settings.device, machine.name, seconds=seconds / 2, cache="cold")
-    found.save(run.profile(name))
-    program = with_profile(captured.program, found)
+        free_cache()  # the whole step does not fit into memory; single kernels may
+        result = measure(captured, settings.device, machine.name, seconds=seconds / 2, cache="cold")
+    result.save(run.profile(name))
+    program = with_profile(captured.program, result)
     words = {"source": settings.source, "licence": settings.licence, "workload": name}
-    step = measured_step(captured, found, machine, **words, step_ns=round(eager.ns))
+    step = measured_step(captured, result, machine, **words, step_ns=round(eager.ns))
     write_text(run.record.out / "measured" / f"{name}.json", step.to_json())
     program.save(run.program(name))
     return {"eager_ns": eager.ns, "eager_peak": eager.peak, "eager_between": eager.between,
-            "kernels": len(program.kernels), "ideal_ns": program.ideal_ns, "step_ns": found.step_ns,
-            "peak_bytes": program.peak_bytes, "device": found.device, "cache": found.cache}  # fmt: skip
+            "kernels": len(program.kernels), "ideal_ns": program.ideal_ns, "step_ns": result.step_ns,
+            "peak_bytes": program.peak_bytes, "device": result.device, "cache": result.cache}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- plans
 
 
-def plan_one(planner: str, file: Path, machine: Machine, limit: int, less: dict[str, float]) -> Answer:
-    """Plans a saved program with those options of ``less`` that the planner accepts; returns an Answer."""
+def plan_one(planner: str, file: Path, machine: Machine, limit: int, budget: dict[str, float]) -> Answer:
+    """Plans a saved program with those options of ``budget`` that the planner accepts; returns an Answer."""
     begin = time.monotonic()
     program = Program.load(file)
     try:
-        found: Plan | str = (
+        result: Plan | str = (
             best_plan(program, machine, limit)
             if planner == OURS
-            else made(planner, program, **less).plan(program, machine, limit)
+            else get_planner(planner, program, **budget).plan(program, machine, limit)
         )
     except (agents.Infeasible, Unreachable) as error:
-        found = str(error)
+        result = str(error)
     except ImportError as error:
-        found = f"{planner} {MISSING}: {error}"
+        result = f"{planner} {MISSING}: {error}"
     except Exception as error:  # a failing planner must not stop the run
-        found = f"{planner} raised {type(error).__name__}: {error}"
-    return found, time.monotonic() - begin
+        result = f"{planner} raised {type(error).__name__}: {error}"
+    return result, time.monotonic() - begin
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def planning(workers: int) -> Iterator[Pool]:
                 process.kill()
 
 
-def first_those_trained(settings: Settings) -> list[str]:
+def trained_first(settings: Settings) -> list[str]:
     """Returns the planners, those used for training first; the slow exact planner stays last."""
     return sorted(settings.planners, key=lambda planner: planner not in settings.train)
 
@@ -206,61 +206,61 @@ def first_those_trained(settings: Settings) -> list[str]:
 def plan(run: Run) -> None:
     """Plans all cases with all planners, and OURS at the limits of ``compare``."""
     settings, machine = run.settings, run.machine
-    jobs = [(planner, case, 0) for planner in first_those_trained(settings) for case in run.cases()]
+    jobs = [(planner, case, 0) for planner in trained_first(settings) for case in run.cases()]
     eager = eager_steps(run) if OURS in settings.methods else {}
     for case in run.cases():
         if case.workload in eager:
             limit = baselines.limit_at(case.fraction, eager[case.workload])
-            jobs += [(OURS, replace(case, limit=int(part * limit)), i) for i, part in enumerate(AIMS)]
+            jobs += [(OURS, replace(case, limit=int(factor * limit)), i) for i, factor in enumerate(AIMS)]
     with planning(settings.workers or os.cpu_count() or 1) as pool:
         make_plans(run, jobs, machine, pool)
 
 
 def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine, pool: Executor) -> None:
     """Computes the missing plans in the pool and saves those that finish in time."""
-    record, less = run.record, LESS[run.settings.backend]
-    asked = []
+    record, budget = run.record, BUDGET[run.settings.backend]
+    pending = []
     for planner, case, aim in jobs:
         row = {"workload": case.workload, "fraction": case.fraction, "planner": planner, "aim": aim}
         if not record.has("plan", **row) and not run.plan(case.workload, case.fraction, planner, aim).exists():
-            task = planner, run.program(case.workload), machine, case.limit, less
-            asked.append((row, planner, case, aim, pool.submit(plan_one, *task)))
-    for row, planner, case, aim, answer in asked:
+            task = planner, run.program(case.workload), machine, case.limit, budget
+            pending.append((row, planner, case, aim, pool.submit(plan_one, *task)))
+    for row, planner, case, aim, answer in pending:
         row["limit"] = case.limit
         try:
-            found, seconds = answer.result(max(0.0, record.left()))
+            result, seconds = answer.result(max(0.0, record.seconds_left()))
         except TimeoutError:
             record.add("plan", **row, failed=LATE)
             continue
         except BrokenExecutor as error:
             record.add("plan", **row, failed=line(error), again=True)
             continue
-        if isinstance(found, str):
-            again = {"again": True} if MISSING in found else {}
-            record.add("plan", **row, failed=found, seconds=seconds, **again)
+        if isinstance(result, str):
+            again = {"again": True} if MISSING in result else {}
+            record.add("plan", **row, failed=result, seconds=seconds, **again)
             continue
-        found.save(run.plan(case.workload, case.fraction, planner, aim))
-        predicted = simulate(case.program, found, machine, case.limit)
+        result.save(run.plan(case.workload, case.fraction, planner, aim))
+        predicted = simulate(case.program, result, machine, case.limit)
         record.add("plan", **row, seconds=seconds, predicted_ns=predicted.iteration_ns,
-                   ideal_ns=case.program.ideal_ns, decisions=len(found.decisions))  # fmt: skip
+                   ideal_ns=case.program.ideal_ns, decisions=len(result.decisions))  # fmt: skip
 
 
 def planned(run: Run, planners: Sequence[str]) -> list[tuple[Case, Plan]]:
     """Returns every saved plan with its case, grouped by network."""
-    found = [(case, run.plan(case.workload, case.fraction, planner)) for case in run.cases() for planner in planners]
-    return [(case, Plan.load(file)) for case, file in found if file.exists()]
+    files = [(case, run.plan(case.workload, case.fraction, planner)) for case in run.cases() for planner in planners]
+    return [(case, Plan.load(file)) for case, file in files if file.exists()]
 
 
 def eager_steps(run: Run) -> dict[str, Trial]:
     """Returns the eager measurement of each profiled network."""
-    rows = run.record.of("profile")
+    rows = run.record.successful("profile")
     return {r["workload"]: Trial(r["eager_ns"], r["eager_peak"], r["eager_between"]) for r in rows}
 
 
 # ------------------------------------------------------------------------------------------- measurements
 
 
-def pin_the_most(run: Run, plans: Sequence[tuple[Case, Plan]]) -> None:
+def pin_largest(run: Run, plans: Sequence[tuple[Case, Plan]]) -> None:
     """Pins host memory once for the plan that needs most; if the host has too little, that plan fails later."""
     if run.settings.device == "cuda" and plans:
         with suppress(MemoryError, PlanError, OutOfMemory):
@@ -270,38 +270,38 @@ def pin_the_most(run: Run, plans: Sequence[tuple[Case, Plan]]) -> None:
 def replay(run: Run) -> None:
     """Replays every plan and plots the one with most transfers."""
     settings, machine, record = run.settings, run.machine, run.record
-    plans = planned(run, first_those_trained(settings))
-    most: tuple[int, tuple[Any, ...]] = (0, ())
-    give_back()
-    pin_the_most(run, plans)
-    checked = {(r["workload"], r["fraction"]) for r in record.of("replay") if "checks" in r}
-    with open_backend(settings.backend, machine) as backend, watched(settings.device) as clocks:
+    plans = planned(run, trained_first(settings))
+    busiest: tuple[int, tuple[Any, ...]] = (0, ())
+    free_cache()
+    pin_largest(run, plans)
+    checked = {(r["workload"], r["fraction"]) for r in record.successful("replay") if "checks" in r}
+    with open_backend(settings.backend, machine) as backend, sampled_conditions(settings.device) as clocks:
 
         def measured(case: Case, plan: Plan) -> dict[str, Any]:
-            nonlocal most
-            found = replayed(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
+            nonlocal busiest
+            stats = replayed(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
             checks = {}
             if (case.workload, case.fraction) not in checked and plan.decisions:
                 checked.add((case.workload, case.fraction))
                 checks = {"checks": replayed(case.program, plan, machine, case.limit, backend, 2, 1, "check").checks}
-            moves = sum(s.stream != "compute" for s in found.timeline.spans)
-            if moves > most[0]:
-                most = moves, (found, f"{case.workload} at {case.fraction:.0%}", plan.planner)
+            moves = sum(s.stream != "compute" for s in stats.timeline.spans)
+            if moves > busiest[0]:
+                busiest = moves, (stats, f"{case.workload} at {case.fraction:.0%}", plan.planner)
             return {
-                **checks, "predicted_ns": found.predicted_ns, "measured_ns": found.iteration_ns, "error": found.error,
-                "predicted_peak": found.predicted.peak_bytes, "measured_peak": found.timeline.peak_bytes,
-                "footprint": found.footprint, "device_bytes": found.device_bytes, "fits": found.fits,
-                "device": found.device,
+                **checks, "predicted_ns": stats.predicted_ns, "measured_ns": stats.iteration_ns, "error": stats.error,
+                "predicted_peak": stats.predicted.peak_bytes, "measured_peak": stats.timeline.peak_bytes,
+                "footprint": stats.footprint, "device_bytes": stats.device_bytes, "fits": stats.fits,
+                "device": stats.device,
             }  # fmt: skip
 
         for case, plan in plans:
             record.measure("replay", key_of(case, plan), partial(measured, case, plan), limit=case.limit)
-    if most[0]:
+    if busiest[0]:
         record.add("clocks", stage="replay", clocks=clocks)
         with suppress(ImportError):  # Matplotlib is optional
             from experiments.validate_gpu.plots import timelines
 
-            timelines(record.out / "timeline.png", *most[1])
+            timelines(record.out / "timeline.png", *busiest[1])
 
 
 def key_of(case: Case, plan: Plan) -> dict[str, Any]:
@@ -318,31 +318,31 @@ def train(run: Run) -> None:
     settings, machine, device = run.settings, run.machine, run.settings.device
     bits_of = cache(training.eager_bits)
     plans = planned(run, settings.train)
-    pin_the_most(run, plans)
+    pin_largest(run, plans)
 
     def measured(case: Case, plan: Plan, graph: bool) -> dict[str, Any]:
-        same = bits_of(case.workload, device)
-        got = train_capped(device, case, plan, machine, training.timed_beside, count=settings.steps, graph=graph)
-        if "failed" in got:
-            return got
+        eager = bits_of(case.workload, device)
+        row = train_capped(device, case, plan, machine, training.train_beside_eager, count=settings.steps, graph=graph)
+        if "failed" in row:
+            return row
         with deterministic():
             bits = train_capped(device, case, plan, machine, training.losses_only, graph=graph)
         timeline = simulate(case.program, plan, machine.in_graph() if graph else machine, case.limit)
-        got |= {"equal": bits.get("losses") == same["losses"], "eager_equal": same["equal"],
-                "not_deterministic": same["loose"], "measured_peak": got.get("device_peak", got["ledger"]),
+        row |= {"equal": bits.get("losses") == eager["losses"], "eager_equal": eager["equal"],
+                "not_deterministic": eager["loose"], "measured_peak": row.get("device_peak", row["ledger"]),
                 "predicted_ns": timeline.iteration_ns if device == "cuda" else None,
                 "predicted_peak": timeline.peak_bytes}  # fmt: skip
         if "failed" in bits:
-            got["equal_failed"] = bits["failed"]
-        if got["predicted_ns"]:
-            got["error"] = got["measured_ns"] / got["predicted_ns"] - 1
-        return got
+            row["equal_failed"] = bits["failed"]
+        if row["predicted_ns"]:
+            row["error"] = row["measured_ns"] / row["predicted_ns"] - 1
+        return row
 
     for case, plan in plans:
         key = key_of(case, plan)
         run.record.measure("train", key, partial(measured, case, plan, False), limit=case.limit)
         if plan.planner in settings.graph:
-            graph, plan = training.batch_stays(case, plan)
+            graph, plan = training.without_batch_swaps(case, plan)
             run.record.measure("graph", key, partial(measured, graph, plan, True), limit=graph.limit)
 
 
@@ -353,14 +353,14 @@ def compare(run: Run) -> None:
     ``overhead`` relative to them and ``clocks``; or ``failed``.
     """
     settings, record, machine, device = run.settings, run.record, run.machine, run.settings.device
-    known = {name: eager for name, eager in eager_steps(run).items() if run.program(name).exists()}
+    eager_trials = {name: eager for name, eager in eager_steps(run).items() if run.program(name).exists()}
     for name in settings.workloads:
         key = {"workload": name, "method": "eager"}
-        eager_row = partial(baselines.eager_row, name, device, known.get(name))
+        eager_row = partial(baselines.eager_row, name, device, eager_trials.get(name))
         record.measure("compare", key, eager_row, fraction=1.0)
-        for row in record.of("compare", **key):
+        for row in record.successful("compare", **key):
             eager = Trial(row["measured_ns"], row["measured_peak"], row["between"])
-            program = Program.load(run.program(name)) if name in known else None
+            program = Program.load(run.program(name)) if name in eager_trials else None
             for method in settings.methods:
                 if method == "eager":
                     continue
@@ -388,6 +388,6 @@ def largest(run: Run) -> None:
             if not record.has("largest", workload=name, method=method)]  # fmt: skip
     caps: dict[str, int] = {}
     for i, (name, method) in enumerate(todo):
-        tries, seconds = Tries(name, method, settings.device, run.machine), record.left() / (len(todo) - i)
+        tries, seconds = Tries(name, method, settings.device, run.machine), record.seconds_left() / (len(todo) - i)
         key = {"workload": name, "method": method}
         record.measure("largest", key, partial(tries.row, seconds, caps), seconds, own_batch=own_batch(name))

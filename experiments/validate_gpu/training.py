@@ -13,10 +13,10 @@ import torch
 
 from executor import CaptureError, PlannedStep
 from executor.capture.profile import shape_of
-from experiments.validate_gpu.conditions import deterministic, watched
+from experiments.validate_gpu.conditions import deterministic, sampled_conditions
 from experiments.validate_gpu.largest_batch import CAPS
-from experiments.validate_gpu.networks import Network, build, cap_memory, give_back, in_turns
-from experiments.validate_gpu.pytorch_baselines import eager_beside
+from experiments.validate_gpu.networks import Network, build, cap_memory, free_cache, time_in_turns
+from experiments.validate_gpu.pytorch_baselines import build_eager_step
 from simulator import Machine, Plan, Program, Swap
 from simulator.plan import PlanError
 from simulator.schedule import lower
@@ -34,22 +34,22 @@ class Case:
     limit: int
 
 
-def batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
+def without_batch_swaps(case: Case, plan: Plan) -> tuple[Case, Plan]:
     """Returns the case and plan without swaps of the batch, because a graph has its own copy of the batch.
 
     The limit is raised if the reduced plan needs more memory.
     """
     tensors = case.program.tensors
-    kept = tuple(d for d in plan.decisions if not (isinstance(d, Swap) and tensors[d.tensor].kind == "input"))
-    plan = replace(plan, decisions=kept)
+    decisions = tuple(d for d in plan.decisions if not (isinstance(d, Swap) and tensors[d.tensor].kind == "input"))
+    plan = replace(plan, decisions=decisions)
     return replace(case, limit=max(case.limit, lower(case.program, plan).required_bytes)), plan
 
 
 def eager_bits(name: str, device: str) -> dict[str, Any]:
     """Returns losses of eager steps, whether they repeat bit by bit, and the non-deterministic operators."""
-    with deterministic() as loose:
-        first, again = (losses(build(name, device).step) for _ in range(2))
-    return {"losses": again, "equal": first == again, "loose": loose}
+    with deterministic() as operators:
+        first_losses, second_losses = (losses(build(name, device).step) for _ in range(2))
+    return {"losses": second_losses, "equal": first_losses == second_losses, "loose": operators}
 
 
 def train_capped(
@@ -80,12 +80,12 @@ def capped_step(
     Raises:
         CaptureError: if the captured step differs from the profiled one.
     """
-    give_back()
+    free_cache()
     graph = graph and device == "cuda"
-    most = cap * case.limit + (torch.cuda.memory_reserved() if device == "cuda" else 0)
+    cap_bytes = cap * case.limit + (torch.cuda.memory_reserved() if device == "cuda" else 0)
 
-    def limit(on: bool) -> None:
-        cap_memory(most if on and not graph else None, device)
+    def set_cap(is_capped: bool) -> None:
+        cap_memory(cap_bytes if is_capped and not graph else None, device)
 
     try:
         network = build(case.workload, device)
@@ -94,11 +94,11 @@ def capped_step(
             raise CaptureError(
                 f"{case.workload}: the captured step differs from the profiled one; profile it on this host"
             )
-        limit(True)
+        set_cap(True)
         with PlannedStep(replace(captured, program=case.program), plan, machine, case.limit, graph=graph) as step:
-            yield step, network, limit
+            yield step, network, set_cap
     finally:
-        limit(False)
+        set_cap(False)
 
 
 def losses_only(
@@ -109,35 +109,35 @@ def losses_only(
         return {"losses": losses(lambda: step(*network.batch))}
 
 
-def timed_beside(
+def train_beside_eager(
     device: str, case: Case, plan: Plan, machine: Machine, cap: float, count: int, graph: bool = False
 ) -> dict[str, Any]:
-    """Times capped steps under a plan that alternate with eager steps (see ``beside_eager``).
+    """Times capped steps under a plan that alternate with eager steps (see ``time_beside_eager``).
 
     Args:
         cap: memory cap as a multiple of the limit.
         count: measured steps of each kind.
         graph: replay the planned step as a CUDA graph and report its memory; on the CPU it runs kernel by kernel.
     """
-    eager = eager_beside(case.workload, device)
-    give_back()
-    held = torch.cuda.memory_allocated() if device == "cuda" else 0
-    with capped_step(device, case, plan, machine, cap, graph) as (step, network, limit):
-        found = beside_eager(step, network.batch, eager, count, device, held, limit)
-    found |= {"held": held, "pinned_bytes": step.pinned_bytes}
-    if step.graph and (made := step.graph.graph):
-        found |= {"footprint": made.footprint, "captures": step.graph.captures}
-        found["device_peak"] += made.footprint - made.counted_bytes
-    return found
+    eager = build_eager_step(case.workload, device)
+    free_cache()
+    held_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
+    with capped_step(device, case, plan, machine, cap, graph) as (step, network, set_cap):
+        row = time_beside_eager(step, network.batch, eager, count, device, held_bytes, set_cap)
+    row |= {"held": held_bytes, "pinned_bytes": step.pinned_bytes}
+    if step.graph and (captured := step.graph.graph):
+        row |= {"footprint": captured.footprint, "captures": step.graph.captures}
+        row["device_peak"] += captured.footprint - captured.counted_bytes
+    return row
 
 
-def beside_eager(
-    step: PlannedStep, batch: tuple[Any, ...], eager: Callable[[], Any], count: int, device: str, held: int,
-    turn: Callable[[bool], object] = bool,
+def time_beside_eager(
+    step: PlannedStep, batch: tuple[Any, ...], eager: Callable[[], Any], count: int, device: str, held_bytes: int,
+    on_turn: Callable[[bool], object] = bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Times planned steps that alternate with eager steps.
 
-    Arguments as in ``in_turns``.
+    Arguments as in ``time_in_turns``.
 
     Returns:
         Median ns of planned and eager steps and of the host's issue time per planned step (on the CPU: the whole
@@ -152,12 +152,12 @@ def beside_eager(
         return loss
 
     losses(planned)  # creates the optimizer state and captures the graph
-    with watched(device) as clocks:
-        times, others, peak = in_turns(planned, eager, count, device, held, turn)
+    with sampled_conditions(device) as clocks:
+        times, eager_times, peak = time_in_turns(planned, eager, count, device, held_bytes, on_turn)
     ledger = step.graph.peak_bytes if step.graph and step.graph.graph else step.peak_bytes
-    found = {"measured_ns": median(times), "eager_ns": median(others), "host_ns": median(hosts), "ledger": ledger,
+    row = {"measured_ns": median(times), "eager_ns": median(eager_times), "host_ns": median(hosts), "ledger": ledger,
              "clocks": clocks}  # fmt: skip
-    return {**found, "device_peak": peak} if device == "cuda" else found
+    return {**row, "device_peak": peak} if device == "cuda" else row
 
 
 def losses(step: Callable[[], Any]) -> list[float]:

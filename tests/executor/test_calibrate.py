@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from executor import calibrate as calibrate_module
-from executor.calibrate import calibrate, main, of_process
+from executor.calibrate import calibrate, main, with_process_figures
 from executor.replay.host_backend import HostBackend
 from simulator import Machine
 from simulator.files import read_json
@@ -23,20 +23,20 @@ def measured(machine, max_bytes=2**22):
 
 
 def test_the_figures_are_recovered(tmp_path):
-    found = measured(MACHINE)
-    assert [n for n, _ in found.transfers["h2d"]] == [2**12, 2**14, 2**16, 2**18, 2**20, 2**22]
-    machine = found.machine
+    calibration = measured(MACHINE)
+    assert [n for n, _ in calibration.transfers["h2d"]] == [2**12, 2**14, 2**16, 2**18, 2**20, 2**22]
+    machine = calibration.machine
     for d in ("h2d", "d2h"):
         for figure in (f"{d}_bytes_per_s", f"{d}_latency_ns"):
             assert getattr(machine, figure) == pytest.approx(getattr(MACHINE, figure), rel=1e-4)
     assert (machine.copy_engines, machine.memory_bytes) == (2, 2**28)
     for figure in ("launch_ns", "graph_launch_ns", "event_ns", "wait_ns", "queue_depth"):
         assert getattr(machine, figure) == getattr(MACHINE, figure), figure
-    assert found.duplex == pytest.approx({"h2d": 1.0, "d2h": 1.0}, rel=1e-3) and found.fit_error < 1e-3
-    assert found.depth
+    assert calibration.duplex == pytest.approx({"h2d": 1.0, "d2h": 1.0}, rel=1e-3) and calibration.fit_error < 1e-3
+    assert calibration.depth
 
     path = tmp_path / "machine.yaml"
-    found.save(path)
+    calibration.save(path)
     assert Machine.load(path) == machine
     # Figures that are not measured are copied from the base machine.
     assert (machine.name, machine.alignment, machine.efficiency) == ("found", 256, {"default": 0.75})
@@ -54,8 +54,8 @@ def test_the_figures_are_recovered(tmp_path):
     )
     assert "largest error" in text and "to 4.00 MiB" in text
     data = read_json(tmp_path / "machine.json")
-    assert data["format"] == "calibration/3" and data["duplex"] == found.duplex
-    assert [tuple(x) for x in data["transfers"]["d2h"]] == found.transfers["d2h"]
+    assert data["format"] == "calibration/3" and data["duplex"] == calibration.duplex
+    assert [tuple(x) for x in data["transfers"]["d2h"]] == calibration.transfers["d2h"]
 
 
 def test_events_are_pending_when_waits_for_them_are_issued(monkeypatch):
@@ -70,23 +70,23 @@ def test_events_are_pending_when_waits_for_them_are_issued(monkeypatch):
 
 
 def test_a_launch_queue_that_is_never_full_is_not_measured():
-    found = measured(replace(MACHINE, queue_depth=10**6), 2**14)
-    assert not found.depth and found.machine.queue_depth == 1024
-    assert "queue_depth: 1024  # not measured" in found.to_yaml()
+    calibration = measured(replace(MACHINE, queue_depth=10**6), 2**14)
+    assert not calibration.depth and calibration.machine.queue_depth == 1024
+    assert "queue_depth: 1024  # not measured" in calibration.to_yaml()
 
 
 def test_the_host_time_of_a_planned_step_is_added():
-    found = of_process(measured(MACHINE, 2**14), "cpu")
-    assert found.issue and not found.context and found.machine.issue_ns > 0
+    calibration = with_process_figures(measured(MACHINE, 2**14), "cpu")
+    assert calibration.issue and not calibration.context and calibration.machine.issue_ns > 0
     assert (
-        f"issue_ns: {found.machine.issue_ns}  # measured: the host's time per kernel of a planned step"
-        in found.to_yaml()
+        f"issue_ns: {calibration.machine.issue_ns}  # measured: the host's time per kernel of a planned step"
+        in calibration.to_yaml()
     )
 
 
 def test_one_copy_engine_is_noticed():
-    found = measured(replace(MACHINE, copy_engines=1), 2**20)
-    assert found.machine.copy_engines == 1 and max(found.duplex.values()) > 1.3
+    calibration = measured(replace(MACHINE, copy_engines=1), 2**20)
+    assert calibration.machine.copy_engines == 1 and max(calibration.duplex.values()) > 1.3
 
 
 @pytest.mark.parametrize(("h2d", "d2h"), [(1.0, 1.0), (0.99, 0.99), (0.8, 0.8), (0.5, 1.0), (1.0, 0.7), (0.4, 0.9)])
@@ -102,8 +102,8 @@ def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
 
     monkeypatch.setattr(calibrate_module, "_copies", copies)
     base = replace(MACHINE, duplex_h2d_bytes_per_s=7, duplex_d2h_bytes_per_s=7)
-    found = calibrate(HostBackend(MACHINE), base, 2**20)
-    machine, text = found.machine, found.to_yaml()
+    calibration = calibrate(HostBackend(MACHINE), base, 2**20)
+    machine, text = calibration.machine, calibration.to_yaml()
     assert machine.copy_engines == 2
     for d, rate in (("h2d", 1_000_000_000), ("d2h", 500_000_000)):
         measured = machine.to_dict()[f"duplex_{d}_bytes_per_s"]
@@ -112,8 +112,8 @@ def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
 
 
 def test_no_larger_copy_is_begun_when_the_time_is_over():
-    found = calibrate(HostBackend(MACHINE), MACHINE, 2**22, seconds=0.0)
-    assert [n for n, _ in found.transfers["d2h"]] == [2**12, 2**14]  # the two smallest sizes are always measured
+    calibration = calibrate(HostBackend(MACHINE), MACHINE, 2**22, seconds=0.0)
+    assert [n for n, _ in calibration.transfers["d2h"]] == [2**12, 2**14]  # the two smallest sizes are always measured
 
 
 def test_the_command(tmp_path, capsys):

@@ -26,34 +26,34 @@ def linear(optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, width: int 
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU(), nn.Linear(width, width, bias=False))
         x = torch.empty(width, width)
-        made = optimizer(model.parameters(), lr=0.1)
-        return capture(model, F.mse_loss, made, (x, torch.empty(width, width)))
+        created = optimizer(model.parameters(), lr=0.1)
+        return capture(model, F.mse_loss, created, (x, torch.empty(width, width)))
 
 
 def test_the_parts_are_the_sum_and_the_peak_is_above_the_ledger() -> None:
     captured = linear()
-    found = card_peak(captured, replace(MACHINE, context_bytes=100 * MIB, cublas_workspace_bytes=8 * MIB))
-    assert found.tensors == captured.program.peak_bytes and found.context == 100 * MIB
-    assert found.workspaces == 16 * MIB  # a handle of cuBLAS for the forward pass, one for the backward pass's thread
-    assert found.nbytes == found.tensors + found.loop + found.workspaces + found.allocator + found.context
-    assert min(found.loop, found.allocator) >= 0 and found.fits is None
-    assert found.reserved % (2 * MIB) == 0  # of whole segments
+    parts = card_peak(captured, replace(MACHINE, context_bytes=100 * MIB, cublas_workspace_bytes=8 * MIB))
+    assert parts.tensors == captured.program.peak_bytes and parts.context == 100 * MIB
+    assert parts.workspaces == 16 * MIB  # a handle of cuBLAS for the forward pass, one for the backward pass's thread
+    assert parts.nbytes == parts.tensors + parts.loop + parts.workspaces + parts.allocator + parts.context
+    assert min(parts.loop, parts.allocator) >= 0 and parts.fits is None
+    assert parts.reserved % (2 * MIB) == 0  # of whole segments
 
 
 def test_the_models_result_lives_until_the_next() -> None:
     captured = linear()
     assert len(captured.holds.outputs) == 1
-    kept, dropped = (stream(captured, MACHINE, Loop(keeps_outputs=k)) for k in (True, False))
-    assert len(kept) == len(dropped) and (kept.upper - kept.lower).sum() > (dropped.upper - dropped.lower).sum()
-    one = stream(captured, MACHINE, Loop(iterations=1, keeps_outputs=False))
-    assert one.peak_bytes <= dropped.peak_bytes <= kept.peak_bytes
+    alive, dropped = (stream(captured, MACHINE, Loop(keeps_outputs=k)) for k in (True, False))
+    assert len(alive) == len(dropped) and (alive.upper - alive.lower).sum() > (dropped.upper - dropped.lower).sum()
+    single = stream(captured, MACHINE, Loop(iterations=1, keeps_outputs=False))
+    assert single.peak_bytes <= dropped.peak_bytes <= alive.peak_bytes
 
 
 @pytest.mark.parametrize(("zero_grad", "more"), [("start", 0), ("end", 0), ("backward", 8), ("never", 8)])
 def test_gradients_that_live_into_the_next_forward_pass(zero_grad: str, more: int) -> None:
     """Without an earlier zero_grad, 8 MiB of gradients are still alive before the backward pass."""
 
-    def held(loop: Loop) -> int:
+    def peak(loop: Loop) -> int:
         captured = linear()
         blocks = stream(captured, MACHINE, replace(loop, iterations=2, keeps_outputs=False))
         start = sorted(blocks.lower[blocks.nbytes == 4 * MIB])
@@ -63,7 +63,7 @@ def test_gradients_that_live_into_the_next_forward_pass(zero_grad: str, more: in
         halfway = start[len(start) // 2 + 2]
         return int(blocks.nbytes[(blocks.lower < halfway) & (blocks.upper > halfway)].sum())
 
-    assert held(Loop(zero_grad=zero_grad)) - held(Loop(zero_grad="start")) == more * MIB
+    assert peak(Loop(zero_grad=zero_grad)) - peak(Loop(zero_grad="start")) == more * MIB
 
 
 def test_where_the_captured_step_has_its_zero_grad() -> None:
@@ -77,37 +77,37 @@ def test_where_the_captured_step_has_its_zero_grad() -> None:
         optimizer.step()
         return loss.detach()
 
-    def before(x: Tensor) -> Tensor:
+    def zeroing(x: Tensor) -> Tensor:
         return never(x, optimizer.zero_grad)
 
-    zeroed, kept = (capture_step(step, torch.randn(4, 8)) for step in (before, never))
-    at, kernels = zeroed.holds.zero_grad, zeroed.program.kernels
-    assert kernels[at - 1].phase == "forward" and kernels[at].phase == "backward"
-    assert kept.holds.zero_grad == -1 and len(kept.holds.gradients) == 2
+    zeroed, accumulated = (capture_step(step, torch.randn(4, 8)) for step in (zeroing, never))
+    position, kernels = zeroed.holds.zero_grad, zeroed.program.kernels
+    assert kernels[position - 1].phase == "forward" and kernels[position].phase == "backward"
+    assert accumulated.holds.zero_grad == -1 and len(accumulated.holds.gradients) == 2
     assert nn.Module.zero_grad.__qualname__ == "Module.zero_grad"  # as it was
     assert linear().holds.zero_grad == len(linear().program.kernels)
 
 
 def test_state_is_made_at_the_first_step_and_foreach_takes_as_much_as_the_parameters() -> None:
     params = [nn.Parameter(torch.empty(256, 1024, device="meta")) for _ in range(4)]  # 1 MiB each
-    found = updates(torch.optim.Adam(params, lr=0.1))
-    made = {block: nbytes for block, nbytes in found.first if nbytes}
-    stays = set(made) - {block for block, nbytes in found.first if not nbytes}
-    assert sum(made[block] for block in stays) == 2 * 4 * MIB
+    recorded = updates(torch.optim.Adam(params, lr=0.1))
+    nbytes_of = {block: nbytes for block, nbytes in recorded.first if nbytes}
+    persistent = set(nbytes_of) - {block for block, nbytes in recorded.first if not nbytes}
+    assert sum(nbytes_of[block] for block in persistent) == 2 * 4 * MIB
 
     def most(events: tuple[tuple[int, int], ...]) -> int:
-        live, peak, sizes = 0, 0, dict(made)
+        live, peak, sizes = 0, 0, dict(nbytes_of)
         for block, nbytes in events:
             sizes[block] = nbytes or sizes[block]
             live += nbytes or -sizes[block]
             peak = max(peak, live)
         return peak
 
-    assert most(found.later) == 4 * MIB  # the square roots, in place from there on
+    assert most(recorded.later) == 4 * MIB  # the square roots, in place from there on
     single = updates(torch.optim.Adam(params, lr=0.1, foreach=False))
     assert most(single.later) == 3 * MIB  # of one parameter, while the next begins
     assert updates(torch.optim.SGD(params, lr=0.1)).later == ()
-    assert updates(torch.optim.SGD(params, lr=0.1), without=params).first == ()
+    assert updates(torch.optim.SGD(params, lr=0.1), without_grad=params).first == ()
 
 
 def test_what_fits() -> None:
@@ -116,10 +116,10 @@ def test_what_fits() -> None:
     assert card_peak(captured, MACHINE, memory_bytes=reserved).fits
     assert not card_peak(captured, MACHINE, memory_bytes=captured.program.peak_bytes - 1).fits
     assert not card_peak(captured, replace(MACHINE, context_bytes=reserved), memory_bytes=reserved).fits
-    found = card_peak(captured, MACHINE, memory_bytes=reserved)
-    assert found.limit == found.tensors
+    estimate = card_peak(captured, MACHINE, memory_bytes=reserved)
+    assert estimate.limit == estimate.tensors
     half = card_peak(captured, MACHINE, memory_bytes=reserved // 2)
-    assert not half.fits and 1 < half.limit < found.tensors * 6 // 10
+    assert not half.fits and 1 < half.limit < estimate.tensors * 6 // 10
     with pytest.raises(ValueError, match="memory_bytes: not given"):
         _ = card_peak(captured, MACHINE).limit
     growing = card_peak(captured, MACHINE, expandable_segments=True)

@@ -88,16 +88,16 @@ def test_three_steps_are_eager_pytorchs_to_the_bit(make: Any, loss_fn: Any, batc
     def parts() -> Parts:
         return (model := make()), loss_fn, adamw(model), batch(2)
 
-    both = Fitted(parts, 0.7, batch)
-    step = both.step
+    twins = Fitted(parts, 0.7, batch)
+    step = twins.step
     assert step.plan.planner == "best" and step.limit == int(0.7 * step.program.peak_bytes)
     for _ in range(3):
-        both.train_on(2)
+        twins.train_on(2)
     assert step.peak_bytes <= step.limit
-    found = step.report()
-    assert found.under.nbytes <= found.limit < found.without.nbytes
-    assert found.floor_ns is not None and found.ideal_ns <= found.floor_ns <= found.iteration_ns
-    assert sum(found.under.modules.values()) == found.under.nbytes and found.without.place
+    page = step.report()
+    assert page.under.nbytes <= page.limit < page.without.nbytes
+    assert page.floor_ns is not None and page.ideal_ns <= page.floor_ns <= page.iteration_ns
+    assert sum(page.under.modules.values()) == page.under.nbytes and page.without.place
 
 
 @pytest.mark.parametrize("memory", [1, 2**30, "1GiB"])
@@ -112,14 +112,14 @@ def test_what_fits_needs_no_plan(memory: int | str, tiny_mlp: Tiny) -> None:
 
 
 def test_any_planner(tiny_mlp: Tiny) -> None:
-    asked: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
     def planner(program: Program, machine: Machine, limit: int) -> Plan:
-        asked.append((machine.name, limit))
+        calls.append((machine.name, limit))
         return agents.make("autoswap_swdoa", min_bytes=64).plan(program, machine, limit)
 
     step = fit(*tiny_mlp.parts(), 0.8, planner=planner, machine="h100")
-    assert asked == [("h100", step.limit)] and step.plan.planner == "autoswap_swdoa" and step.floor_ns is None
+    assert calls == [("h100", step.limit)] and step.plan.planner == "autoswap_swdoa" and step.floor_ns is None
     assert fit(*tiny_mlp.parts(), 0.8, planner="autoswap_swdoa").plan.decisions
     assert fit(*tiny_mlp.parts(), 0.8, seconds=0.5).plan.decisions
 
@@ -142,20 +142,20 @@ def test_durations_are_a_roofline_or_measured(tiny_mlp: Tiny) -> None:
 
 
 def test_options_of_the_capture_pass_through(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> None:
-    given: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
 
-    def noted(*args: Any, **options: Any) -> Captured:
-        given.update(options)
+    def record(*args: Any, **options: Any) -> Captured:
+        passed.update(options)
         return capture(*args, **options)
 
-    monkeypatch.setattr(CAPTURE, noted)
+    monkeypatch.setattr(CAPTURE, record)
     options: dict[str, Any] = {"accumulate": 2, "average": False, "clip_norm": 1.0, "autocast": torch.bfloat16,
                                "bucket_bytes": 1000}  # fmt: skip
     fit(*tiny_mlp.parts(), 1, **options)
-    assert {key: given[key] for key in options} == options
+    assert {key: passed[key] for key in options} == options
     scaler = torch.amp.GradScaler("cpu")
     fit(*tiny_mlp.parts(), 1, scaler=scaler)
-    assert given["scaler"] is scaler and given["bucket_bytes"] == 64 * 2**20
+    assert passed["scaler"] is scaler and passed["bucket_bytes"] == 64 * 2**20
 
 
 def test_a_plan_is_found_at_the_smallest_memory_that_is_named(tiny_mlp: Tiny) -> None:
@@ -190,33 +190,33 @@ def test_wrong_arguments_are_refused_before_the_capture(
 
 def test_batches_of_every_shape(tiny_mlp: Tiny) -> None:
     """Each shape is planned once with the first shape's limit, and planning draws no random numbers."""
-    both = Fitted(tiny_mlp.parts, 0.7, rows, planner="capuchin")
-    step = both.step
+    twins = Fitted(tiny_mlp.parts, 0.7, rows, planner="capuchin")
+    step = twins.step
     limit, first = step.limit, step.plan
     for count in (256, 300, 256, 64, 300):
         batch, state = rows(count), torch.get_rng_state()
         step.step_for(*batch)
         assert torch.equal(state, torch.get_rng_state())
-        both.train_on(count)
+        twins.train_on(count)
         assert step.limit == step.present.limit == limit and step.report().limit == limit
         assert step.report().without.nbytes == step.program.peak_bytes == step.captured.program.peak_bytes
     assert len(step.steps) == 3 and step.present.captured.leaves[0].meta["tensor_meta"].shape[0] == 300
     assert first.decisions and step.plan.decisions and step.plan != first and step.peak_bytes <= limit
-    both.train_on(64)
+    twins.train_on(64)
     assert not step.plan.decisions and "the step fits without a plan" in str(step.report())
     with pytest.raises(FitError, match=r"^Sequential does not fit into .* with a batch of \[4096, 16\], \[4096\]"):
         step(*rows(4096))
-    both.compare()
+    twins.compare()
     assert len(step.steps) == 3 and step.report().limit == limit
-    both.train_on(256)
+    twins.train_on(256)
 
 
 def test_micro_batches_of_every_shape(tiny_mlp: Tiny) -> None:
-    both = Fitted(tiny_mlp.parts, 0.7, rows, accumulate=2, planner="capuchin")
+    twins = Fitted(tiny_mlp.parts, 0.7, rows, accumulate=2, planner="capuchin")
     for counts in ((256, 256), (300, 256), (256,), (256, 256)):
-        both.train_on(*counts)
-    assert sum(bool(step.plan.decisions) for step in both.step.steps.values()) >= 2
-    assert both.step.peak_bytes <= both.step.limit
+        twins.train_on(*counts)
+    assert sum(bool(step.plan.decisions) for step in twins.step.steps.values()) >= 2
+    assert twins.step.peak_bytes <= twins.step.limit
     model, loss_fn, optimizer, _ = tiny_mlp.parts()
     step = fit(model, loss_fn, optimizer, (rows(300), rows(256)), 1, accumulate=2)  # examples of other shapes
     step(rows(300), rows(256))
@@ -237,9 +237,9 @@ def test_a_gpu_has_the_preset_of_its_name_or_asks_for_a_machine(device: str, nam
         with pytest.raises(FitError, match=f"no preset for '{device}' .*: pass machine=.*executor.calibrate"):
             MODULE.machine_of(device)
         return
-    found, preset = MODULE.machine_of(device), Machine.load(name)
-    assert found.name == name and found.h2d_bytes_per_s == preset.h2d_bytes_per_s
-    assert 0 < found.host_bytes <= preset.host_bytes
+    machine, preset = MODULE.machine_of(device), Machine.load(name)
+    assert machine.name == name and machine.h2d_bytes_per_s == preset.h2d_bytes_per_s
+    assert 0 < machine.host_bytes <= preset.host_bytes
 
 
 def test_results_that_the_loop_holds_count_as_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,23 +257,23 @@ def test_results_that_the_loop_holds_count_as_device_memory(monkeypatch: pytest.
 
     peaks: list[Any] = []
     card_peak = MODULE.card_peak
-    monkeypatch.setattr(MODULE, "card_peak", lambda *given: peaks.append(card_peak(*given)) or peaks[-1])
+    monkeypatch.setattr(MODULE, "card_peak", lambda *args: peaks.append(card_peak(*args)) or peaks[-1])
     for loss_fn, keep in ((mean, False), (with_output, False), (mean, True)):
         fit(model, loss_fn, sgd(model), (x, y), "4GiB", machine="h100", keep_grads=keep)
-    without, returned, kept = (peak.loop for peak in peaks)
-    assert returned == without + 2048 * 512 * 4 and kept == without
+    without, returned, accumulated = (peak.loop for peak in peaks)
+    assert returned == without + 2048 * 512 * 4 and accumulated == without
 
 
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> None:
     """``fit`` profiles a GPU by default; everything else in this test runs on the CPU."""
-    asked: list[Any] = []
+    calls: list[Any] = []
     monkeypatch.setattr(MODULE, "device_of", lambda captured: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(
-        MODULE, "measure", lambda c, device, name: asked.append((device, name)) or measure(c, "cpu", name)
+        MODULE, "measure", lambda c, device, name: calls.append((device, name)) or measure(c, "cpu", name)
     )
     step = fit(*tiny_mlp.parts(), 0.8, planner="capuchin")
-    assert asked == [(torch.device("cuda"), "h200")] and step.machine.name == "h200"
+    assert calls == [(torch.device("cuda"), "h200")] and step.machine.name == "h200"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     with pytest.raises(FitError, match="no preset for 'NVIDIA L4'"):
         fit(*tiny_mlp.parts(), 0.8)

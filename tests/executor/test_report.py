@@ -26,27 +26,27 @@ def test_the_peaks_are_the_simulators_and_their_parts_add_up(data: st.DataObject
     plan: Plan = data.draw(plans(program))
     machine: Machine = data.draw(machines())
     limit = lower(program, plan).required_bytes
-    found, timeline = report(program, machine, limit, plan), simulate(program, plan, machine, limit)
-    assert found.without.nbytes == sum(found.without.kinds.values()) == program.peak_bytes
-    assert found.under.nbytes == sum(found.under.kinds.values())
-    assert found.under.nbytes == (timeline.peak_bytes if found.planner else program.peak_bytes)
-    assert found.iteration_ns == timeline.iteration_ns or not found.planner
+    page, timeline = report(program, machine, limit, plan), simulate(program, plan, machine, limit)
+    assert page.without.nbytes == sum(page.without.kinds.values()) == program.peak_bytes
+    assert page.under.nbytes == sum(page.under.kinds.values())
+    assert page.under.nbytes == (timeline.peak_bytes if page.planner else program.peak_bytes)
+    assert page.iteration_ns == timeline.iteration_ns or not page.planner
 
 
 def test_by_hand() -> None:
     """The peak of tests/tiny.py is at b4 without a plan and at b3 with one."""
-    found = report(PROGRAM, MACHINE, LIMIT, SWAP_PLAN, floor_ns=125)
-    assert (found.without.kernel, found.without.name, found.without.phase) == (4, "b4", "backward")
-    assert found.without.kinds == {"parameter": 10, "activation": 160, "gradient": 10}
-    assert (found.under.kernel, found.under.nbytes) == (5, 150)
-    assert found.under.kinds == {"parameter": 10, "activation": 120, "gradient": 20}
-    assert found.swapped == {"activation": Moved(1, 40, 40)} and found.rerun == {}
-    again = report(PROGRAM, MACHINE, LIMIT, RECOMPUTE_PLAN)
-    assert again.rerun == {"matmul": Rerun(1, 10)} and again.swapped == {} and again.floor_ns is None
-    assert (found.iteration_ns, again.iteration_ns, found.ideal_ns) == (170, 130, 120)
-    assert "  swap activations: 1 tensor; per step 40 B swapped out, 40 B swapped in" in str(found)
-    assert "41.67% over the ideal 120 ns (waits for memory 30 ns, waits for data 20 ns)" in str(found)
-    assert "  recompute: 1 kernel (1 matmul 10 ns)" in str(again)
+    page = report(PROGRAM, MACHINE, LIMIT, SWAP_PLAN, floor_ns=125)
+    assert (page.without.kernel, page.without.name, page.without.phase) == (4, "b4", "backward")
+    assert page.without.kinds == {"parameter": 10, "activation": 160, "gradient": 10}
+    assert (page.under.kernel, page.under.nbytes) == (5, 150)
+    assert page.under.kinds == {"parameter": 10, "activation": 120, "gradient": 20}
+    assert page.swapped == {"activation": Moved(1, 40, 40)} and page.rerun == {}
+    recomputing = report(PROGRAM, MACHINE, LIMIT, RECOMPUTE_PLAN)
+    assert recomputing.rerun == {"matmul": Rerun(1, 10)} and recomputing.swapped == {} and recomputing.floor_ns is None
+    assert (page.iteration_ns, recomputing.iteration_ns, page.ideal_ns) == (170, 130, 120)
+    assert "  swap activations: 1 tensor; per step 40 B swapped out, 40 B swapped in" in str(page)
+    assert "41.67% over the ideal 120 ns (waits for memory 30 ns, waits for data 20 ns)" in str(page)
+    assert "  recompute: 1 kernel (1 matmul 10 ns)" in str(recomputing)
     assert "the step fits without a plan" in str(report(PROGRAM, MACHINE, 180))
     assert "the step does not fit without a plan, and no plan is given" in str(report(PROGRAM, MACHINE, LIMIT))
 
@@ -60,12 +60,12 @@ def test_modules_add_up_to_the_peak_with_workspaces() -> None:
     captured = replace(captured, program=program)
     gap = max(program.gaps(), key=lambda gap: (program.tensors[gap.tensor].nbytes, gap.before - gap.after))
     plan = Plan((Swap(*gap),))
-    found = report(captured, Machine.load("gtx1080ti"), lower(program, plan).required_bytes, plan)
-    for peak in (found.without, found.under):
+    page = report(captured, Machine.load("gtx1080ti"), lower(program, plan).required_bytes, plan)
+    for peak in (page.without, page.under):
         assert sum(peak.modules.values()) == sum(peak.kinds.values()) == peak.nbytes
         assert peak.kinds["workspace"] == 5000
         assert peak.place and peak.modules[peak.place.module] >= peak.kinds["workspace"]
-    assert found.planner == "the caller"
+    assert page.planner == "the caller"
 
 
 def test_parameters_their_gradients_and_state_are_in_their_modules() -> None:

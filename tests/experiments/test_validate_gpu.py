@@ -23,7 +23,7 @@ from experiments.common.measured_step import MeasuredStep
 from experiments.measured import steps
 from experiments.validate_gpu import __main__ as command, offload, pytorch_baselines, stages, training
 from experiments.validate_gpu.__main__ import main
-from experiments.validate_gpu.networks import BLOCKS, NETWORKS, build, in_turns
+from experiments.validate_gpu.networks import BLOCKS, NETWORKS, build, time_in_turns
 from experiments.validate_gpu.pytorch_baselines import Counter, Levels, Unreachable
 from experiments.validate_gpu.record import LATE, STOPPED, Broken, Record
 from experiments.validate_gpu.results import summary
@@ -42,9 +42,9 @@ def record(tmp_path, seconds=600.0, device="cpu"):
     return Record(tmp_path / "out", seconds, device)
 
 
-def in_turn(out, *words, which=("calibrate", "profile", "plan", "replay", "train")):
+def run_in_turn(out, *words, chosen=("calibrate", "profile", "plan", "replay", "train")):
     """Runs stages in this process."""
-    for stage in which:
+    for stage in chosen:
         assert main(["backend=host", f"out={out}", f"stages={stage}", *words]) == 0
 
 
@@ -53,9 +53,9 @@ def test_on_the_host_in_small(tmp_path, capsys):
     out = tmp_path / "out"
     words = ["workloads=tiny_resnet", "limits=0.8", "planners=none,capuchin,autoswap_swdoa", "train=capuchin"]
     words += ["workers=1", "steps=1", "seconds=3000", "methods=eager,ours,checkpoint"]
-    in_turn(out, *words)
-    found = read_json(out / "results.json")
-    rows = found["rows"]
+    run_in_turn(out, *words)
+    results = read_json(out / "results.json")
+    rows = results["rows"]
     assert [json.loads(line) for line in (out / "measurements.jsonl").read_text().splitlines()] == rows
     kinds = [(r["kind"], r.get("planner"), "failed" in r) for r in rows]
     assert kinds == [
@@ -71,23 +71,23 @@ def test_on_the_host_in_small(tmp_path, capsys):
         assert row["device_bytes"] == row["footprint"]
     assert first["checks"] > 100 and "checks" not in second  # contents are checked once per workload and limit
     assert trained["eager_equal"] and trained["not_deterministic"] == [] and "equal_failed" not in trained
-    assert found["flags"]["CUBLAS_WORKSPACE_CONFIG"] and not found["flags"]["deterministic_algorithms"]
+    assert results["flags"]["CUBLAS_WORKSPACE_CONFIG"] and not results["flags"]["deterministic_algorithms"]
     assert trained["equal"] and trained["measured_peak"] <= trained["limit"] and trained["predicted_ns"] is None
     assert graph["equal"] and graph["eager_equal"] and "captures" not in graph  # the CPU has no graphs
     assert graph["limit"] >= trained["limit"]
-    assert {key: found["summary"][key]["count"] for key in ("graph", "replay")} == {"graph": 1, "replay": 2}
+    assert {key: results["summary"][key]["count"] for key in ("graph", "replay")} == {"graph": 1, "replay": 2}
     assert "| replay | tiny_resnet | 80% | capuchin |" in (out / "table.md").read_text()
     profile = next(r for r in rows if r["kind"] == "profile")
     assert 0 < profile["eager_between"] < profile["eager_peak"]
     for name in ("predicted_vs_measured.png", "timeline.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     # Nothing is measured twice: a second command continues and compares with the plans of the first.
-    in_turn(out, *words)
+    run_in_turn(out, *words)
     assert read_json(out / "results.json")["rows"] == rows
     with pytest.MonkeyPatch().context() as patch:
         patch.setattr(pytorch_baselines, "best_plan", None)
         patch.setattr(pytorch_baselines, "measure", None)
-        in_turn(out, *words, which=["compare"])
+        run_in_turn(out, *words, chosen=["compare"])
     compared = [r for r in read_json(out / "results.json")["rows"] if r["kind"] == "compare"]
     assert [r["method"] for r in compared] == ["eager", "ours", "checkpoint"]
     assert compared[0]["measured_peak"] == profile["eager_peak"]
@@ -102,11 +102,11 @@ def test_measurements_are_readable_in_other_folders(tmp_path):
     """Profiles, plans and the machine of one folder work in other folders."""
     first, second = tmp_path / "first", tmp_path / "second"
     words = ["workloads=tiny_gpt2", "limits=0.8", "planners=capuchin", "train=", "workers=1"]
-    in_turn(first, *words, which=["calibrate", "profile"])
-    there = [f"machine={first / 'machine.yaml'}", f"profiles={first / 'profiles'}"]
-    in_turn(second, *words, *there, which=["plan"])
+    run_in_turn(first, *words, chosen=["calibrate", "profile"])
+    shared = [f"machine={first / 'machine.yaml'}", f"profiles={first / 'profiles'}"]
+    run_in_turn(second, *words, *shared, chosen=["plan"])
     assert [p.name for p in (second / "plans").iterdir()] == ["tiny_gpt2-0.8-capuchin.json"]
-    in_turn(tmp_path / "third", *words, *there, f"plans={second / 'plans'}", which=["replay"])
+    run_in_turn(tmp_path / "third", *words, *shared, f"plans={second / 'plans'}", chosen=["replay"])
     (row,) = [r for r in read_json(tmp_path / "third" / "results.json")["rows"] if r["kind"] == "replay"]
     assert row["planner"] == "capuchin" and row["measured_ns"] > 0
     assert not (tmp_path / "third" / "machine.yaml").exists()
@@ -139,7 +139,7 @@ def test_crashing_items_are_retried_once_then_skipped(tmp_path):
     for deaths in (1, 2):
         rows = record(tmp_path)
         assert not rows.rows
-        rows.trying("replay", workload="a", planner="b")  # the process dies here
+        rows.start("replay", workload="a", planner="b")  # the process dies here
         assert read_json(tmp_path / "out" / "under_way.json")["deaths"] == deaths
     (row,) = record(tmp_path).rows
     assert row["failed"] == "the process died in this measurement 2 times" and record(tmp_path).has(
@@ -172,11 +172,11 @@ def test_a_line_that_was_cut_off_and_what_had_no_time_are_measured_again(tmp_pat
     rows.add("replay", workload="d", failed="it does not fit")
     with (tmp_path / "out" / "measurements.jsonl").open("a") as file:
         file.write('{"kind": "replay", "workl')
-    again = record(tmp_path)
-    assert [r["workload"] for r in again.rows] == ["a", "b", "c", "d"]  # rows to be retried are kept until then
-    assert [again.has("replay", workload=w) for w in "abcd"] == [True, False, False, True]
-    again.add("replay", workload="b", measured_ns=6)
-    assert [r["workload"] for r in record(tmp_path).rows] == ["a", "c", "d", "b"] and again.has("replay", workload="b")
+    second = record(tmp_path)
+    assert [r["workload"] for r in second.rows] == ["a", "b", "c", "d"]  # rows to be retried are kept until then
+    assert [second.has("replay", workload=w) for w in "abcd"] == [True, False, False, True]
+    second.add("replay", workload="b", measured_ns=6)
+    assert [r["workload"] for r in record(tmp_path).rows] == ["a", "c", "d", "b"] and second.has("replay", workload="b")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -224,10 +224,10 @@ def test_errors_are_summed_up():
     Arenas consist of 2 MiB pages: a limit of 3 MiB allows two pages, not three.
     """
     peaks = {"measured_peak": 100, "predicted_peak": 100, "limit": 100}
-    found = summary([{"error": 0.02, **peaks}, {"error": -0.04, **peaks, "measured_peak": 110}])
-    assert found.pop("time") == pytest.approx({"mean_absolute": 0.03, "worst": 0.04})
-    assert found.pop("peak") == pytest.approx({"mean_absolute": 0.05, "worst": 0.1})
-    assert found == {"count": 2, "over_limit": 1, "arenas_over_limit": 0}
+    totals = summary([{"error": 0.02, **peaks}, {"error": -0.04, **peaks, "measured_peak": 110}])
+    assert totals.pop("time") == pytest.approx({"mean_absolute": 0.03, "worst": 0.04})
+    assert totals.pop("peak") == pytest.approx({"mean_absolute": 0.05, "worst": 0.1})
+    assert totals == {"count": 2, "over_limit": 1, "arenas_over_limit": 0}
     arenas = [{**peaks, "limit": 3 * 2**20, "device_bytes": pages * 2**21} for pages in (2, 3)]
     assert summary(arenas)["arenas_over_limit"] == 1
     assert summary([]) == {"count": 0, "over_limit": 0, "arenas_over_limit": 0}
@@ -256,10 +256,10 @@ def test_a_planner_that_breaks_or_is_missing_is_named(tmp_path, monkeypatch):
         make_plans(run, [(planner, case, 0) for planner in errors], LINK, pool)
     (file,) = (tmp_path / "out" / "plans").iterdir()
     assert Plan.load(file).planner == "autoswap_doa"
-    broken, missing, found = (row.get("failed") for row in run.record.rows)
-    assert "ZeroDivisionError" in broken and "no sklearn" in missing and found is None
-    again = record(tmp_path)  # retried, because the library may be installed now
-    assert [again.has("plan", planner=planner) for planner in errors] == [True, False, True]
+    broken, missing, planned = (row.get("failed") for row in run.record.rows)
+    assert "ZeroDivisionError" in broken and "no sklearn" in missing and planned is None
+    reopened = record(tmp_path)  # retried, because the library may be installed now
+    assert [reopened.has("plan", planner=planner) for planner in errors] == [True, False, True]
 
 
 @pytest.mark.parametrize(("seconds", "word"), [(1.0, LATE), (600.0, "BrokenProcessPool")])
@@ -281,13 +281,13 @@ def test_items_without_time_are_listed(tmp_path, monkeypatch):
     """Every workload, plan, replay and training has exactly one row, measured or with a reason."""
     out = tmp_path / "out"
     words = ["workloads=tiny_resnet,tiny_gpt2", "limits=0.8", "planners=capuchin", "train=capuchin", "workers=1"]
-    in_turn(out, *words, "workloads=tiny_resnet", which=["calibrate", "profile", "plan"])
-    before = read_json(out / "results.json")["rows"]
-    monkeypatch.setattr(Record, "left", lambda self: 0.0)
-    in_turn(out, *words, which=[stage for stage in STAGES if stage != "calibrate"])
+    run_in_turn(out, *words, "workloads=tiny_resnet", chosen=["calibrate", "profile", "plan"])
+    earlier = read_json(out / "results.json")["rows"]
+    monkeypatch.setattr(Record, "seconds_left", lambda self: 0.0)
+    run_in_turn(out, *words, chosen=[stage for stage in STAGES if stage != "calibrate"])
     rows = read_json(out / "results.json")["rows"]
-    assert rows[: len(before)] == before and {r["failed"] for r in rows[len(before) :]} == {LATE}
-    late = [(r["kind"], r["workload"]) for r in rows[len(before) :]]
+    assert rows[: len(earlier)] == earlier and {r["failed"] for r in rows[len(earlier) :]} == {LATE}
+    late = [(r["kind"], r["workload"]) for r in rows[len(earlier) :]]
     assert late[:4] == [
         ("profile", "tiny_gpt2"), ("replay", "tiny_resnet"), ("train", "tiny_resnet"), ("graph", "tiny_resnet"),
     ]  # fmt: skip
@@ -378,11 +378,11 @@ def test_the_mildest_setting_within_the_limit(monkeypatch):
 def test_two_steps_take_turns():
     # Five steps in turns of 1, 1, 1, 2, each after one unmeasured step.
     log = []
-    mine, others, peak = in_turns(lambda: log.append("a"), lambda: log.append("b"), 5, "cpu", turn=log.append)
+    first, others, peak = time_in_turns(lambda: log.append("a"), lambda: log.append("b"), 5, "cpu", on_turn=log.append)
     assert log == [True, *"aa", False, *"bb"] * 3 + [True, *"aaa", False, *"bbb"]
-    assert len(mine) == len(others) == 5 and not peak and min(mine + others) >= 0
+    assert len(first) == len(others) == 5 and not peak and min(first + others) >= 0
     log.clear()
-    assert len(in_turns(lambda: 0, lambda: 0, 1, "cpu", turn=log.append)[0]) == 1 and log == [True, False]
+    assert len(time_in_turns(lambda: 0, lambda: 0, 1, "cpu", on_turn=log.append)[0]) == 1 and log == [True, False]
 
 
 @pytest.mark.nightly
@@ -399,8 +399,8 @@ def test_bfloat16_networks_train_bit_identically_under_a_plan(name):
     with pytest.raises(CaptureError, match=f"^{name}: the captured step differs from the profiled one"):
         training.losses_only("cpu", replace(case, program=chain()), plan, LINK, 1.0)
     if name == "tiny_resnet_bf16":
-        assert training.timed_beside("cpu", case, plan, LINK, 1.0, 2)["ledger"] <= limit
-    case, plan = training.batch_stays(case, plan)
+        assert training.train_beside_eager("cpu", case, plan, LINK, 1.0, 2)["ledger"] <= limit
+    case, plan = training.without_batch_swaps(case, plan)
     assert plan.decisions
     assert training.losses_only("cpu", case, plan, LINK, 1.0, graph=True)["losses"] == eager["losses"]
 
@@ -447,10 +447,10 @@ def test_on_a_gpu(tmp_path):
     """Checks contents, bytes and losses, which do not depend on a clock."""
     words = ["workloads=vgg16", "limits=0.7", "planners=autoswap_swdoa,capuchin", "train=capuchin", "seconds=100"]
     assert main([f"out={tmp_path}", *words, "graph=", "methods=eager"]) == 0
-    found = read_json(tmp_path / "results.json")
-    replays = [r for r in found["rows"] if r["kind"] == "replay" and "failed" not in r]
-    assert len(replays) == 2 and replays[0]["checks"] > 0 and found["summary"]["replay"]["over_limit"] == 0
-    (trained,) = (r for r in found["rows"] if r["kind"] == "train" and "failed" not in r)
+    results = read_json(tmp_path / "results.json")
+    replays = [r for r in results["rows"] if r["kind"] == "replay" and "failed" not in r]
+    assert len(replays) == 2 and replays[0]["checks"] > 0 and results["summary"]["replay"]["over_limit"] == 0
+    (trained,) = (r for r in results["rows"] if r["kind"] == "train" and "failed" not in r)
     assert trained["equal"] or not trained["eager_equal"]
 
 
@@ -461,6 +461,6 @@ def test_side_by_side_on_a_gpu(tmp_path):
     methods = ("ours", "checkpoint", "offload")
     settings = Settings(workloads=("resnet50",), limits=(0.7,), methods=methods)
     stages.compare(Run(replace(settings, machine="h200"), rows))
-    found = {r["method"]: r for r in rows.rows if "failed" not in r}
-    assert {"eager", *methods} == set(found)
-    assert all(r["measured_peak"] <= r["limit"] for r in found.values())
+    by_method = {r["method"]: r for r in rows.rows if "failed" not in r}
+    assert {"eager", *methods} == set(by_method)
+    assert all(r["measured_peak"] <= r["limit"] for r in by_method.values())

@@ -41,7 +41,7 @@ class Event:
     """Double of torch.cuda.Event."""
 
     def __init__(self, double: CudaDouble) -> None:
-        self.double, self.clock, self.at = double, Clock(), 0
+        self.double, self.clock, self.position = double, Clock(), 0
         self.stream: Stream | None = None  # None: never recorded, so waits return at once
 
     def record(self, stream: Stream | None = None) -> None:
@@ -49,10 +49,10 @@ class Event:
             return
         self.stream = stream or self.double.current_stream()
         self.double.captured(self.stream, self)
-        self.clock, self.at = dict(self.double.clocks.of(self.stream.name)), self.stream.issued
+        self.clock, self.position = dict(self.double.clocks.of(self.stream.name)), self.stream.issued
 
     def query(self) -> bool:
-        return self.stream is None or self.stream.done >= self.at
+        return self.stream is None or self.stream.done >= self.position
 
     def wait(self, stream: Stream | None = None) -> None:
         if not self.double.left_out():
@@ -60,7 +60,7 @@ class Event:
 
     def synchronize(self) -> None:
         if not self.double.left_out() and self.stream is not None:
-            self.double.host_waits(self.stream, self.at, self.clock)
+            self.double.host_waits(self.stream, self.position, self.clock)
 
 
 class Stream(Queue):
@@ -82,7 +82,7 @@ class Stream(Queue):
         captured = self.double.captured(self, event, waits=True)
         Clocks.join(self.double.clocks.of(self.name), event.clock)
         if not captured:
-            self.put(partial(event.stream.run, event.at))
+            self.put(partial(event.stream.run, event.position))
 
     def wait_event(self, event: Event) -> None:
         if not self.double.left_out():
@@ -115,11 +115,11 @@ class Current:
         self.double, self.stream = double, stream
 
     def __enter__(self) -> None:
-        self.before = self.double.current_stream()
+        self.previous = self.double.current_stream()
         self.double.set_stream(self.stream)
 
     def __exit__(self, *_: object) -> None:
-        self.double.set_stream(self.before)
+        self.double.set_stream(self.previous)
 
 
 class Runtime:
@@ -230,9 +230,9 @@ class CudaDouble(TorchDispatchMode):
     def left_out(self) -> bool:
         """Returns True if the call two frames up is to be skipped."""
         caller = sys._getframe(2)
-        at = caller.f_code.co_filename, caller.f_lineno
-        self.called.add(at)
-        return self.omitted is not None and self.omitted[0] == at[0] and self.omitted[1] <= at[1] <= self.omitted[2]
+        site = caller.f_code.co_filename, caller.f_lineno
+        self.called.add(site)
+        return self.omitted is not None and self.omitted[0] == site[0] and self.omitted[1] <= site[1] <= self.omitted[2]
 
     def use(self, stream: Stream | None, name: str, reads: Iterable[Span], writes: Iterable[Span],
             after: Clock | None = None) -> None:  # fmt: skip
@@ -270,9 +270,9 @@ class CudaDouble(TorchDispatchMode):
             written = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_leaves(value):
                 if is_real(tensor) and tensor.numel():
-                    where = host if self.memory.of(tensor).stream is None else device
+                    space = host if self.memory.of(tensor).stream is None else device
                     if written or not MAKES.search(name):  # other operators read only the form
-                        where[written or any(tensor is s for s in statistics)].append(tensor)
+                        space[written or any(tensor is s for s in statistics)].append(tensor)
         if any(host):  # a host computation, which must wait for its device inputs
             self.use(None, name, *([self.memory.span(t) for t in ts] for ts in host))
             stream.run(stream.issued)
@@ -280,9 +280,9 @@ class CudaDouble(TorchDispatchMode):
         stream.lags = False
         stream.run(stream.issued)
         out = self.do(func, args, kwargs, *device)
-        made = [t for t in tree_leaves(out) if is_real(t)]
+        results = [t for t in tree_leaves(out) if is_real(t)]
         spans = [[self.memory.span(t) for t in ts] for ts in device]
-        fresh = [t for t in made if t.untyped_storage()._cdata not in self.memory.blocks]
+        fresh = [t for t in results if t.untyped_storage()._cdata not in self.memory.blocks]
         for tensor in fresh:
             self.memory.of(tensor)
         if func._overloadpacket in UNWRITTEN:
@@ -293,7 +293,7 @@ class CudaDouble(TorchDispatchMode):
         self.use(
             None if any(host) else stream, name, spans[0], spans[1] + [self.memory.span(t) for t in fresh if t.numel()]
         )
-        if not made and any(device) and func._schema.returns:  # a number read by the host
+        if not results and any(device) and func._schema.returns:  # a number read by the host
             self.host_waits(stream, stream.issued, self.clocks.of(stream.name))
         return out
 

@@ -62,8 +62,8 @@ def compiled(source: str) -> tuple[ctypes.CDLL, dict[str, list[Any]]]:
     """
     if not shutil.which("g++"):
         pytest.skip("there is no g++")
-    for pattern, here in ASM:
-        source, times = re.subn(pattern, here, source)
+    for pattern, replacement in ASM:
+        source, times = re.subn(pattern, replacement, source)
         assert times == 1, pattern
     kernels, runs = {}, ""
     for name, parameters in KERNEL.findall(source):
@@ -82,12 +82,12 @@ extern "C" u64 run_{name}(u64 start, u32 blocks, u32 threads, {parameters}) {{
 }}
 """
     with tempfile.TemporaryDirectory() as folder:
-        at = Path(folder, "kernels")
-        at.with_suffix(".cpp").write_text(SHIM + source + runs)
+        stem = Path(folder, "kernels")
+        stem.with_suffix(".cpp").write_text(SHIM + source + runs)
         flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
-        made = subprocess.run(["g++", *flags, "-o", f"{at}.so", f"{at}.cpp"], capture_output=True, text=True)
-        assert not made.returncode, made.stderr
-        library = ctypes.CDLL(f"{at}.so")
+        compilation = subprocess.run(["g++", *flags, "-o", f"{stem}.so", f"{stem}.cpp"], capture_output=True, text=True)
+        assert not compilation.returncode, compilation.stderr
+        library = ctypes.CDLL(f"{stem}.so")
     for name in kernels:
         getattr(library, f"run_{name}").restype = ctypes.c_uint64
     return library, kernels
@@ -187,7 +187,7 @@ class Event:
     """Double of cupy.cuda.Event."""
 
     def __init__(self, device: Device, disable_timing: bool = False) -> None:
-        self.device, self.clock, self.ns, self.at = device, Clock(), -1, 0
+        self.device, self.clock, self.ns, self.position = device, Clock(), -1, 0
         self.timed = not disable_timing
         self.stream: Stream
 
@@ -202,11 +202,11 @@ class Event:
             self.ns = ns
             return ns
 
-        self.at = stream.issued + 1
+        self.position = stream.issued + 1
         stream.enqueue(happens)
 
     def happened(self) -> int:
-        self.stream.run(self.at)
+        self.stream.run(self.position)
         return self.ns
 
     def synchronize(self) -> None:
@@ -256,15 +256,15 @@ class Device:
     def malloc(self, nbytes: int) -> int:
         if nbytes > self.left():
             raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
-        made = np.full(-(-nbytes // 512) * 512 + 512, 0xFF, np.uint8)  # poison for uninitialized memory
-        at = -(-made.ctypes.data // 512) * 512
-        self.memory[at] = made
-        return at
+        content = np.full(-(-nbytes // 512) * 512 + 512, 0xFF, np.uint8)  # poison for uninitialized memory
+        address = -(-content.ctypes.data // 512) * 512
+        self.memory[address] = content
+        return address
 
-    def free(self, at: int) -> None:
+    def free(self, address: int) -> None:
         """Waits for all work, as cudaFree does, and overwrites the freed memory."""
         assert all(not stream.queue for stream in self.streams)
-        self.memory.pop(at)[:] = 0xFE
+        self.memory.pop(address)[:] = 0xFE
 
     def use(self, stream: str, name: str, reads: list[tuple[int, int]], writes: list[tuple[int, int]]) -> None:
         if wrong := self.clocks.use(stream, name, [(a, a + n) for a, n in reads], [(a, a + n) for a, n in writes], {}):
@@ -287,11 +287,11 @@ class Device:
 
         stream.enqueue(copy)
 
-    def memset_async(self, at: int, value: int, nbytes: int, ptr: int) -> None:
+    def memset_async(self, address: int, value: int, nbytes: int, ptr: int) -> None:
         stream = self.streams[ptr - 1]
         assert not self.graph
-        self.use(stream.name, "memset", [], [(at, nbytes)])
-        stream.enqueue(lambda ns: ctypes.memset(at, value, nbytes) * 0 + ns)
+        self.use(stream.name, "memset", [], [(address, nbytes)])
+        stream.enqueue(lambda ns: ctypes.memset(address, value, nbytes) * 0 + ns)
 
     def elapsed(self, first: Event, second: Event) -> float:
         assert first.ns >= 0 and second.ns >= 0, "both have to have happened"
@@ -342,7 +342,7 @@ def opened(machine: Machine, seed: int | None = None) -> Iterator[tuple[Any, Dev
         patch.setitem(sys.modules, "cupy.cuda", device.cuda)
         patch.delitem(sys.modules, name, raising=False)
         module = importlib.import_module(name)
-        patch.setattr(module, "AWAKE_NS", 20_000)
+        patch.setattr(module, "WARM_UP_NS", 20_000)
         patch.setattr(module, "CUDA", Slabs(lambda at, n: None, lambda at: None, lambda: None))
         try:
             with module.CupyBackend(machine.copy_engines) as backend:

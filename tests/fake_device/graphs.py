@@ -45,7 +45,7 @@ class Graph:
     """Double of torch.cuda.CUDAGraph."""
 
     def __init__(self, double: GraphDouble, keep_graph: bool = False) -> None:
-        self.double, self.kept, self.log = double, keep_graph, list[tuple[Any, ...]]()
+        self.double, self.keeps_graph, self.log = double, keep_graph, list[tuple[Any, ...]]()
         self.reads: list[tuple[int, int]] = []
         self.writes: list[tuple[int, int]] = []
         self.ended = self.broken = False
@@ -66,9 +66,9 @@ class Graph:
         double = self.double
         assert double.current_stream() is self.stream
         double.capture, self.fake = None, None  # the fake mode references tensors
-        clocks, own = double.clocks.clocks, double.clocks.of(self.stream.name)
-        joined = all(own.get(s.name, 0) >= clocks[s.name].get(s.name, 0) for s in self.forked)
-        Clocks.join(clocks[HOST], own)  # none of the captured work has run
+        clocks, clock = double.clocks.clocks, double.clocks.of(self.stream.name)
+        joined = all(clock.get(s.name, 0) >= clocks[s.name].get(s.name, 0) for s in self.forked)
+        Clocks.join(clocks[HOST], clock)  # none of the captured work has run
         for stream in self.forked:
             Clocks.join(clocks[HOST], clocks[stream.name])
         if self.broken or not joined:
@@ -77,12 +77,12 @@ class Graph:
         self.ended = True
 
     def raw_cuda_graph(self) -> int:
-        assert self.ended and self.kept
+        assert self.ended and self.keeps_graph
         return id(self)
 
     def instantiate(self) -> None:
-        assert self.ended and self.kept
-        self.kept = False
+        assert self.ended and self.keeps_graph
+        self.keeps_graph = False
 
     def reset(self) -> None:
         if self.ended:
@@ -91,7 +91,7 @@ class Graph:
 
     def replay(self) -> None:
         double, stream = self.double, self.double.current_stream()
-        assert not self.kept
+        assert not self.keeps_graph
         double.use(stream, "a replay", self.reads, self.writes)
         stream.run(stream.issued)
         stream.lags = False
@@ -99,8 +99,8 @@ class Graph:
         with _disable_current_modes():  # the capture has checked all operators
             for func, grad, args, kwargs, outs in self.log:
                 with torch.set_grad_enabled(grad):
-                    made = func(*tree_map(double.tensor, args), **tree_map(double.tensor, kwargs))
-                for ref, out in zip(outs, tree_leaves(made), strict=False):
+                    results = func(*tree_map(double.tensor, args), **tree_map(double.tensor, kwargs))
+                for ref, out in zip(outs, tree_leaves(results), strict=False):
                     if ref is not None:
                         double.tensor(ref).copy_(out)
             double.show()
@@ -113,24 +113,24 @@ class Allocator:
         self.double, self.handed = double, set[int]()
 
     def allocate(self, nbytes: int) -> int:
-        if not (at := int(functions()[0].ctypes(nbytes, 0, 0))):
+        if not (address := int(functions()[0].ctypes(nbytes, 0, 0))):
             return 0
-        if at in self.handed:
-            self.double.found.append(f"one allocator object hands out {at:#x} twice: PyTorch aborts the process")
-        self.handed.add(at)
-        return at
+        if address in self.handed:
+            self.double.found.append(f"one allocator object hands out {address:#x} twice: PyTorch aborts the process")
+        self.handed.add(address)
+        return address
 
-    def free(self, at: int) -> None:
-        self.handed.remove(at)
-        functions()[1].ctypes(at, 0, 0, 0)
+    def free(self, address: int) -> None:
+        self.handed.remove(address)
+        functions()[1].ctypes(address, 0, 0, 0)
 
 
 class Pool:
     """Double of torch.cuda.MemPool."""
 
     def __init__(self, double: GraphDouble, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False):
-        self.double, self.id, self.allocator = double, (0, 7 + double.made), allocator
-        double.made += 1
+        self.double, self.id, self.allocator = double, (0, 7 + double.pool_count), allocator
+        double.pool_count += 1
         double.uses[self.id], double.allocators[self.id] = 1, allocator
         assert no_split
 
@@ -146,16 +146,16 @@ class Driver:
     def __init__(self, double: GraphDouble) -> None:
         self.double, self.mapped = double, set[int]()
 
-    def _address(self, found: Any) -> int:
+    def _address(self, pointer: Any) -> int:
         if not self.double.context:
             return 201  # CUDA_ERROR_INVALID_CONTEXT
-        found._obj.value = next(ADDRESSES)
+        pointer._obj.value = next(ADDRESSES)
         return 0
 
-    def cuMemAlloc_v2(self, found: Any, nbytes: Any) -> int:
-        if status := self._address(found):
+    def cuMemAlloc_v2(self, pointer: Any, nbytes: Any) -> int:
+        if status := self._address(pointer):
             return status
-        self.double.arenas[found._obj.value] = torch.full((nbytes.value,), 0xFF, dtype=torch.uint8)
+        self.double.arenas[pointer._obj.value] = torch.full((nbytes.value,), 0xFF, dtype=torch.uint8)
         return 0
 
     def cuMemFree_v2(self, address: Any) -> int:
@@ -164,13 +164,13 @@ class Driver:
         return 0
 
     def cuMemCreate(self, handle: Any, nbytes: Any, properties: Any, flags: Any) -> int:
-        kind, handles, place, index, *rest = (ctypes.c_int32 * 8).from_address(properties.value)
-        assert (kind, handles, place, index, rest) == (1, 0, 1, 0, [0] * 4) and nbytes.value % SEGMENT == 0
+        kind, handles, place, index, *reserved = (ctypes.c_int32 * 8).from_address(properties.value)
+        assert (kind, handles, place, index, reserved) == (1, 0, 1, 0, [0] * 4) and nbytes.value % SEGMENT == 0
         return self._address(handle)
 
-    def cuMemAddressReserve(self, found: Any, nbytes: Any, *_: Any) -> int:
-        if not (status := self._address(found)):
-            self.double.aliased[found._obj.value] = nbytes.value
+    def cuMemAddressReserve(self, pointer: Any, nbytes: Any, *_: Any) -> int:
+        if not (status := self._address(pointer)):
+            self.double.aliased[pointer._obj.value] = nbytes.value
         return status
 
     def cuMemMap(self, address: Any, nbytes: Any, offset: Any, handle: Any, flags: Any) -> int:
@@ -222,7 +222,7 @@ class GraphDouble(CudaDouble):
         self.graphs: list[Graph] = []
         self.arenas: dict[int, Tensor] = {}
         self.aliased: dict[int, int] = {}
-        self.made, self.context, self.history = 0, False, False
+        self.pool_count, self.context, self.history = 0, False, False
 
     def install(self, monkeypatch: Any) -> None:
         super().install(monkeypatch)
@@ -306,9 +306,9 @@ class GraphDouble(CudaDouble):
         return (self.capture.pool, stream) if self.capture and self.is_captured(stream) else stream
 
     def segment(self, pool: Any, nbytes: int) -> int:
-        if not (at := self.allocators[pool[0]].allocate(nbytes)):
+        if not (address := self.allocators[pool[0]].allocate(nbytes)):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return int(at)
+        return int(address)
 
     def record_history(self, enabled: str | None = "all", context: str | None = "all", stacks: str = "all") -> None:
         self.history = enabled is not None
@@ -323,7 +323,7 @@ class GraphDouble(CudaDouble):
 
     def snapshot(self) -> dict[str, Any]:
         assert self.history
-        entries = [{"action": action, "addr": at, "size": nbytes} for action, at, nbytes in self.memory.trace]
+        entries = [{"action": action, "addr": address, "size": nbytes} for action, address, nbytes in self.memory.trace]
         return {"device_traces": [entries]}
 
     # ------------------------------------------------------------------------------------------ capture
@@ -338,10 +338,10 @@ class GraphDouble(CudaDouble):
             self._refuse("dependency created on uncaptured work in another stream")
         return self.is_captured(stream)
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, reason: str) -> None:
         assert self.capture
         self.capture.broken = True
-        raise RuntimeError(f"CUDA error: {why}")
+        raise RuntimeError(f"CUDA error: {reason}")
 
     def host_waits(self, stream: Stream, upto: int, clock: Any) -> None:
         if self.capture:
@@ -367,13 +367,13 @@ class GraphDouble(CudaDouble):
         def pretend(value: Any) -> Any:
             if not is_real(value):
                 return value
-            made = fake.from_tensor(value)
-            real[id(made)] = value
-            return made
+            results = fake.from_tensor(value)
+            real[id(results)] = value
+            return results
 
         with fake:
-            made = func(*tree_map(pretend, args), **tree_map(pretend, kwargs))
-        flat, spec = tree_flatten(made)
+            results = func(*tree_map(pretend, args), **tree_map(pretend, kwargs))
+        flat, spec = tree_flatten(results)
         if not any(isinstance(x, Tensor) for x in flat) and func._schema.returns:
             self._refuse("operation not permitted when stream is capturing")
         outs = [
@@ -414,12 +414,12 @@ class GraphDouble(CudaDouble):
         """Returns the tensor currently at an address."""
         if not isinstance(value, Ref):
             return value
-        found, itemsize = torch.empty(0, dtype=value.dtype), value.dtype.itemsize
+        result, itemsize = torch.empty(0, dtype=value.dtype), value.dtype.itemsize
         if 0 in value.size:
             return torch.empty_strided(value.size, value.stride, dtype=value.dtype)
-        for at, memory in self.arenas.items():
-            if at <= value.at < at + memory.nbytes:
-                return found.set_(memory.untyped_storage(), (value.at - at) // itemsize, value.size, value.stride)
+        for base, memory in self.arenas.items():
+            if base <= value.at < base + memory.nbytes:
+                return result.set_(memory.untyped_storage(), (value.at - base) // itemsize, value.size, value.stride)
         if value.at < BASE:
             last = sum((n - 1) * stride for n, stride in zip(value.size, value.stride, strict=True))
             memory = (ctypes.c_ubyte * ((last + 1) * itemsize)).from_address(value.at)
@@ -427,7 +427,7 @@ class GraphDouble(CudaDouble):
         block = self.memory.live[self.memory.order[bisect_right(self.memory.order, value.at) - 1]]
         storage = block.storage()
         assert storage is not None and value.at < block.at + block.nbytes, "a replay uses freed memory"
-        return found.set_(storage, (value.at - block.at) // itemsize, value.size, value.stride)
+        return result.set_(storage, (value.at - block.at) // itemsize, value.size, value.stride)
 
     def show(self, into_arenas: bool = False) -> None:
         """Copies the content of the arenas to the tensors in them, or with ``into_arenas`` the other way round."""
@@ -436,7 +436,7 @@ class GraphDouble(CudaDouble):
 
     def exchange(self, block: Block, into_arena: bool) -> None:
         storage = block.storage()
-        if storage is not None and any(at <= block.at < at + memory.nbytes for at, memory in self.arenas.items()):
+        if storage is not None and any(base <= block.at < base + memory.nbytes for base, memory in self.arenas.items()):
             with _disable_current_modes():
                 content = self.tensor(Ref(block.at, (block.nbytes,), (1,), torch.uint8))
             ends = storage.data_ptr(), content.data_ptr()

@@ -73,18 +73,18 @@ class Memory:
 
     # ---------------------------------------------------------------------------------------- ownership
 
-    def is_pinned(self, at: int) -> bool:
-        return any(a <= at < a + n for a, n in self.pinned.items())
+    def is_pinned(self, address: int) -> bool:
+        return any(a <= address < a + n for a, n in self.pinned.items())
 
     def of(self, tensor: Tensor) -> Block:
         """Returns the block of a tensor; an unknown tensor counts as allocated on the current stream."""
         storage = tensor.untyped_storage()
-        found = self.blocks.get(storage._cdata)
-        if found is None or found.nbytes != storage.nbytes() or found.storage() is not storage:
-            if found is not None:
-                self.give(found)
-            found = self.take(storage)
-        return found
+        block = self.blocks.get(storage._cdata)
+        if block is None or block.nbytes != storage.nbytes() or block.storage() is not storage:
+            if block is not None:
+                self.give(block)
+            block = self.take(storage)
+        return block
 
     def span(self, tensor: Tensor) -> Span:
         begin = self.of(tensor).at + tensor.storage_offset() * tensor.element_size()
@@ -93,28 +93,28 @@ class Memory:
 
     def take(self, storage: torch.UntypedStorage) -> Block:
         key, nbytes = storage._cdata, storage.nbytes()
-        gone = weakref.ref(storage, lambda ref: self._dead(key, ref))
+        reference = weakref.ref(storage, lambda ref: self._dead(key, ref))
         if self.is_pinned(storage.data_ptr()):
-            found = self.blocks[key] = Block(storage.data_ptr(), nbytes, None, gone)
-            return found
+            block = self.blocks[key] = Block(storage.data_ptr(), nbytes, None, reference)
+            return block
         stream = self.double.current_stream()
         if not nbytes:  # no allocation
-            found = self.blocks[key] = Block(self.end, 0, stream, gone)
-            return found
+            block = self.blocks[key] = Block(self.end, 0, stream, reference)
+            return block
         pool = self.double.pool_of(stream)
-        at, after = self._malloc(nbytes, pool)
-        found = self.blocks[key] = self.live[at] = Block(at, nbytes, stream, gone, pool, after=after)
-        i = bisect_left(self.order, at)
+        address, after = self._malloc(nbytes, pool)
+        block = self.blocks[key] = self.live[address] = Block(address, nbytes, stream, reference, pool, after=after)
+        i = bisect_left(self.order, address)
         for other in self.order[max(0, i - 1) : i + 1]:
-            if other < at + nbytes and at < other + self.live[other].nbytes:
-                self.double.found.append(f"{nbytes} bytes at {at:#x} are given to two owners")
-        self.order.insert(i, at)
-        self.trace.append(("alloc", at, nbytes))
+            if other < address + nbytes and address < other + self.live[other].nbytes:
+                self.double.found.append(f"{nbytes} bytes at {address:#x} are given to two owners")
+        self.order.insert(i, address)
+        self.trace.append(("alloc", address, nbytes))
         if self.double.capture:  # a capture writes nothing
-            self.double.exchange(found, False)
+            self.double.exchange(block, False)
         self.bytes += nbytes
         self.peak = max(self.peak, self.bytes)
-        return found
+        return block
 
     def _dead(self, key: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
         if (block := self.blocks.get(key)) and block.storage is ref:
@@ -171,13 +171,13 @@ class Memory:
             return self.end - size, {}
         spans = self.free.setdefault((pool, nbytes <= SMALL), [])
         if fitting := [free for free in spans if free.nbytes >= size]:
-            found = min(fitting)
-            spans.remove(found)
-            return found.begin, dict(found.after)
-        whole = SEGMENT if size <= SMALL else 10 * SEGMENT if size < 10 * SMALL else -(-size // SEGMENT) * SEGMENT
-        at = self.double.segment(pool, whole)
-        self.segments[pool, at] = whole
-        return at, {}
+            fit = min(fitting)
+            spans.remove(fit)
+            return fit.begin, dict(fit.after)
+        segment = SEGMENT if size <= SMALL else 10 * SEGMENT if size < 10 * SMALL else -(-size // SEGMENT) * SEGMENT
+        address = self.double.segment(pool, segment)
+        self.segments[pool, address] = segment
+        return address, {}
 
     # ---------------------------------------------------------------------------------------- content
 
@@ -187,19 +187,19 @@ class Memory:
             if self.is_pinned(span[0]):
                 yield 0, span[0], span[1] - span[0]
             return
-        for at in self.order[max(0, bisect_right(self.order, span[0]) - 1) :]:
-            if at >= span[1]:
+        for address in self.order[max(0, bisect_right(self.order, span[0]) - 1) :]:
+            if address >= span[1]:
                 return
-            block, storage = self.live[at], self.live[at].storage()
-            begin, end = max(at, span[0]), min(at + block.nbytes, span[1])
+            block, storage = self.live[address], self.live[address].storage()
+            begin, end = max(address, span[0]), min(address + block.nbytes, span[1])
             if begin < end and storage is not None:
-                yield begin - span[0], storage.data_ptr() + begin - at, end - begin
+                yield begin - span[0], storage.data_ptr() + begin - address, end - begin
 
     def move(self, target: Span, source: Span) -> None:
         """Copies bytes between addresses, whoever owns them now; bytes without an owner are poison."""
         content = (ctypes.c_ubyte * (source[1] - source[0]))()
         ctypes.memset(content, POISON, len(content))
-        for offset, at, n in self._parts(source):
-            ctypes.memmove(ctypes.addressof(content) + offset, at, n)
-        for offset, at, n in self._parts(target):
-            ctypes.memmove(at, ctypes.addressof(content) + offset, n)
+        for offset, address, n in self._parts(source):
+            ctypes.memmove(ctypes.addressof(content) + offset, address, n)
+        for offset, address, n in self._parts(target):
+            ctypes.memmove(address, ctypes.addressof(content) + offset, n)

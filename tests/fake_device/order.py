@@ -56,25 +56,25 @@ class Clocks:
 
     @staticmethod
     def join(clock: Clock, other: Clock) -> Clock:
-        for stream, at in other.items():
-            if at > clock.get(stream, 0):
-                clock[stream] = at
+        for stream, time in other.items():
+            if time > clock.get(stream, 0):
+                clock[stream] = time
         return clock
 
     def use(self, stream: str, name: str, reads: Iterable[Span], writes: Iterable[Span], after: Clock) -> str | None:
         """Records memory use by work on the stream, also ordered after ``after``; returns a description of any race."""
         clock = self.of(stream)
         clock[stream] += 1
-        known = self.join(dict(clock), after) if after else clock
+        ordered = self.join(dict(clock), after) if after else clock
         for memory, write in [(m, False) for m in reads] + [(m, True) for m in writes]:
             for other_stream, uses in self.uses.items():
                 if other_stream == stream:
                     continue
-                upto = known.get(other_stream, 0)
-                for at, other, wrote, what in reversed(uses):
-                    if at <= upto:
+                upto = ordered.get(other_stream, 0)
+                for time, other, wrote, other_name in reversed(uses):
+                    if time <= upto:
                         break
                     if (write or wrote) and memory[0] < other[1] and other[0] < memory[1]:
-                        return f"{name} and {what} use the same memory, and neither waits for the other"
-            self.uses.setdefault(stream, []).append((known[stream], memory, write, name))
+                        return f"{name} and {other_name} use the same memory, and neither waits for the other"
+            self.uses.setdefault(stream, []).append((ordered[stream], memory, write, name))
         return None

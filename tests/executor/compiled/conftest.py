@@ -13,4 +13,4 @@ def _reset() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert not POOL.under_way
+    assert not POOL.pending

@@ -288,17 +288,17 @@ def test_the_key_of_a_cache_names_all_that_a_plan_depends_on() -> None:
 @pytest.mark.parametrize(("least", "needs", "drafts"), [(0, 990, 2), (950, 0, 6)])
 def test_a_search_returns_a_fitting_plan_or_the_reason(least: int, needs: int, drafts: int) -> None:
     """Inductor needs ten percent more than each plan's estimate."""
-    asked: list[int] = []
+    limits: list[int] = []
 
-    def draft(limit: int) -> Any:
-        asked.append(limit)
+    def plan(limit: int) -> Any:
+        limits.append(limit)
         if limit < least:
             raise FitError("no plan")
         return SimpleNamespace(nbytes=limit, timeline=SimpleNamespace(iteration_ns=10_000 - limit))
 
-    def look(made: Any) -> Any:
-        return SimpleNamespace(peak_bytes=lambda: made.nbytes * 11 // 10)
+    def schedule(candidate: Any) -> Any:
+        return SimpleNamespace(peak_bytes=lambda: candidate.nbytes * 11 // 10)
 
-    found, why = search(draft, look, 1000, 5000)
-    assert (found.needs if found else 0) == needs and len(asked) == drafts
-    assert why == ("" if found else "no plan (as Inductor schedules what was tried, it needs 1.02 KiB)")
+    best, reason = search(plan, schedule, 1000, 5000)
+    assert (best.peak_bytes if best else 0) == needs and len(limits) == drafts
+    assert reason == ("" if best else "no plan (as Inductor schedules what was tried, it needs 1.02 KiB)")

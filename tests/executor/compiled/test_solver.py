@@ -15,19 +15,19 @@ class Compared(ChainSolver):
     """Records the recomputation time of this solver and of two of PyTorch's, all within the budget."""
 
     def __call__(self, memory: list[float], joint_graph: Any, max_memory: float, node_info: Any, values: Any) -> Any:
-        kept, again = super().__call__(memory, joint_graph, max_memory, node_info, values)
-        assert sum(memory[i] for i in kept) <= max_memory
+        saved, recomputed = super().__call__(memory, joint_graph, max_memory, node_info, values)
+        assert sum(memory[i] for i in saved) <= max_memory
         runtimes = [float(self._ns(node)) for node in values]
         others = [solve(memory, runtimes, max_memory)[2] for solve in (dp_knapsack, greedy_knapsack)]
-        self.times = [self.chains({values[i] for i in some}, values) for some in (again, *others)]
-        return kept, again
+        self.times = [self.chains({values[i] for i in some}, values) for some in (recomputed, *others)]
+        return saved, recomputed
 
-    def chains(self, again: set[fx.Node], values: list[fx.Node]) -> int:
+    def chains(self, recomputed: set[fx.Node], values: list[fx.Node]) -> int:
         """Returns the time to recompute these values, counting each operator once."""
-        kept, seen, stack = set(values) - again, set(), list(again)
+        saved, seen, stack = set(values) - recomputed, set(), list(recomputed)
         while stack:
             node = stack.pop()
-            if node.op == "call_function" and node not in kept and node not in seen:
+            if node.op == "call_function" and node not in saved and node not in seen:
                 seen.add(node)
                 stack += node.all_input_nodes
         return sum(map(self._ns, seen))
@@ -41,8 +41,8 @@ def test_recomputed_chains_are_faster_than_the_knapsacks_plan() -> None:
         solver = Compared("h100")
         options = {"activation_memory_budget": budget, "activation_memory_budget_solver": solver}
         with torch._functorch.config.patch(options):
-            found = step(interpreted(net, min_cut_rematerialization_partition), net, x)
-        torch.testing.assert_close(found, expected)
+            results = step(interpreted(net, min_cut_rematerialization_partition), net, x)
+        torch.testing.assert_close(results, expected)
         times.append(solver.times)
     assert all(ours <= min(theirs) for ours, *theirs in times)
     assert any(ours < min(theirs) for ours, *theirs in times)

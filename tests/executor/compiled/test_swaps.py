@@ -11,7 +11,7 @@ from torch import nn
 
 from executor import compiled
 from executor.compiled import Partitioner
-from executor.compiled.host_copies import POOL, on_the_cpu
+from executor.compiled.host_copies import POOL, register_cpu_copies
 from executor.compiled.joint import Joint
 from executor.fit import FitError
 from simulator.machine import Machine
@@ -28,9 +28,9 @@ def test_a_compiled_model_swaps_as_planned_in_the_memory_that_was_predicted() ->
     expected = step(torch.compile(net, dynamic=False), net, x)
     torch._dynamo.reset()
     model = compiled.compile(net, memory=0.8, planner=SWAPS, mode="swap")
-    found = step(model, net, x)
+    results = step(model, net, x)
     (graph,) = compiled.report(model).graphs
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, results, expected))
     assert graph.plan is not None and graph.program is not None
     swaps = [d for d in graph.plan.decisions if isinstance(d, Swap)]
     nbytes = sum(graph.program.tensors[d.tensor].nbytes for d in swaps)
@@ -45,18 +45,18 @@ def test_swaps_and_recomputations_combine() -> None:
     net, x = blocks(3), torch.randn(4, 64, 32)
     expected = step(net, net, x)
 
-    def both(program: Program, machine: Machine, limit: int) -> Plan:
+    def plan_both(program: Program, machine: Machine, limit: int) -> Plan:
         import agents
 
         assert machine.copy_engines == 1
-        again = agents.make("capuchin", mode="recompute", min_bytes=1).plan(
+        recomputing = agents.make("capuchin", mode="recompute", min_bytes=1).plan(
             program, machine, int(0.85 * program.peak_bytes)
         )
-        empty = {d.tensor for d in again.decisions}
+        empty = {d.tensor for d in recomputing.decisions}
         gaps = [g for g in program.gaps(60_000) if g.tensor not in empty][:2]
-        return Plan.of(program, (*again.decisions, *(Swap(*gap) for gap in gaps)), "both", limit, machine.name)
+        return Plan.of(program, (*recomputing.decisions, *(Swap(*gap) for gap in gaps)), "both", limit, machine.name)
 
-    partitioner = Partitioner(0.97, planner=both, mode="joint")
+    partitioner = Partitioner(0.97, planner=plan_both, mode="joint")
     torch.testing.assert_close(step(graphs(net, partitioner), net, x), expected)
     (graph,) = partitioner.graphs
     assert graph.plan is not None and len({type(d) for d in graph.plan.decisions}) == 2
@@ -77,8 +77,8 @@ def test_a_wait_that_is_missing_shows_in_the_gradients(way: str) -> None:
             return parts
 
     net, x = blocks(), torch.randn(4, 64, 32)
-    found = step(graphs(net, Wrong(0.8, planner=SWAPS, mode="swap")), net, x)
-    assert any(g.isnan().any() for g in found)
+    gradients = step(graphs(net, Wrong(0.8, planner=SWAPS, mode="swap")), net, x)
+    assert any(g.isnan().any() for g in gradients)
 
 
 class Rotated(nn.Module):
@@ -105,8 +105,8 @@ def test_a_concatenated_tensor_is_swapped_as_one() -> None:
     torch.testing.assert_close(step(graphs(net, partitioner), net, x), step(net, net, x))
     (graph,) = partitioner.graphs
     assert graph.program is not None and graph.plan is not None
-    made = (kernel for kernel in graph.program.kernels if kernel.phase == "forward" and "cat" in kernel.name)
-    together = {t for kernel in made for t in kernel.outputs}
+    concatenations = (kernel for kernel in graph.program.kernels if kernel.phase == "forward" and "cat" in kernel.name)
+    together = {t for kernel in concatenations for t in kernel.outputs}
     assert len(together) == 3
     assert len([d for d in graph.plan.decisions if isinstance(d, Swap) and d.tensor in together]) >= 2
 
@@ -115,10 +115,10 @@ def test_a_forward_without_its_backward_leaves_nothing_behind() -> None:
     net, x = blocks(), torch.randn(4, 64, 32)
     model = graphs(net, Partitioner(0.8, planner=SWAPS, mode="swap"))
     loss = model(x)
-    assert POOL.under_way and POOL.held > 0
+    assert POOL.pending and POOL.bytes_in_use > 0
     del loss
     gc.collect()
-    assert not POOL.under_way and POOL.held == 0
+    assert not POOL.pending and POOL.bytes_in_use == 0
 
 
 def test_tensors_of_the_caller_are_not_swapped() -> None:
@@ -152,7 +152,7 @@ def test_the_callers_batch_in_another_layout_is_not_swapped(monkeypatch: pytest.
 
 
 def test_unsupported_modes_and_waits_are_refused() -> None:
-    on_the_cpu()
+    register_cpu_copies()
     with pytest.raises(RuntimeError, match="no pending transfer"):  # as PyTorch's operator says without a copy
         torch.ops.ao.wait_tensor(torch.ones(2))
     with pytest.raises(ValueError, match=r"^mode: .* got 'offload'"):

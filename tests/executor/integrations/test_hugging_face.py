@@ -107,15 +107,15 @@ def test_a_planned_trainer_is_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_checkpoints_are_the_trainers_and_training_goes_on_from_them(tmp_path: Path) -> None:
     every = {"save_strategy": "steps", "save_steps": 2}
-    whole = Pair(tmp_path / "whole", **every).train()
+    uninterrupted = Pair(tmp_path / "whole", **every).train()
     files = {f.name: f for f in (tmp_path / "whole/ours/checkpoint-4").iterdir()}
-    theirs = tmp_path / "whole/own/checkpoint-4"
-    assert files.keys() == {f.name for f in theirs.iterdir()} and len(files) > 6
+    checkpoint = tmp_path / "whole/own/checkpoint-4"
+    assert files.keys() == {f.name for f in checkpoint.iterdir()} and len(files) > 6
     for name in ("model.safetensors", "rng_state.pth", "scheduler.pt"):
-        assert files[name].read_bytes() == (theirs / name).read_bytes()
-    again = Pair(tmp_path / "again", **every)
-    again.train(resume_from_checkpoint=str(theirs))
-    assert [line for line in whole.logs[0].lines if "loss" in line][4:] == again.logs[0].lines[:-1]
+        assert files[name].read_bytes() == (checkpoint / name).read_bytes()
+    resumed = Pair(tmp_path / "again", **every)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert [line for line in uninterrupted.logs[0].lines if "loss" in line][4:] == resumed.logs[0].lines[:-1]
 
 
 class Mean(nn.Module):
@@ -161,8 +161,8 @@ def test_float16_with_its_scaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
     pair.train()
     assert "torch.float16" in str(pair.ours.planned.captured.graph.graph)
-    ours, own = (trainer.accelerator.scaler.state_dict() for trainer in pair.trainers)
-    assert ours == own and own["_growth_tracker"] > 2
+    planned, plain = (trainer.accelerator.scaler.state_dict() for trainer in pair.trainers)
+    assert planned == plain and plain["_growth_tracker"] > 2
 
 
 def classifier() -> nn.Module:

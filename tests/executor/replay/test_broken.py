@@ -79,16 +79,16 @@ def test_every_wait_and_every_byte_counts(method, tasks, change, match):
 
 def in_order(order):
     """Returns how many jobs of each stream precede each job of three rounds by stream order and waits."""
-    over, streams_over = {}, {}
+    finished, streams_finished = {}, {}
     for i in range(3):
         for j, job in enumerate(order.jobs):
-            clock = streams_over.setdefault(job.span.stream, {})
-            for back, other in job.waits:
-                for stream, count in over.get((i - back, other), {}).items():
+            clock = streams_finished.setdefault(job.span.stream, {})
+            for rounds, other in job.waits:
+                for stream, count in finished.get((i - rounds, other), {}).items():
                     clock[stream] = max(clock.get(stream, 0), count)
             clock[job.span.stream] = clock.get(job.span.stream, 0) + 1
-            over[i, j] = dict(clock)
-    return over
+            finished[i, j] = dict(clock)
+    return finished
 
 
 def test_every_wait_of_random_plans_that_protects_bytes_counts(quick):
@@ -96,17 +96,17 @@ def test_every_wait_of_random_plans_that_protects_bytes_counts(quick):
 
     Timing-only waits are those of copies for kernels that only read, and of compute for a synchronous swap-out.
     """
-    found = 0
+    detected = 0
     for seed in range(40):
         program, plan, machine, limit = cases(seed)
         order = circle(program, plan, machine, limit)
-        whole = in_order(order)
+        complete = in_order(order)
         with opened(machine) as (backend, device):
             for job in order.jobs:
-                for at, wait in enumerate(job.waits.copy()):
-                    del job.waits[at]
+                for index, wait in enumerate(job.waits.copy()):
+                    del job.waits[index]
                     kinds = job.span.stream, order.jobs[wait[1]].span.kind
-                    if in_order(order) != whole:
+                    if in_order(order) != complete:
                         with backend.arena(order.footprint, order.host_bytes, slots(order, 3, True)):
                             try:
                                 Run(order, backend, 3, 0, True).log(trace=True)
@@ -114,10 +114,10 @@ def test_every_wait_of_random_plans_that_protects_bytes_counts(quick):
                                 assert when or device.found, f"seed {seed}: {job.span} does not wait"
                             except ReplayError:
                                 assert device.found
-                        found += bool(device.found)
+                        detected += bool(device.found)
                         device.found.clear()
-                    job.waits.insert(at, wait)
-    assert found > 100
+                    job.waits.insert(index, wait)
+    assert detected > 100
 
 
 def test_host_contents_are_checked_at_the_end():

@@ -45,9 +45,9 @@ def test_fill_and_verify_are_numpys(kernels):
         inside[wrong] ^= 1 << rng.randrange(8)
         answer = np.array([2**64 - 1], np.uint64)
         run(kernels, "verify", rng.randint(1, 4), 32, where, n, seed, answer.ctypes.data)
-        found = first_difference(inside, seed)
-        assert found == (wrong[0] if wrong else None)
-        assert int(answer[0]) == (2**64 - 1 if found is None else found)
+        data = first_difference(inside, seed)
+        assert data == (wrong[0] if wrong else None)
+        assert int(answer[0]) == (2**64 - 1 if data is None else data)
 
 
 # ------------------------------------------------------------------------------------------------------------ replays
@@ -90,12 +90,12 @@ def test_calibration_recovers_the_costs_of_the_double(monkeypatch):
     monkeypatch.setattr(calibrate, "NODES", 20)
     with opened(machine) as (backend, device):
         monkeypatch.setattr(backend, "host_ns", lambda: 0)
-        found = calibrate.calibrate(backend, machine, 2**18)
+        calibration = calibrate.calibrate(backend, machine, 2**18)
         assert not device.found
     for figure in ("d2h_latency_ns", "h2d_latency_ns", "d2h_bytes_per_s", "h2d_bytes_per_s"):
-        assert getattr(found.machine, figure) == pytest.approx(getattr(machine, figure), rel=0.01), figure
-    assert found.machine.launch_ns == found.machine.graph_launch_ns == US and not found.depth
-    assert found.machine.event_ns == found.machine.wait_ns == 0
+        assert getattr(calibration.machine, figure) == pytest.approx(getattr(machine, figure), rel=0.01), figure
+    assert calibration.machine.launch_ns == calibration.machine.graph_launch_ns == US and not calibration.depth
+    assert calibration.machine.event_ns == calibration.machine.wait_ns == 0
 
 
 def test_a_capture_that_fails_ends_and_the_next_one_works():

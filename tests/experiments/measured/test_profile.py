@@ -76,7 +76,7 @@ def test_a_step_is_written_without_names_and_read_again(tmp_path):
     step.operators[conv] = replace(
         step.operators[conv], name="nolib.convolution.default"
     )  # an operator that PyTorch lacks
-    assert [ns is None for ns in modelled(step, H100)] == [which == conv for which, *_ in step.kernels]
+    assert [ns is None for ns in modelled(step, H100)] == [operator == conv for operator, *_ in step.kernels]
 
 
 def test_the_wrong_file_or_profile_is_refused():

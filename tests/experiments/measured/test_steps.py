@@ -31,7 +31,7 @@ def test_the_published_trace():
     k, kernel = next((k, kernel) for k, kernel in enumerate(captured.program.kernels) if kernel.kind == "conv")
     by_hand = max(kernel.flops / (0.7 * machine.flops_per_s["float32"]),
                   kernel.bytes / (0.7 * machine.memory_bytes_per_s))  # fmt: skip
-    assert steps.before(captured, machine)[k] == pytest.approx(5000 + 1e9 * by_hand, rel=0.01)
+    assert steps.control_durations(captured, machine)[k] == pytest.approx(5000 + 1e9 * by_hand, rel=0.01)
 
 
 def test_sums_by_kind():
@@ -43,13 +43,13 @@ def test_sums_by_kind():
 
 @pytest.mark.nightly
 def test_whole_steps():
-    found = {(s.machine, s.name): s for s in steps.published()}
-    assert len(found) == 8
-    vgg = found["h100", "vgg13, 128, tf32, NCHW"]
+    published = {(s.machine, s.name): s for s in steps.published()}
+    assert len(published) == 8
+    vgg = published["h100", "vgg13, 128, tf32, NCHW"]
     assert vgg.measured == 94.0 and vgg.ours == pytest.approx(94.0, rel=0.1) and vgg.control > 2 * 94.0
-    half, full = (found["v100", f"resnet50, 128, {p}, NCHW"] for p in ("float16", "float32"))
+    half, full = (published["v100", f"resnet50, 128, {p}, NCHW"] for p in ("float16", "float32"))
     assert half.ours < 0.5 * full.ours and half.control == pytest.approx(full.control, rel=0.2)
-    assert found["v100", "resnet50, 128, float16, NHWC"].ours < half.ours
+    assert published["v100", "resnet50, 128, float16, NHWC"].ours < half.ours
 
 
 def captured_on_meta(*layers: nn.Module):
@@ -66,23 +66,23 @@ POOLED = (nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(1
 
 def test_operators_of_a_trace_and_their_kernels():
     captured = captured_on_meta(*POOLED)
-    wanted = {
+    expected = {
         ("forward", "aten::adaptive_avg_pool2d"): ["_adaptive_avg_pool2d"], ("forward", "aten::linear"): ["addmm"],
         ("forward", "aten::dropout"): ["bernoulli_", "div_", "mul"], ("forward", "aten::flatten"): [],  # a view
         ("backward", "AdaptiveAvgPool2DBackward0"): ["_adaptive_avg_pool2d_backward"],
         ("backward", "NativeDropoutBackward0"): ["mul"],
     }  # fmt: skip
-    rows = [Operator(stage, name, 0.0 if name == "aten::flatten" else 1.0, 10**6) for stage, name in wanted]
+    rows = [Operator(stage, name, 0.0 if name == "aten::flatten" else 1.0, 10**6) for stage, name in expected]
     names = [kernel.name.removeprefix("aten.").split(".")[0] for kernel in captured.program.kernels]
-    assert [[names[k] for k in mine] for _, mine in steps.paired(captured, rows)] == list(wanted.values())
+    assert [[names[k] for k in indices] for _, indices in steps.paired(captured, rows)] == list(expected.values())
     with pytest.raises(ValueError, match="line 2: operator 'aten::flatten'"):
         steps.paired(captured, [Operator("forward", "aten::flatten", 2.0, 8)])
 
 
 def test_the_gradient_of_the_first_layer_is_of_its_weights_alone():
     captured = captured_on_meta(nn.Flatten(), nn.Linear(768, 8), nn.Linear(8, 4))
-    found = steps.paired(captured, [Operator("backward", "AddmmBackward0", 1.0, 10**6)] * 2)
-    assert [len(mine) for _, mine in found] == [3, 2]
+    pairs = steps.paired(captured, [Operator("backward", "AddmmBackward0", 1.0, 10**6)] * 2)
+    assert [len(indices) for _, indices in pairs] == [3, 2]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_trace_that_is_wrong_is_refused(tmp_path, name, old, new, named):
 
 
 def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
-    h100, v100, h200 = fit.h100(), fit.of_v100(), fit.h200()
+    h100, v100, h200 = fit.h100(), fit.fit_v100(), fit.h200()
     values = [(key, value, group.written[key], found is h200) for found in (h100, v100, h200) for group in found.groups
               for key, value in group.found.items()]  # fmt: skip
     assert len(values) == 13 + len(fit.KINDS) + len(fit.STEP_STARTS)
@@ -115,13 +115,13 @@ def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
         else:  # the H200's optimum is flatter
             tolerance = 0.02 if steps_of_h200 else 0.01 if key in fit.CHANNELS else 0.003
             assert written == pytest.approx(fitted, rel=tolerance), key
-    errors, held = h100.errors, h100.held_out
+    errors, held_out = h100.errors, h100.held_out
     assert 0.13 < errors.spread <= 0.14 and errors.middle < 0.07
     assert abs(errors.total) < 0.02 and abs(v100.errors.total) < 0.02
     assert all(group.errors.total == pytest.approx(0, abs=1e-3) for group in v100.groups)
     assert all(group.errors.middle < 0.15 and abs(group.errors.total) < 0.05 for group in h100.groups)
-    assert held.kernels > 250 and errors.middle < held.middle < 0.15 and errors.spread < held.spread < 0.15
-    assert held.spread < Machine.load("h100").kernel_times.error < held.spread + 0.06
+    assert held_out.kernels > 250 and errors.middle < held_out.middle < 0.15 and errors.spread < held_out.spread < 0.15
+    assert held_out.spread < Machine.load("h100").kernel_times.error < held_out.spread + 0.06
 
     times = Machine.load("h200").kernel_times
     assert [step.workload for step in h200.networks] == ["gpt2_medium_bf16", "llama_bf16", "resnet50_imagenet_bf16"]
@@ -132,7 +132,7 @@ def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
     assert times.error == pytest.approx(h200.held_out.spread, abs=0.005)
 
     monkeypatch.setattr(fit, "h100", lambda: h100)
-    monkeypatch.setattr(fit, "of_v100", lambda: v100)
+    monkeypatch.setattr(fit, "fit_v100", lambda: v100)
     monkeypatch.setattr(fit, "h200", lambda: h200)
     assert main(["fit"]) == 0
     printed = capsys.readouterr().out

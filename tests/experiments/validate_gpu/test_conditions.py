@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments.validate_gpu import conditions
-from experiments.validate_gpu.conditions import deterministic, report, summary, watched
+from experiments.validate_gpu.conditions import deterministic, report, sampled_conditions, summary
 
 
 def test_a_summary_by_hand():
@@ -42,18 +42,18 @@ def test_the_gpu_is_watched_while_the_block_runs(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="a-b"))
     monkeypatch.setattr(conditions, "PERIOD_S", 1e-4)
-    with watched("cuda") as seen:
+    with sampled_conditions("cuda") as seen:
         while len(asked) < 4:  # two samples
             time.sleep(1e-3)
     assert seen["samples"] >= 2 and (seen["least_sm_mhz"], seen["least_memory_mhz"]) == (1500, 2619)
     assert seen["watt"] == 310.5 and seen["slowed"] == {"power cap": 1} and "celsius" not in seen
     nvml.nvmlInit = missing
-    with watched("cuda") as seen:
+    with sampled_conditions("cuda") as seen:
         pass
     assert seen == {"absent": "NVML cannot open the GPU: not supported"}
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for device, word in (("cuda", "nvidia-ml-py"), ("cpu", "no GPU")):
-        with watched(device) as seen:
+        with sampled_conditions(device) as seen:
             pass
         assert word in seen["absent"]
 
@@ -61,7 +61,7 @@ def test_the_gpu_is_watched_while_the_block_runs(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_is_watched():
-    with watched("cuda") as seen:
+    with sampled_conditions("cuda") as seen:
         x = torch.randn(4096, 4096, device="cuda")
         until = time.monotonic() + 2
         while time.monotonic() < until:

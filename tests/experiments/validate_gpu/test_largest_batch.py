@@ -61,7 +61,7 @@ def test_batches_in_small(tmp_path, monkeypatch):
 
 
 def test_without_time_what_was_found_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(largest_batch, "_need", lambda name, device: 10**9)
+    monkeypatch.setattr(largest_batch, "_eager_bytes", lambda name, device: 10**9)
 
     def fits(self, n):
         self.tried[n] = ""
