@@ -15,7 +15,7 @@ from simulator.compiled.encoding import rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.plan_transfer import adapted
+from simulator.plan_transfer import transfer_plan
 from simulator.program import Program
 
 
@@ -33,7 +33,7 @@ def saved_plan(run: str | Path) -> Callable[[Program, Machine, int], Plan]:
     plan, planned = Plan.load(Path(run) / "plan.json"), Program.load(Path(run) / "program.json")
 
     def carried_over(program: Program, machine: Machine, limit: int) -> Plan:
-        found = adapted(plan, planned, program)
+        found = transfer_plan(plan, planned, program)
         score = Engine(program, machine, limit).score(rows_of(found.decisions))
         if not score.feasible:
             raise Infeasible(

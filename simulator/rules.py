@@ -175,7 +175,7 @@ class World:
     def _switch(self, job: JobState, plan: int) -> None:
         """Changes plans (J7). At a boundary, evicted tensors are persistent and have the same block in every plan."""
         missing = {gap.block: gap for gap in (*job.away.values(), *job.evicted.values())}
-        nothing_changes = job.job.alike[plan] == job.job.alike[job.plan]
+        nothing_changes = job.job.equivalent_plans[plan] == job.job.equivalent_plans[job.plan]
         job.use(plan)
         if nothing_changes:
             return

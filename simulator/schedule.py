@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple, assert_never
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError, Recompute, Rerun, Swap
 from simulator.program import Program
-from simulator.residency import present, reruns
+from simulator.residency import is_available, reruns
 
 StepKind = Literal["kernel", "recompute"]
 
@@ -269,7 +269,7 @@ class _Walk:
                 self.leaves.setdefault(d.after, []).append(d)
             elif isinstance(d, Recompute):
                 drops.setdefault(d.after, []).append(d)
-                self.due.setdefault(d.back, []).append(d)
+                self.due.setdefault(d.restored_before, []).append(d)
             elif isinstance(d, Rerun):
                 again.setdefault(d.before, []).append(d.kernel)
             else:
@@ -331,7 +331,7 @@ class _Walk:
         rerun = reruns(program, targets, k, dropped.keys())
         fetched = {
             x for w in rerun for x in program.kernels[w].inputs
-            if x in self.away and present(program, x, w, k, dropped.keys())
+            if x in self.away and is_available(program, x, w, k, dropped.keys())
         }  # fmt: skip
         recovered = set(targets)
         if any(dropped[t].keep for t in targets):
@@ -341,7 +341,7 @@ class _Walk:
         for w in rerun:
             uses = self._step("recompute", w, k, fetched)
             for x in program.kernels[w].inputs:
-                there = present(program, x, w, k, dropped.keys())
+                there = is_available(program, x, w, k, dropped.keys())
                 uses[x] = self._use(self.holder[x, program.version(x, w)] if there else own[x])
             self._write(w, uses, own)
         for x in recovered:

@@ -103,7 +103,7 @@ class Answer:
         """Size unit used on the page, with enough digits to distinguish the compared values."""
         need, there = self.compared
         apart = [(need, there), (self.limit, self.reached_bytes or self.least_bytes)]
-        return Unit.of(need, there, self.program.peak_bytes, apart=apart)
+        return Unit.for_sizes(need, there, self.program.peak_bytes, distinct=apart)
 
     @property
     def after(self) -> Timeline | None:

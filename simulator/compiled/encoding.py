@@ -172,7 +172,7 @@ _OF_CODE = {code: kind for kind in KINDS for code in kind.codes}
 def decisions_of(rows: Ints) -> tuple[Decision, ...]:
     """Converts rows to decisions, the inverse of ``rows_of``; raises ValueError for an unknown kind."""
     try:
-        return tuple(_OF_CODE[row[KIND]].of_row(row) for row in rows.tolist())
+        return tuple(_OF_CODE[row[KIND]].from_row(row) for row in rows.tolist())
     except KeyError as error:
         raise ValueError(f"rows: no decision is of kind {error}") from None
 

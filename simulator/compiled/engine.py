@@ -179,13 +179,13 @@ class Engine:
         ``program`` stays the original one: ideal times are those of the original, and plans are checked against it.
 
         Raises:
-            ValueError: As in ``Program.chosen``.
+            ValueError: As in ``Program.selected_variants``.
         """
         out = copy.copy(self)
         out.variants, out.calls = tuple(variants), 0
         out._kernels = self._own.copy()
         out._start()
-        for k, (duration, workspace) in self.program.chosen(variants).items():
+        for k, (duration, workspace) in self.program.selected_variants(variants).items():
             out._kernels[LIVE, k] += workspace - out._kernels[WORKSPACE, k]
             out._kernels[[DURATION, WORKSPACE], k] = duration, workspace
             out._kernels[LOSS, k] = self.machine.copy_loss(self.program.kernels[k].bytes, duration)

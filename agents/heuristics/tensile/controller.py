@@ -152,7 +152,7 @@ class _Run:
         for j, plan in zip(order, plans, strict=True):
             self.used[j] = self.times[j]
             if j not in self.planned:
-                self.planned[j] = replace(self.jobs[j], plan=plan, switches=(), within=True)
+                self.planned[j] = replace(self.jobs[j], plan=plan, switches=(), within_limit=True)
             elif plan.decisions != (job := self.planned[j]).plans[-1].decisions:
                 before = tuple(one for one in job.switches if one[0] < now)
                 self.planned[j] = replace(job, switches=(*before, (now, plan)))
