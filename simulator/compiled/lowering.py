@@ -118,7 +118,7 @@ def swaps_of(rows, n, n_tensors):
 
 @jit
 def host_load(tensors, graph, rows, returns, n):
-    """Returns the most bytes that the host holds for a plan (schedule._on_host); ``returns``: kernels that end gaps."""
+    """Returns the most bytes that the host holds for a plan (schedule._host_bytes); ``returns``: ends of gaps."""
     writes_at = graph[2 * n + 2 :]
     at, order = swaps_of(rows, n, tensors.shape[1])
     held = np.zeros(2 * n + 1, np.int64)  # changes, then bytes, at the kernels of this iteration and the next

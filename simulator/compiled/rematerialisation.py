@@ -135,7 +135,7 @@ def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_or
 
 @stage
 def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
-    """Executes schedule._Walk from by_row[AWAY_AT_START]; returns number and ns of recomputed kernels."""
+    """Executes schedule._Builder from by_row[AWAY_AT_START]; returns number and ns of recomputed kernels."""
     n, m = by_kernel.shape[1] - 1, rows.shape[0]
     results_at, writes_at = graph[n + 1 :], graph[2 * n + 2 :]
     until_at = graph.size - (graph[n] - graph[0])  # offset from an input to its ``Program.available_until``

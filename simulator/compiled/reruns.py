@@ -48,7 +48,7 @@ def _slot_before(graph, writes_at, x, w):
 @jit
 def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, freed):
     """Sums the bytes that each step allocates and frees; returns whether every step finds its inputs."""
-    # ``schedule._Walk`` from by_row[AWAY_AT_START]. If a pass swaps a tensor in before its gap ends, by_row[RETURNS,
+    # ``schedule._Builder`` from by_row[AWAY_AT_START]. If a pass swaps a tensor in before its gap ends, by_row[RETURNS,
     # BY_REMAT] changes. away, (tensors,): the row that leaves the tensor on the host at the end, initially -1.
     m, n_tensors, size = rows.shape[0], tensors.shape[1], tensors[SIZE]
     reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
@@ -60,7 +60,7 @@ def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, free
     holder, original = np.full(graph.size, -1, np.int64), np.full(n_tensors, -1, np.int64)
     # Within a pass, where ``mine`` is its kernel: the block that the pass has written, and the version in it.
     own, held, mine = np.empty(n_tensors, np.int64), np.empty(n_tensors, np.int64), np.full(n_tensors, -1, np.int64)
-    copied = np.zeros(n_tensors, np.bool_)  # schedule._Walk._copied
+    copied = np.zeros(n_tensors, np.bool_)  # schedule._Builder._has_host_copy
     fetched, n_fetched = np.empty(n_tensors, np.int64), 0
     # Linked lists of rows by the kernel that ends, opens or copies: the first row, and the next one.
     heads, following = np.full((3, n), -1, np.int64), np.empty((3, m), np.int64)
