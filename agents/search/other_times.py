@@ -182,7 +182,7 @@ class ForFaster:
         engine = Engine(_times(program, 1 / (1 + self.error.margin)), machine, limit)
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
         found = [rows for rows in (rows_of(plan.decisions) for plan in self.starts if not plan.variants)
-                 if moves.takes(rows)]  # fmt: skip
+                 if moves.accepts(rows)]  # fmt: skip
         scores = engine.scores(found)
         best = min(range(len(found)), key=lambda i: scores[i].iteration_ns, default=None)
         self.simulator_calls = engine.calls

@@ -75,7 +75,7 @@ class EditTask:
         if isinstance(start, Plan):
             start.check(self.program)
             found = [rows_of(start.decisions)]
-            if not self.moves.takes(found[0]):
+            if not self.moves.accepts(found[0]):
                 raise ValueError("start: the plan evicts tensors in gaps or modes that this task does not allow")
         else:
             found = list(start(self))
