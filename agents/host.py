@@ -9,7 +9,7 @@ from agents.planner import Infeasible, small
 from simulator.compiled.encoding import rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.plan_transfer import Same
+from simulator.plan_transfer import IdentityKey
 from simulator.program import Program
 
 QUICK = ("tensile", "autoswap_swdoa")
@@ -24,22 +24,22 @@ def host_needed(program: Program, machine: Machine, limit: int, mode: str = "joi
     evictable = {gap.tensor for gap in program.gaps()}
     if sum(program.tensors[t].nbytes for t in evictable) <= machine.host_bytes:
         return None
-    required = _required_bytes(Same(program), Same(machine), limit, mode)
+    required = _required_bytes(IdentityKey(program), IdentityKey(machine), limit, mode)
     return required if required > machine.host_bytes else None
 
 
 @lru_cache(16)
-def _required_bytes(program: Same, machine: Same, limit: int, mode: str) -> int:
+def _required_bytes(program: IdentityKey, machine: IdentityKey, limit: int, mode: str) -> int:
     """Returns the smallest host memory (bytes) used by the plans of QUICK; 0 if none of them finds a plan."""
     import agents
 
-    unlimited, host_bytes = replace(machine.of, host_bytes=ENDLESS), []
+    unlimited, host_bytes = replace(machine.value, host_bytes=ENDLESS), []
     for name in QUICK:
-        values = {"mode": mode, "min_bytes": small(program.of)}
+        values = {"mode": mode, "min_bytes": small(program.value)}
         planner = agents.make(name, **{key: values[key] for key in values.keys() & set(agents.options(name))})
         try:
-            plan = planner.plan(program.of, unlimited, limit)
+            plan = planner.plan(program.value, unlimited, limit)
         except Infeasible:
             continue
-        host_bytes.append(Engine(program.of, unlimited, limit).on_host(rows_of(plan.decisions)))
+        host_bytes.append(Engine(program.value, unlimited, limit).on_host(rows_of(plan.decisions)))
     return min(host_bytes, default=0)

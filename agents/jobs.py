@@ -46,7 +46,7 @@ def jobs_of(programs: Sequence[Program], plans: Sequence[Plan | None]) -> tuple[
     for i, (program, plan) in enumerate(zip(programs, plans, strict=True)):
         count = max(1, round(ROUNDS * longest_ns / max(program.ideal_ns, 1)))
         plan = plan or Plan((), program.fingerprint, "none")
-        jobs.append(Job(f"{i}: {program.name}", program, plan, iterations=count, within=True))
+        jobs.append(Job(f"{i}: {program.name}", program, plan, iterations=count, within_limit=True))
     return tuple(jobs)
 
 

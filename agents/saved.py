@@ -15,7 +15,7 @@ from simulator.compiled.encoding import rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.plan_transfer import adapted
+from simulator.plan_transfer import transfer_plan
 from simulator.program import Program
 
 
@@ -33,7 +33,7 @@ def saved_plan(run: str | Path) -> Callable[[Program, Machine, int], Plan]:
     plan, planned_program = Plan.load(Path(run) / "plan.json"), Program.load(Path(run) / "program.json")
 
     def adapt_plan(program: Program, machine: Machine, limit: int) -> Plan:
-        mapped = adapted(plan, planned_program, program)
+        mapped = transfer_plan(plan, planned_program, program)
         score = Engine(program, machine, limit).score(rows_of(mapped.decisions))
         if not score.feasible:
             raise Infeasible(

@@ -3,8 +3,8 @@
 A Swap or a Recompute evicts a tensor within one gap (simulator.program.Gap). A Rerun names the kernel to recompute; the
 evictions follow from all reruns together. simulator.schedule derives the effects on memory.
 
-A class checks its decisions (``claim``, ``check``, ``check_beside``), converts them to JSON and to rows for compiled
-code, and transfers them to other programs (``moved``, ``renumbered``). A component that supports only some kinds
+A class checks its decisions (``claim``, ``check``, ``check_conflicts``), converts them to JSON and to rows for compiled
+code, and transfers them to other programs (``mapped``, ``renumbered``). A component that supports only some kinds
 refuses the others by name (``Plan.only``).
 """
 
@@ -34,18 +34,18 @@ class Kind:
     kind: ClassVar[Name]  # in JSON
     codes: ClassVar[tuple[int, ...]] = ()  # values in the first column of rows
     excludes: ClassVar[tuple[Name, ...]] = ()  # kinds that may not be in the same plan
-    of_plan_1: ClassVar[tuple[str, ...]] = ()  # keys that ``plan/1`` has; empty if it does not have the kind
+    plan_1_keys: ClassVar[tuple[str, ...]] = ()  # keys that ``plan/1`` has; empty if it does not have the kind
 
     def check(self, program: Program, where: str) -> None:
         """Raises PlanError if the decision is impossible in ``program``."""
 
-    def check_beside(self, program: Program, i: int, back: Mapping[int, Sequence[int]]) -> None:
+    def check_conflicts(self, program: Program, i: int, restored_before: Mapping[int, Sequence[int]]) -> None:
         """Raises PlanError if the plan's other decisions conflict with decision ``i``.
 
         Args:
             program: Program of the plan.
             i: Index of this decision in the plan.
-            back: Per tensor, the kernels before which a decision restores it.
+            restored_before: Per tensor, the kernels before which a decision restores it.
         """
 
     def entry(self) -> dict[str, Any]:
@@ -54,25 +54,25 @@ class Kind:
         return {"kind": self.kind, **values}
 
     @classmethod
-    def of_entry(cls, entry: object, where: str, old: bool) -> Self:
+    def from_entry(cls, entry: object, where: str, is_plan_1: bool) -> Self:
         """Reads a JSON entry.
 
         Args:
             entry: Object of the plan file.
             where: Name of the entry in error messages.
-            old: Whether the entry is from ``plan/1``.
+            is_plan_1: Whether the entry is from ``plan/1``.
 
         Raises:
             FormatError: The entry is malformed.
         """
         required, optional = files.keys_of(cls)
-        known = {name: key for name, key in optional.items() if name in cls.of_plan_1 or not old}
-        found = files.fields(entry, where, {"kind": str, **required}, known)
-        del found["kind"]
-        return cls(**found)
+        allowed = {name: key for name, key in optional.items() if name in cls.plan_1_keys or not is_plan_1}
+        values = files.fields(entry, where, {"kind": str, **required}, allowed)
+        del values["kind"]
+        return cls(**values)
 
     def row(self) -> Row:
-        """Returns the row for compiled code; ``of_row`` is its inverse.
+        """Returns the row for compiled code; ``from_row`` is its inverse.
 
         Raises:
             PlanError: The compiled simulator does not support the kind.
@@ -81,7 +81,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class OfGap(Kind):
+class Evict(Kind):
     """Base class of decisions that evict ``tensor`` from the end of kernel ``after`` until kernel ``before``.
 
     ``after`` is any kernel from the last use before the gap up to, not including, ``before``. For a persistent tensor
@@ -95,7 +95,7 @@ class OfGap(Kind):
     no_wrap: ClassVar[str] = ""
 
     @property
-    def back(self) -> int:
+    def restored_before(self) -> int:
         """Kernel before which the tensor is resident again."""
         return self.before
 
@@ -109,7 +109,7 @@ class OfGap(Kind):
         if not 0 <= t < len(program.tensors):
             raise PlanError(f"{where}: there is no tensor {t}")
         if not (0 <= after < n and 0 <= before < n):
-            raise _no_kernel(n, where, after=after, before=before)
+            raise _missing_kernel(n, where, after=after, before=before)
         uses = program.accesses[t]
         if before not in uses:
             raise PlanError(f"{where}: kernel {before} does not use tensor {t}")
@@ -133,17 +133,17 @@ class OfGap(Kind):
                 f"{where}: tensor {t} is used between the end of kernel {after} and kernel {before}; "
                 "a decision empties one gap"
             )
-        self._check_inside(n, where)
+        self._check_optional_kernels(n, where)
         return t, opens
 
-    def _check_inside(self, n: int, where: str) -> None:
+    def _check_optional_kernels(self, n: int, where: str) -> None:
         """Raises PlanError unless the decision's other kernels, of ``n``, lie in the gap."""
 
     def clash(self, other: int) -> str:
         """Returns the error message for a decision ``other`` with the same claim."""
         return f"tensor {self.tensor} is already evicted before kernel {self.before} by decisions[{other}]"
 
-    def moved(self, tensor: Mapping[int, int], kernel: Mapping[int, int], program: Program) -> Iterator[Self]:
+    def mapped(self, tensor: Mapping[int, int], kernel: Mapping[int, int], program: Program) -> Iterator[Self]:
         """Yields this decision in another program, from the most to the least specific variant.
 
         If kernel ``after`` has no counterpart, the gap opens after the previous use. Kernels within the gap may be left
@@ -158,9 +158,9 @@ class OfGap(Kind):
         if t is None or before is None or not (uses := program.accesses[t]):
             return
         after = kernel.get(self.after, uses[bisect_left(uses, before) - 1])
-        inside = self._inside()
-        for known in product(*((kernel.get(k), None) for k in inside.values())):
-            yield replace(self, tensor=t, after=after, before=before, **dict(zip(inside, known, strict=True)))
+        optional = self._optional_kernels()
+        for targets in product(*((kernel.get(k), None) for k in optional.values())):
+            yield replace(self, tensor=t, after=after, before=before, **dict(zip(optional, targets, strict=True)))
 
     def renumbered(self, tensor: Sequence[int], first: int, n: int, total: int) -> Self:
         """Returns this decision for a program that contains this iteration, and others like it before and after.
@@ -172,20 +172,20 @@ class OfGap(Kind):
             total: Kernels of the program.
         """
 
-        def ahead(k: int) -> int:
+        def shift(k: int) -> int:
             """Returns the first execution of kernel k after the gap opens."""
             return (first + self.after + 1 + (k - self.after - 1) % n) % total
 
-        inside = {name: ahead(k) for name, k in self._inside().items() if k >= 0}
-        return replace(self, tensor=tensor[self.tensor], after=first + self.after, before=ahead(self.before), **inside)
+        extras = {name: shift(k) for name, k in self._optional_kernels().items() if k >= 0}
+        return replace(self, tensor=tensor[self.tensor], after=first + self.after, before=shift(self.before), **extras)
 
-    def _inside(self) -> dict[str, int]:
+    def _optional_kernels(self) -> dict[str, int]:
         """Returns the optional kernels of the decision by name; -1: not given."""
-        return {f.name: _number(getattr(self, f.name)) for f in fields(self) if f.type == "int | None"}
+        return {f.name: _encode(getattr(self, f.name)) for f in fields(self) if f.type == "int | None"}
 
 
 @dataclass(frozen=True, slots=True)
-class Swap(OfGap):
+class Swap(Evict):
     """Swaps ``tensor`` out when kernel ``after`` ends, and in before kernel ``before``.
 
     ``sync`` is vDNN's layer-wise synchronization, and PyTorch's save_on_cpu. The memory is freed when the copy is
@@ -198,19 +198,19 @@ class Swap(OfGap):
 
     kind: ClassVar[Name] = "swap"
     codes: ClassVar[tuple[int, ...]] = (0, 2)  # 2: with sync
-    of_plan_1: ClassVar[tuple[str, ...]] = ("tensor", "after", "before", "prefetch", "sync")
+    plan_1_keys: ClassVar[tuple[str, ...]] = ("tensor", "after", "before", "prefetch", "sync")
 
     @property
     def copied_at(self) -> int:
         """Kernel at whose end the copy to the host is issued."""
         return self.after if self.copy is None else self.copy
 
-    def _check_inside(self, n: int, where: str) -> None:
+    def _check_optional_kernels(self, n: int, where: str) -> None:
         p, after, before = self.prefetch, self.after, self.before
         if p is not None and not (after <= p < before if after < before else (after <= p < n or 0 <= p < before)):
             raise PlanError(f"{where}.prefetch: kernel {p} is not from {after} up to {before}")
 
-    def check_beside(self, program: Program, i: int, back: Mapping[int, Sequence[int]]) -> None:
+    def check_conflicts(self, program: Program, i: int, restored_before: Mapping[int, Sequence[int]]) -> None:
         """Raises PlanError unless the copy is issued after the last write and while the tensor is resident."""
         t, copy, after, n = self.tensor, self.copy, self.after, len(program.kernels)
         if copy is None or copy == after:
@@ -220,26 +220,26 @@ class Swap(OfGap):
             raise PlanError(f"{where}: there is no kernel {copy}")
         if not program.tensors[t].persistent and not program.accesses[t][0] <= copy <= after:
             raise PlanError(f"{where}: kernel {copy} is not from the birth of tensor {t} up to kernel {after}")
-        early = (after - copy) % n
-        if any((after - w) % n < early for w in program.writes[t]):
+        lead = (after - copy) % n
+        if any((after - w) % n < lead for w in program.writes[t]):
             raise PlanError(f"{where}: tensor {t} is written between the end of kernel {copy} and that of {after}")
-        if any((after - k) % n < early for k in back[t]):
+        if any((after - k) % n < lead for k in restored_before[t]):
             raise PlanError(f"{where}: tensor {t} is evicted between the end of kernel {copy} and that of {after}")
 
     def row(self) -> Row:
         """Returns the row; see ``Kind.row``."""
-        prefetch, copy = _number(self.prefetch), _number(self.copy)
+        prefetch, copy = _encode(self.prefetch), _encode(self.copy)
         return self.codes[self.sync], self.tensor, self.after, self.before, prefetch, copy
 
     @classmethod
-    def of_row(cls, row: Sequence[int]) -> Swap:
+    def from_row(cls, row: Sequence[int]) -> Swap:
         """Returns the swap of a row."""
         code, t, after, before, prefetch, copy = row
-        return cls(t, after, before, _or_none(prefetch), code == cls.codes[True], _or_none(copy))
+        return cls(t, after, before, _decode(prefetch), code == cls.codes[True], _decode(copy))
 
     def renumbered(self, tensor: Sequence[int], first: int, n: int, total: int) -> Swap:
-        """Returns the swap with its copy and prefetch shifted with the gap; see ``OfGap.renumbered``."""
-        out: Swap = OfGap.renumbered(self, tensor, first, n, total)
+        """Returns the swap with its copy and prefetch shifted with the gap; see ``Evict.renumbered``."""
+        out: Swap = Evict.renumbered(self, tensor, first, n, total)
         # A prefetch may be issued when the gap opens, a copy earlier.
         prefetch = out.after if self.prefetch == self.after else out.prefetch
         copy = None if self.copy is None else (out.after - (self.after - self.copy) % n) % total
@@ -247,7 +247,7 @@ class Swap(OfGap):
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute(OfGap):
+class Recompute(Evict):
     """Drops ``tensor`` when kernel ``after`` ends and recomputes it just before kernel ``at`` (None: ``before``).
 
     The tensor is resident from then on; ``before`` is its next use. With ``keep``, dropped tensors that are recovered
@@ -261,32 +261,32 @@ class Recompute(OfGap):
     kind: ClassVar[Name] = "recompute"
     codes: ClassVar[tuple[int, ...]] = (1,)
     excludes: ClassVar[tuple[Name, ...]] = ("rerun",)
-    of_plan_1: ClassVar[tuple[str, ...]] = ("tensor", "after", "before", "keep")
+    plan_1_keys: ClassVar[tuple[str, ...]] = ("tensor", "after", "before", "keep")
     no_wrap: ClassVar[str] = "a persistent tensor cannot be recomputed over the iteration boundary"
 
     @property
-    def back(self) -> int:
+    def restored_before(self) -> int:
         """Kernel before which the tensor is recomputed."""
         return self.before if self.at is None else self.at
 
-    def _check_inside(self, n: int, where: str) -> None:
-        if not self.after < self.back <= self.before:
+    def _check_optional_kernels(self, n: int, where: str) -> None:
+        if not self.after < self.restored_before <= self.before:
             raise PlanError(f"{where}.at: kernel {self.at} is not after {self.after} and up to {self.before}")
 
     def check(self, program: Program, where: str) -> None:
         """Raises PlanError if the decision does not lie in one gap, or its chain of kernels cannot be recomputed."""
-        if reason := cannot_recompute(program, self.tensor, self.after, self.back):
+        if reason := cannot_recompute(program, self.tensor, self.after, self.restored_before):
             raise PlanError(f"{where}: {reason}")
 
     def row(self) -> Row:
         """Returns the row; see ``Kind.row``."""
-        return self.codes[0], self.tensor, self.after, self.before, int(self.keep), _number(self.at)
+        return self.codes[0], self.tensor, self.after, self.before, int(self.keep), _encode(self.at)
 
     @classmethod
-    def of_row(cls, row: Sequence[int]) -> Recompute:
+    def from_row(cls, row: Sequence[int]) -> Recompute:
         """Returns the recomputation of a row."""
         _, t, after, before, keep, at = row
-        return cls(t, after, before, bool(keep), _or_none(at))
+        return cls(t, after, before, bool(keep), _decode(at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ class Rerun(Kind):
         """Returns the decision itself after the checks that need no other decision; ``lower`` makes the others."""
         n = len(program.kernels)
         if not (0 <= self.kernel < n and 0 <= self.before < n):
-            raise _no_kernel(n, where, kernel=self.kernel, before=self.before)
+            raise _missing_kernel(n, where, kernel=self.kernel, before=self.before)
         if self.kernel >= self.before:
             raise PlanError(f"{where}: kernel {self.kernel} has not run before kernel {self.before}")
         kernel = program.kernels[self.kernel]
@@ -325,11 +325,11 @@ class Rerun(Kind):
         return self.codes[0], -1, self.kernel, self.before, 0, -1
 
     @classmethod
-    def of_row(cls, row: Sequence[int]) -> Rerun:
+    def from_row(cls, row: Sequence[int]) -> Rerun:
         """Returns the rerun of a row."""
         return cls(row[2], row[3])
 
-    def moved(self, tensor: Mapping[int, int], kernel: Mapping[int, int], program: Program) -> Iterator[Rerun]:
+    def mapped(self, tensor: Mapping[int, int], kernel: Mapping[int, int], program: Program) -> Iterator[Rerun]:
         """Yields the rerun in another program, or nothing if one of its two kernels has no counterpart."""
         if self.kernel in kernel and self.before in kernel:
             yield Rerun(kernel[self.kernel], kernel[self.before])
@@ -343,15 +343,15 @@ Decision = Swap | Recompute | Rerun
 KINDS: tuple[type[Decision], ...] = (Swap, Recompute, Rerun)
 
 
-def _number(kernel: int | None) -> int:
+def _encode(kernel: int | None) -> int:
     return -1 if kernel is None else kernel
 
 
-def _or_none(kernel: int) -> int | None:
+def _decode(kernel: int) -> int | None:
     return None if kernel < 0 else kernel
 
 
-def _no_kernel(n: int, where: str, **kernels: int) -> PlanError:
+def _missing_kernel(n: int, where: str, **kernels: int) -> PlanError:
     """Returns the error for the first of ``kernels`` that is not in range(n)."""
     label, k = next((label, k) for label, k in kernels.items() if not 0 <= k < n)
     return PlanError(f"{where}.{label}: there is no kernel {k}")
@@ -369,7 +369,7 @@ def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> 
     if can_recompute(program, tensor, before):
         return None
     pending = [k for k in program.writes[tensor] if k < before]
-    seen = set(pending)
+    visited = set(pending)
     while pending:
         w = pending.pop()
         kernel = program.kernels[w]
@@ -383,9 +383,9 @@ def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> 
                     f"tensor {tensor} needs kernel {w} ({kernel.name}), whose input {x} is overwritten "
                     f"before kernel {before}"
                 )
-            more = [k for k in program.writes[x] if k < w and k not in seen]
-            seen.update(more)
-            pending += more
+            writers = [k for k in program.writes[x] if k < w and k not in visited]
+            visited.update(writers)
+            pending += writers
     raise AssertionError(f"tensor {tensor} can be recomputed for kernel {before}")
 
 
@@ -393,5 +393,5 @@ def can_recompute(program: Program, tensor: int, before: int) -> bool:
     """Returns whether ``cannot_recompute`` finds no reason, without formatting one."""
     writers = program.writes[tensor]
     return not program.tensors[tensor].persistent and all(
-        before <= program.again_until[w] for w in writers[: bisect_left(writers, before)]
+        before <= program.recomputable_until[w] for w in writers[: bisect_left(writers, before)]
     )

@@ -23,7 +23,7 @@ import yaml
 T = TypeVar("T")
 MOST_BYTES = 2**29  # largest size of a file after decompression
 LONGEST = 500  # characters of an error message that quotes a file
-FORGOTTEN = 3600.0  # seconds after which a temporary file counts as abandoned
+ABANDONED_AFTER_S = 3600.0  # seconds after which a temporary file counts as abandoned
 MOST_LEVELS = 32  # deepest nesting in YAML
 
 
@@ -79,10 +79,10 @@ def keys_of(dataclass: Any) -> tuple[dict[str, type], dict[str, tuple[type, Any]
 
 def _typed(value: Any, kind: type, where: str) -> Any:
     # bool is an int in Python but not in the format; an integer is an acceptable float.
-    found = float(value) if kind is float and type(value) is int else value
-    if isinstance(found, bool) != (kind is bool) or not isinstance(found, kind):
+    converted = float(value) if kind is float and type(value) is int else value
+    if isinstance(converted, bool) != (kind is bool) or not isinstance(converted, kind):
         raise FormatError(f"{where}: expected {_NAMES[kind]}, got {_describe(value)}")
-    return found
+    return converted
 
 
 _NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list",
@@ -120,8 +120,8 @@ def read_bytes(path: str | Path) -> bytes:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise FormatError(f"{path}: cannot be read ({'Is a directory' if path.is_dir() else 'not a regular file'})")
-        with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as plain:
-            raw = plain.read(MOST_BYTES + 1)
+        with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as stream:
+            raw = stream.read(MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:  # missing, truncated, or not gzip
         raise FormatError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if len(raw) > MOST_BYTES:
@@ -137,14 +137,14 @@ def read_json(path: str | Path) -> Any:
     """
     raw = read_bytes(path)
     try:
-        return json.loads(raw, object_pairs_hook=_once)
+        return json.loads(raw, object_pairs_hook=_unique_keys)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or nested too deeply
         raise FormatError(f"{path}: not JSON ({error})") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) < len(pairs):
         names = [name for name, _ in pairs]
@@ -167,13 +167,13 @@ class _StrictLoader(yaml.SafeLoader):
             raise FormatError(f"{line}: nested too deeply")
         node = super().compose_node(parent, index)
         self.level -= 1
-        known: set[str] = set()
+        seen_keys: set[str] = set()
         keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
         for key in keys:
             if isinstance(key, yaml.ScalarNode):
-                if key.value in known:
+                if key.value in seen_keys:
                     raise FormatError(f"line {key.start_mark.line + 1}: duplicate key {key.value!r}")
-                known.add(key.value)
+                seen_keys.add(key.value)
         return node
 
 
@@ -203,13 +203,13 @@ def load_json(path: str | Path, from_dict: Callable[[object], T]) -> T:
         raise FormatError(f"{path}: {error}") from None
 
 
-def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
+def write_atomically(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
     """Writes a file atomically: ``write`` fills a temporary file in the same folder, which is then renamed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):  # left by killed processes
-        if time.time() - left.stat().st_mtime > FORGOTTEN:
-            left.unlink(missing_ok=True)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.????????"):  # left by killed processes
+        if time.time() - leftover.stat().st_mtime > ABANDONED_AFTER_S:
+            leftover.unlink(missing_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -226,7 +226,7 @@ def write_text(path: str | Path, text: str) -> None:
     raw = text.encode()
     if Path(path).suffix == ".gz":
         raw = gzip.compress(raw, mtime=0)  # without a time stamp, equal content gives equal bytes
-    write_whole(path, lambda file: file.write(raw))
+    write_atomically(path, lambda file: file.write(raw))
 
 
 def write_json(path: str | Path, data: Any, indent: int | None = None) -> None:
@@ -240,10 +240,10 @@ def no_collections() -> Iterator[None]:
 
     As a decorator, disables it during the call.
     """
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()

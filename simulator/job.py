@@ -35,7 +35,7 @@ class Job:
     iterations: int | None = None  # after which the job leaves; None: unlimited
     leaves_ns: int | None = None  # the job leaves at its first boundary from this time on
     switches: tuple[tuple[int, Plan], ...] = ()  # (at_ns, plan), ascending: takes effect at the next boundary
-    within: bool = False  # whether swap-ins keep the job's own memory within the limit of its plan (J4)
+    within_limit: bool = False  # whether swap-ins keep the job's own memory within the limit of its plan (J4)
     durations: tuple[tuple[int, ...], ...] = ()  # in ns; iteration i uses row i mod len (J11); (): the program's
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Job:
         return (self.plan, *(plan for _, plan in self.switches))
 
     @cached_property
-    def alike(self) -> tuple[int, ...]:
+    def equivalent_plans(self) -> tuple[int, ...]:
         """Per plan, the index of the first plan with equal decisions and variants."""
         first: dict[object, int] = {}
         keys = [(frozenset(plan.decisions), plan.variants) for plan in self.plans]
@@ -65,7 +65,7 @@ class Job:
 
     def share(self, plan: int) -> int | None:
         """Returns the bytes that the job's swap-ins keep within under a plan; None if unrestricted."""
-        return (self.plans[plan].limit or None) if self.within else None
+        return (self.plans[plan].limit or None) if self.within_limit else None
 
 
 class Stall(NamedTuple):
@@ -112,15 +112,15 @@ class JobTimeline:
     @property
     def mean_ns(self) -> float:
         """Mean duration of an iteration; NaN if none ended."""
-        lasts = self.iterations_ns
-        return sum(lasts) / len(lasts) if lasts else float("nan")
+        durations_ns = self.iterations_ns
+        return sum(durations_ns) / len(durations_ns) if durations_ns else float("nan")
 
     def stall_ns(self, cause: Cause) -> int:
         """Returns the total stall for one cause."""
         return sum(s.end_ns - s.start_ns for s in self.stalls if s.cause == cause)
 
     @cached_property
-    def held(self) -> tuple[tuple[int, int], ...]:
+    def memory(self) -> tuple[tuple[int, int], ...]:
         """(time_ns, bytes that the job holds) after each change, in order."""
         return memory_curve(self.events, 0)
 
@@ -161,19 +161,19 @@ class JobsTimeline:
         memory.
         """
         events: list[dict[str, Any]] = []
-        for pid, (job, ran) in enumerate(zip(jobs, self.jobs, strict=True), 1):
-            events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": ran.name}})
+        for pid, (job, result) in enumerate(zip(jobs, self.jobs, strict=True), 1):
+            events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": result.name}})
             for tid, track in enumerate((*STREAMS, "waits"), 1):
                 events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}})
-            events += [trace_span(pid, span, job.program) for span in ran.spans]
-            events += [trace_piece(pid, len(STREAMS) + 1, "wait", s.cause, s.start_ns, s.end_ns) for s in ran.stalls]
-            for time, plan in ran.switches:
-                what = f"plan {plan}"
-                events.append({"ph": "i", "s": "p", "pid": pid, "tid": 1, "name": what, "ts": time / 1000})
-            events += trace_memory(pid, ran.held)
-        everybody = len(jobs) + 1
-        events.append({"ph": "M", "pid": everybody, "name": "process_name", "args": {"name": "all jobs"}})
-        return {"traceEvents": events + trace_memory(everybody, self.memory), "displayTimeUnit": "ns"}
+            events += [trace_span(pid, span, job.program) for span in result.spans]
+            events += [trace_piece(pid, len(STREAMS) + 1, "wait", s.cause, s.start_ns, s.end_ns) for s in result.stalls]
+            for time, plan in result.switches:
+                label = f"plan {plan}"
+                events.append({"ph": "i", "s": "p", "pid": pid, "tid": 1, "name": label, "ts": time / 1000})
+            events += trace_memory(pid, result.memory)
+        total_pid = len(jobs) + 1
+        events.append({"ph": "M", "pid": total_pid, "name": "process_name", "args": {"name": "all jobs"}})
+        return {"traceEvents": events + trace_memory(total_pid, self.memory), "displayTimeUnit": "ns"}
 
 
 def merged_curve(jobs: Sequence[JobTimeline], order: Sequence[int]) -> tuple[tuple[int, int], ...]:

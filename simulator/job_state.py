@@ -46,27 +46,27 @@ def check_jobs(
             raise ValueError(
                 f"job {job.name!r} has no end: give it iterations or leaves_ns, or the simulation until_ns"
             )
-        lasts_ns = sum(map(sum, job.durations)) if job.durations else min(plan.begins[-1] for plan in schedules)
-        if job.iterations is None and not lasts_ns:
+        iteration_ns = sum(map(sum, job.durations)) if job.durations else min(plan.begins[-1] for plan in schedules)
+        if job.iterations is None and not iteration_ns:
             raise ValueError(f"job {job.name!r} takes no time: give it iterations")
         for plan in schedules:
             if plan.admission_bytes > limit:
                 used = plan.start_bytes
                 raise OutOfMemory(0, plan.admission_bytes - used, used, limit, job.name)
-            for step, least in zip(plan.steps, plan.least_bytes, strict=True):
-                if least > limit:
+            for step, needed in zip(plan.steps, plan.least_bytes, strict=True):
+                if needed > limit:
                     requested = sum(plan.blocks[b].nbytes for b in step.allocates)
-                    raise OutOfMemory(step.kernel, requested, least - requested, limit, job.name)
-        most = reserved_bytes(schedules)
-        if most > machine.host_bytes:
+                    raise OutOfMemory(step.kernel, requested, needed - requested, limit, job.name)
+        host_bytes = reserved_bytes(schedules)
+        if host_bytes > machine.host_bytes:
             raise PlanError(
-                f"job {job.name!r}: its plans have {most:,} bytes on the host at a time; "
+                f"job {job.name!r}: its plans have {host_bytes:,} bytes on the host at a time; "
                 f"{machine.name} has {machine.host_bytes:,}"
             )
 
 
 @dataclass(eq=False)
-class Gap:
+class OpenGap:
     """An evicted tensor. Positions count the job's kernels since its start or its last change of plans."""
 
     tensor: int
@@ -75,27 +75,27 @@ class Gap:
     ready: int  # position from which it may be swapped in
     sync: bool = False
     pinned: bool = False  # it has a prefetch kernel
-    demand: bool = False  # evicted on demand
+    on_demand: bool = False  # evicted on demand
     host_bytes: int = 0  # host memory in addition to what is reserved for the plan
-    left: bool = False  # its device memory is free
+    is_freed: bool = False  # its device memory is free
     on_host: bool = False  # free, and no swap-in has started
 
 
 @dataclass(eq=False)
-class Work:
+class Activity:
     """A copy that is queued or in flight, or a step that is in flight."""
 
     job: JobState
     span: int = -1  # index among the job's spans
-    left: int = 0  # remaining work, in ns / ALONE
+    remaining: int = 0  # remaining work, in ns / ALONE
     tensor: int = -1
     block: int = -1
     issued: int = 0  # number of kernels of all jobs that had ended at its issue
-    void: bool = False  # the tensor was written since its issue
+    is_stale: bool = False  # the tensor was written since its issue
 
-    def ends(self, now: int, rate: int) -> int:
+    def end_ns(self, now: int, rate: int) -> int:
         """Returns the completion time at this rate, in whole ns."""
-        return now - (-self.left // rate)
+        return now - (-self.remaining // rate)
 
 
 class Host:
@@ -103,45 +103,45 @@ class Host:
 
     def __init__(self, schedule: Schedule, machine: Machine, settles_after: int):
         self.settles_after = settles_after  # iterations after which a change of the lead counts as unchanged
-        self._lasts_ns = [machine.issue_ns * count for count in schedule.issues]
-        self._timed = [step.duration_ns > 0 for step in schedule.steps]
-        self._depth = machine.queue_depth
-        self._step = self._queued = 0  # next step to issue; timed steps that are issued and unfinished
-        self.ahead = 0  # number of steps that are issued and have not started
-        self.waited = False  # whether a step has waited for the host since the last boundary
-        self.next_ns = self._lasts_ns[0]  # time of the next issue, assuming that the queue has room
-        if sum(self._lasts_ns) <= sum(step.duration_ns for step in schedule.steps):
+        self._costs_ns = [machine.issue_ns * count for count in schedule.issues]
+        self._is_timed = [step.duration_ns > 0 for step in schedule.steps]
+        self._queue_depth = machine.queue_depth
+        self._step = self._n_queued = 0  # next step to issue; timed steps that are issued and unfinished
+        self.issued = 0  # number of steps that are issued and have not started
+        self.has_waited = False  # whether a step has waited for the host since the last boundary
+        self.next_ns = self._costs_ns[0]  # time of the next issue, assuming that the queue has room
+        if sum(self._costs_ns) <= sum(step.duration_ns for step in schedule.steps):
             self.next_ns = 0
-            while self._queued + self._timed[self._step] <= self._depth:
+            while self._n_queued + self._is_timed[self._step] <= self._queue_depth:
                 self._issue()
                 self.next_ns = 0
         self._lead = self._lead_at(0)
 
     def _issue(self) -> None:
-        self.ahead += 1
-        self._queued += self._timed[self._step]
-        self._step = (self._step + 1) % len(self._timed)
-        self.next_ns += self._lasts_ns[self._step]
+        self.issued += 1
+        self._n_queued += self._is_timed[self._step]
+        self._step = (self._step + 1) % len(self._is_timed)
+        self.next_ns += self._costs_ns[self._step]
 
     def advance(self, now: int) -> None:
         """Issues all steps that can be issued until ``now``."""
-        while self.next_ns <= now and self._queued + self._timed[self._step] <= self._depth:
+        while self.next_ns <= now and self._n_queued + self._is_timed[self._step] <= self._queue_depth:
             self._issue()
 
-    def is_ahead(self, now: int) -> bool:
+    def has_issued(self, now: int) -> bool:
         """Returns whether the next step has been issued."""
         self.advance(now)
-        return self.ahead > 0
+        return self.issued > 0
 
     def complete(self, step: Step, now: int) -> None:
         """Removes a completed step from the queue."""
         self.advance(now)
         if step.duration_ns:
-            self._queued -= 1
+            self._n_queued -= 1
             self.next_ns = max(self.next_ns, now)
 
     def _lead_at(self, now: int) -> tuple[int, int]:
-        return self.ahead, min(now - self.next_ns, 0)
+        return self.issued, min(now - self.next_ns, 0)
 
     def lead(self, now: int, settled: bool) -> tuple[int, int]:
         """Returns the host's lead at a boundary, which is part of the state (rule 10).
@@ -151,9 +151,9 @@ class Host:
         """
         self.advance(now)
         lead = self._lead_at(now)
-        if not settled and (self.waited or lead < self._lead):
+        if not settled and (self.has_waited or lead < self._lead):
             self._lead = lead
-        self.waited = False
+        self.has_waited = False
         return self._lead
 
 
@@ -172,29 +172,29 @@ class JobState:
         self.switches: list[tuple[int, int]] = []
         self.position = 0  # the running kernel, or else the next
         self.step = 0  # the running step, or else the next
-        self.ends: list[int] = []  # per position: number of kernels of all jobs that had ended before it
-        self.away: dict[int, Gap] = {}  # evicted by the plan, by tensor
-        self.evicted: dict[int, Gap] = {}  # evicted on demand, by block
-        self.early: list[Gap] = []  # swapped in, or being swapped in, before their use
-        self.memory: set[int] = set()  # resident blocks
-        self.held = 0  # bytes of the resident blocks
-        self.host_copy: dict[int, int] = {}  # tensor -> block of its valid host copy
-        self.running = False
+        self.ended_before: list[int] = []  # per position: number of kernels of all jobs that had ended before it
+        self.gaps: dict[int, OpenGap] = {}  # evicted by the plan, by tensor
+        self.evicted: dict[int, OpenGap] = {}  # evicted on demand, by block
+        self.prefetched: list[OpenGap] = []  # swapped in, or being swapped in, before their use
+        self.resident: set[int] = set()  # resident blocks
+        self.resident_bytes = 0  # bytes of the resident blocks
+        self.host_copies: dict[int, int] = {}  # tensor -> block of its valid host copy
+        self.is_running = False
         self.waits_since = 0  # end of its last step
         self.ready_since: int | None = None  # time from which its next step could start
-        self.offer: Gap | None = None  # its next swap-in
-        self.offered_since = 0
-        self.leaving = False
+        self.next_swap_in: OpenGap | None = None  # its next swap-in
+        self.swap_in_since = 0
+        self.is_leaving = False
 
     def begin(self, plan: int, now: int, kernel_ends: int) -> None:
         """Admits the job with one of its plans."""
-        self.use(plan)
-        self.admitted_ns, self.waits_since, self.ends = now, now, [kernel_ends]
-        self.wait(self.job.arrives_ns, now, "admission")
+        self.set_plan(plan)
+        self.admitted_ns, self.waits_since, self.ended_before = now, now, [kernel_ends]
+        self.record_stall(self.job.arrives_ns, now, "admission")
         if plan:
             self.switches.append((now, plan))
 
-    def wait(self, start_ns: int, end_ns: int, cause: Cause) -> None:
+    def record_stall(self, start_ns: int, end_ns: int, cause: Cause) -> None:
         """Records a stall, merged with the previous one if it continues it."""
         if start_ns < end_ns:
             if self.stalls and self.stalls[-1][1:] == (start_ns, cause):
@@ -210,7 +210,7 @@ class JobState:
             tuple(self.switches),
         )  # fmt: skip
 
-    def use(self, plan: int) -> None:
+    def set_plan(self, plan: int) -> None:
         """Changes to another plan of the job."""
         self.plan, self.schedule = plan, self.plans[plan]
         self.n = len(self.schedule.program.kernels)
@@ -224,58 +224,58 @@ class JobState:
         """Returns the size of a block."""
         return self.schedule.blocks[block].nbytes
 
-    def gap_of(self, d: Swap, position: int) -> Gap:
+    def gap_of(self, d: Swap, position: int) -> OpenGap:
         """Returns the gap of d that opened when the kernel at ``position`` ended."""
 
-        def ahead(k: int) -> int:
+        def next_position(k: int) -> int:
             return position + ((k - d.after - 1) % self.n) + 1
 
-        ready = (position if d.prefetch is None or d.prefetch == d.after else ahead(d.prefetch)) + 1
-        before = ahead(self.schedule.returns[d])
-        return Gap(d.tensor, self.schedule.moved[d], before, ready, d.sync, d.prefetch is not None)
+        ready = (position if d.prefetch is None or d.prefetch == d.after else next_position(d.prefetch)) + 1
+        before = next_position(self.schedule.returns[d])
+        return OpenGap(d.tensor, self.schedule.moved[d], before, ready, d.sync, d.prefetch is not None)
 
-    def gap_on_demand(self, block: int) -> Gap:
+    def gap_on_demand(self, block: int) -> OpenGap:
         """Returns the gap of a block evicted on demand, from now to the next step that touches it."""
         kernels, _ = self.schedule.next_touch(block, self.step)
         before = min(NEVER, self.position + kernels)
         tensor = self.schedule.blocks[block].owner
-        return Gap(tensor, block, before, self.position if before < NEVER else NEVER, demand=True)
+        return OpenGap(tensor, block, before, self.position if before < NEVER else NEVER, on_demand=True)
 
-    def open_at_start(self) -> list[Swap]:
+    def swaps_open_at_start(self) -> list[Swap]:
         """Returns the swaps whose gaps are open at the start of an iteration, by tensor."""
-        away = self.schedule.away_at_start
-        opened = [d for d in self.schedule.moved if d.tensor in away and d.after >= d.before]
-        return sorted(opened, key=lambda d: d.tensor)
+        swapped_out = self.schedule.away_at_start
+        swaps = [d for d in self.schedule.moved if d.tensor in swapped_out and d.after >= d.before]
+        return sorted(swaps, key=lambda d: d.tensor)
 
-    def awaited(self) -> list[Gap]:
+    def awaited_gaps(self) -> list[OpenGap]:
         """Returns the gaps of evicted tensors that the next step waits for."""
         touched = self.schedule.touched[self.step]
-        planned = [gap for t, gap in self.away.items() if t in self.next_step.waits]
+        planned = [gap for t, gap in self.gaps.items() if t in self.next_step.waits]
         return planned + [gap for b, gap in self.evicted.items() if b in touched]
 
-    def held_up(self) -> bool:
+    def is_blocked(self) -> bool:
         """Returns whether the next step waits for a tensor or for a synchronous swap-out."""
-        return any(gap.sync and not gap.left for gap in self.away.values()) or bool(self.awaited())
+        return any(gap.sync and not gap.is_freed for gap in self.gaps.values()) or bool(self.awaited_gaps())
 
-    def lasts_ns(self, step: Step) -> int:
+    def duration_ns(self, step: Step) -> int:
         """Returns the duration of a step in the current iteration (J11)."""
         rows = self.job.durations
         return rows[len(self.boundaries) % len(rows)][step.kernel] if rows else step.duration_ns
 
-    def requested(self) -> int:
+    def requested_bytes(self) -> int:
         """Returns the bytes that the next step allocates."""
         return sum(self.nbytes(b) for b in self.next_step.allocates)
 
-    def first_to_return(self, awaited_only: bool) -> Gap | None:
+    def first_swap_in(self, awaited_only: bool) -> OpenGap | None:
         """Returns the next swap-in by rule 5: of the tensors on the host that may be swapped in, the one needed first.
 
         Args:
             awaited_only: Consider only tensors that the next step waits for.
         """
-        gaps = self.awaited() if awaited_only else [*self.away.values(), *self.evicted.values()]
-        waiting = [g for g in gaps if g.on_host and (self.position >= g.ready or self.position == g.before)]
-        return min(waiting, key=lambda g: (g.before, g.tensor, g.demand, g.block), default=None)
+        gaps = self.awaited_gaps() if awaited_only else [*self.gaps.values(), *self.evicted.values()]
+        candidates = [g for g in gaps if g.on_host and (self.position >= g.ready or self.position == g.before)]
+        return min(candidates, key=lambda g: (g.before, g.tensor, g.on_demand, g.block), default=None)
 
-    def issued(self, gap: Gap) -> float:
+    def issued_at(self, gap: OpenGap) -> float:
         """Returns the number of kernels of all jobs that had ended when a swap-in with ``prefetch`` was issued."""
-        return self.ends[max(gap.ready, 0)] if gap.ready <= self.position else float("inf")
+        return self.ended_before[max(gap.ready, 0)] if gap.ready <= self.position else float("inf")

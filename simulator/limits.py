@@ -36,9 +36,9 @@ def size_bytes(value: object, where: str = "size", least: int = LEAST) -> int:
     Raises:
         FormatError: The value is neither, or less than one byte.
     """
-    if (found := _size(value, where, least)) is None:
+    if (nbytes := _size(value, where, least)) is None:
         raise FormatError(f"{where}: expected an integer (bytes) or a size such as 24GiB or 500MB, got {value!r}")
-    return found
+    return nbytes
 
 
 def limit_bytes(value: object, program: Program, where: str = "limit") -> int:
@@ -52,15 +52,15 @@ def limit_bytes(value: object, program: Program, where: str = "limit") -> int:
     Raises:
         FormatError: The value is not a limit.
     """
-    if (part := _fraction(value)) is not None:
-        return int(program.peak_bytes * part)
-    found = _size(value, where, LEAST if program.peak_bytes >= LEAST else 1)  # programs in tests may be smaller
-    if found is None:
+    if (fraction := _fraction(value)) is not None:
+        return int(program.peak_bytes * fraction)
+    nbytes = _size(value, where, LEAST if program.peak_bytes >= LEAST else 1)  # programs in tests may be smaller
+    if nbytes is None:
         raise FormatError(
             f"{where}: expected a positive fraction of the peak (at most 1), an integer (bytes), or a size such "
             f"as 24GiB, 500MB or 80%, got {value!r}"
         )
-    return found
+    return nbytes
 
 
 def is_fraction(value: object) -> bool:
@@ -68,30 +68,30 @@ def is_fraction(value: object) -> bool:
     return _fraction(value) is not None
 
 
-def _parts(value: object) -> tuple[Decimal | None, str]:
+def _number_and_unit(value: object) -> tuple[Decimal | None, str]:
     """Returns the number and its unit in lower case ("": no unit); None if the value is not a number."""
     if isinstance(value, str):
-        found = _NUMBER_AND_UNIT.fullmatch(value)
-        return (Decimal(found[1]), found[2].lower()) if found else (None, "")
+        match = _NUMBER_AND_UNIT.fullmatch(value)
+        return (Decimal(match[1]), match[2].lower()) if match else (None, "")
     if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value):  # includes NumPy scalars
         return None, ""
     return Decimal(int(value) if isinstance(value, Integral) else float(value)), ""
 
 
 def _fraction(value: object) -> float | None:
-    number, unit = _parts(value)
+    number, unit = _number_and_unit(value)
     if number is None or unit not in ("", "%"):
         return None
-    part = float(number / 100 if unit else number)
-    return part if 0 < part <= 1 else None
+    fraction = float(number / 100 if unit else number)
+    return fraction if 0 < fraction <= 1 else None
 
 
 def _size(value: object, where: str, least: int) -> int | None:
     """Returns a size in bytes, or None; raises FormatError for a bare number up to ``least``, which cannot be bytes."""
-    number, unit = _parts(value)
+    number, unit = _number_and_unit(value)
     if not unit and number is not None and 1 < number < least:
         raise FormatError(f"{where}: {value} would be {value} bytes; was {value}GiB meant?")
     if number is None or unit not in ("", *UNITS) or (not unit and number != int(number)):
         return None
-    found = int(number * UNITS[unit or "b"])
-    return found if 1 <= found < 2**63 else None
+    nbytes = int(number * UNITS[unit or "b"])
+    return nbytes if 1 <= nbytes < 2**63 else None

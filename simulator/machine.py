@@ -22,7 +22,7 @@ LATENCIES = ("d2h_latency_ns", "h2d_latency_ns")
 POSITIVE = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment", "queue_depth")
 LATENCY = "copy_latency_ns"  # key in files for the latency of both directions
 DUPLEX = ("duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s")
-TOGETHER = "duplex_bytes_per_s"  # key in files for both directions together (Machine.with_shared_link)
+DUPLEX_TOTAL = "duplex_bytes_per_s"  # key in files for both directions together (Machine.with_shared_link)
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "machine"
 
 
@@ -75,10 +75,10 @@ class Machine:
 
     def __post_init__(self) -> None:
         for entry in dataclass_fields(self):
-            value, least = getattr(self, entry.name), int(entry.name in POSITIVE)
-            if entry.type == "int" and value < least:
-                wanted = "a positive integer" if least else "an integer of at least 0"
-                raise FormatError(f"machine.{entry.name}: expected {wanted}, got {value}")
+            value, minimum = getattr(self, entry.name), int(entry.name in POSITIVE)
+            if entry.type == "int" and value < minimum:
+                expected = "a positive integer" if minimum else "an integer of at least 0"
+                raise FormatError(f"machine.{entry.name}: expected {expected}, got {value}")
         if self.capability and not re.fullmatch(r"\d+\.\d+", self.capability):
             raise FormatError(f'machine.capability: expected a version such as "9.0", got {self.capability!r}')
         if self.copy_engines not in (1, 2):
@@ -92,9 +92,9 @@ class Machine:
         for key, flops in self.flops_per_s.items():
             if isinstance(flops, bool) or not isinstance(flops, int) or flops < 1:
                 raise FormatError(f"machine.flops_per_s.{key}: expected a positive integer, got {flops!r}")
-        for key, part in self.efficiency.items():
-            if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
-                raise FormatError(f"machine.efficiency.{key}: expected a number in (0, 1], got {part!r}")
+        for key, efficiency in self.efficiency.items():
+            if isinstance(efficiency, bool) or not isinstance(efficiency, (int, float)) or not 0 < efficiency <= 1:
+                raise FormatError(f"machine.efficiency.{key}: expected a number in (0, 1], got {efficiency!r}")
 
     def d2h_ns(self, nbytes: int) -> int:
         """Returns the duration of a swap-out: latency + nbytes / bandwidth, rounded up."""
@@ -114,8 +114,8 @@ class Machine:
         """Fraction of D2H speed while an H2D copy is in flight, as a 20-bit fixed-point number."""
         return self._share(self.duplex_d2h_bytes_per_s, self.d2h_bytes_per_s)
 
-    def _share(self, beside: int, alone: int) -> int:
-        return max(1, beside * ALONE // alone) if self.copy_engines == 2 and 0 < beside < alone else ALONE
+    def _share(self, duplex_rate: int, rate: int) -> int:
+        return max(1, duplex_rate * ALONE // rate) if self.copy_engines == 2 and 0 < duplex_rate < rate else ALONE
 
     def in_graph(self) -> Machine:
         """Returns the machine as a training step's CUDA graph sees it, with copies slower by ``graph_copies``."""
@@ -135,15 +135,15 @@ class Machine:
             FormatError: The figure is negative.
         """
         if duplex_bytes_per_s < 0:
-            raise FormatError(f"machine.{TOGETHER}: expected an integer of at least 0, got {duplex_bytes_per_s}")
-        share, both = 0, self.h2d_bytes_per_s + self.d2h_bytes_per_s
-        if 0 < duplex_bytes_per_s < both:
-            share = max(1, duplex_bytes_per_s * ALONE // both)
+            raise FormatError(f"machine.{DUPLEX_TOTAL}: expected an integer of at least 0, got {duplex_bytes_per_s}")
+        share, total = 0, self.h2d_bytes_per_s + self.d2h_bytes_per_s
+        if 0 < duplex_bytes_per_s < total:
+            share = max(1, duplex_bytes_per_s * ALONE // total)
         # Rounded up, so that the share is exact for links of at least 1 MiB/s.
         h2d, d2h = (-(-share * rate // ALONE) for rate in (self.h2d_bytes_per_s, self.d2h_bytes_per_s))
         return replace(self, duplex_h2d_bytes_per_s=h2d, duplex_d2h_bytes_per_s=d2h)
 
-    def one_copy_stream(self) -> Machine:
+    def with_one_copy_stream(self) -> Machine:
         """Returns this machine with one copy engine, as for an executor that issues all copies on one CUDA stream."""
         return replace(self, copy_engines=1)
 
@@ -154,8 +154,8 @@ class Machine:
             nbytes: Memory traffic of the kernel.
             duration_ns: Duration of the kernel without copies.
         """
-        most, could = int(self.copy_contention * ALONE), duration_ns * self.memory_bytes_per_s
-        return min(most, most * nbytes * 1_000_000_000 // could) if could else 0
+        max_loss, capacity = int(self.copy_contention * ALONE), duration_ns * self.memory_bytes_per_s
+        return min(max_loss, max_loss * nbytes * 1_000_000_000 // capacity) if capacity else 0
 
     def compute_share(self, running: int) -> int:
         """Returns the speed of each of ``running`` concurrent kernels, in units of 2⁻²⁰ of its speed alone."""
@@ -163,8 +163,8 @@ class Machine:
 
     def driver_ns(self, mallocs: int, frees: int, nbytes: int) -> int:
         """Returns the time of cudaMalloc and cudaFree calls over ``nbytes`` in total, rounded up."""
-        mapped = -(-nbytes * 1_000_000_000 // self.malloc_bytes_per_s) if self.malloc_bytes_per_s else 0
-        return mallocs * self.malloc_ns + frees * self.free_ns + mapped
+        mapping_ns = -(-nbytes * 1_000_000_000 // self.malloc_bytes_per_s) if self.malloc_bytes_per_s else 0
+        return mallocs * self.malloc_ns + frees * self.free_ns + mapping_ns
 
     def kernel_ns(self, kind: str, flops: int, nbytes: int, dtype: str = "float32") -> int:
         """Returns the roofline time max(flops / peak, bytes / bandwidth) at the kind's efficiency, plus the launch.
@@ -172,13 +172,13 @@ class Machine:
         Raises:
             FormatError: The machine has no peak for ``dtype``.
         """
-        part = self.efficiency.get(kind, self.efficiency.get("default", 1.0))
+        efficiency = self.efficiency.get(kind, self.efficiency.get("default", 1.0))
         seconds = nbytes / self.memory_bytes_per_s
         if flops:
             if dtype not in self.flops_per_s:
                 raise FormatError(f"machine.flops_per_s: {self.name} has no figure for {dtype}")
             seconds = max(seconds, flops / self.flops_per_s[dtype])
-        return self.launch_ns + round(seconds / part * 1e9)
+        return self.launch_ns + round(seconds / efficiency * 1e9)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every field by name."""
@@ -198,13 +198,13 @@ class Machine:
             data = {key: size_bytes(value, f"machine.{key}") if key in SIZES and isinstance(value, str) else value
                     for key, value in data.items()
                     if key != "kernel_times" or value is not None}  # fmt: skip  # `to_dict` writes null
-            for both, each in ((TOGETHER, DUPLEX), (LATENCY, LATENCIES)):
-                beside = [key for key in each if key in data]
-                if both in data and beside:
-                    raise FormatError(f"machine: `{both}` and `{beside[0]}` are mutually exclusive")
+            for combined, keys in ((DUPLEX_TOTAL, DUPLEX), (LATENCY, LATENCIES)):
+                conflicting = [key for key in keys if key in data]
+                if combined in data and conflicting:
+                    raise FormatError(f"machine: `{combined}` and `{conflicting[0]}` are mutually exclusive")
         required, optional = keys_of(cls)
-        values = fields(data, "machine", required, {**optional, TOGETHER: (int, None), LATENCY: (int, None)})
-        together, latency = values.pop(TOGETHER), values.pop(LATENCY)
+        values = fields(data, "machine", required, {**optional, DUPLEX_TOTAL: (int, None), LATENCY: (int, None)})
+        duplex, latency = values.pop(DUPLEX_TOTAL), values.pop(LATENCY)
         if latency is not None:
             if latency < 0:
                 raise FormatError(f"machine.{LATENCY}: expected an integer of at least 0, got {latency}")
@@ -212,7 +212,7 @@ class Machine:
         if values["kernel_times"] is not None:
             values["kernel_times"] = KernelTimes.from_dict(values["kernel_times"])
         machine = cls(**values)
-        return machine if together is None else machine.with_shared_link(together)
+        return machine if duplex is None else machine.with_shared_link(duplex)
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Machine:
@@ -225,8 +225,8 @@ class Machine:
         if path.suffix not in (".yaml", ".yml", ".json"):
             path = PRESETS / f"{name_or_path}.yaml"
             if not path.exists():
-                known = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
-                raise FormatError(f"machine: there is no preset {str(name_or_path)!r}; there are {known}")
+                presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
+                raise FormatError(f"machine: there is no preset {str(name_or_path)!r}; there are {presets}")
         text = read_yaml(path)
         try:
             return cls.from_dict(yaml.safe_load(text))

@@ -30,10 +30,10 @@ def check_mode(mode: str) -> str:
 
 def ways_to_empty(program: Program, gap: Gap, mode: str) -> list[int]:
     """Returns those of SWAPPED, RECOMPUTED and KEPT that ``mode`` and the program allow in ``gap``."""
-    ways = [SWAPPED] if mode != "recompute" else []
+    kinds = [SWAPPED] if mode != "recompute" else []
     if mode != "swap" and gap.after < gap.before and can_recompute(program, gap.tensor, gap.before):
-        ways += [RECOMPUTED, KEPT]
-    return ways
+        kinds += [RECOMPUTED, KEPT]
+    return kinds
 
 
 def spans(after: int, before: int, n: int) -> tuple[slice, ...]:
@@ -53,5 +53,5 @@ def least_residency(program: Program, min_bytes: int, mode: str = "joint") -> in
     """
     gaps = [gap for gap in program.gaps(min_bytes) if mode != "recompute" or ways_to_empty(program, gap, mode)]
     nbytes = np.array([program.tensors[gap.tensor].nbytes for gap in gaps], np.int64)
-    where = np.array([gap[1:] for gap in gaps], np.int64).reshape(-1, 2)
-    return int(residency(np.array(program.live_bytes, np.int64), where, nbytes).max())
+    bounds = np.array([gap[1:] for gap in gaps], np.int64).reshape(-1, 2)
+    return int(residency(np.array(program.live_bytes, np.int64), bounds, nbytes).max())

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from simulator.decisions import KINDS, Decision, Kind, Name, OfGap, PlanError, Recompute, Rerun, Swap, cannot_recompute
+from simulator.decisions import KINDS, Decision, Evict, Kind, Name, PlanError, Recompute, Rerun, Swap, cannot_recompute
 from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program
 
 __all__ = ["Decision", "Plan", "PlanError", "Recompute", "Rerun", "Swap", "cannot_recompute"]
 
 FORMAT = "plan/2"
-READS = ("plan/1", FORMAT)
+READABLE_FORMATS = ("plan/1", FORMAT)
 OneKind = TypeVar("OneKind", bound=Kind)
 
 
@@ -57,65 +57,65 @@ class Plan:
             self.check(program)
             return self
         if not self.structure:
-            raise PlanError(f"{self._is_for_another(program)}, and does not record whether only times differ")
-        out = replace(self, fingerprint=program.fingerprint)
+            raise PlanError(f"{self._mismatch(program)}, and does not record whether only times differ")
+        retimed = replace(self, fingerprint=program.fingerprint)
         if self.structure != program.structure:
             try:
                 replace(self, fingerprint="").check(program)
-                first = "its decisions would fit"
+                reason = "its decisions would fit"
             except PlanError as error:
-                first = str(error)
+                reason = str(error)
             raise PlanError(
-                f"the plan is for another program than {program.name!r}, and not only times differ: {first}"
+                f"the plan is for another program than {program.name!r}, and not only times differ: {reason}"
             )
-        out.check(program)
-        return out
+        retimed.check(program)
+        return retimed
 
     def check(self, program: Program) -> None:
         """Raises PlanError with the first reason why this plan does not fit ``program``."""
         if self.fingerprint and self.fingerprint != program.fingerprint:
-            only_times = self.structure and self.structure == program.structure
-            hint = "; only times differ: Plan.retimed, retime=true of experiments.evaluate" if only_times else ""
-            raise PlanError(self._is_for_another(program) + hint)
+            differs_in_times = self.structure and self.structure == program.structure
+            hint = "; only times differ: Plan.retimed, retime=true of experiments.evaluate" if differs_in_times else ""
+            raise PlanError(self._mismatch(program) + hint)
         try:
-            program.chosen(self.variants)
+            program.selected_variants(self.variants)
         except ValueError as error:
             raise PlanError(str(error)) from None
-        claimed: dict[Hashable, int] = {}
-        back: dict[int, list[int]] = {}  # tensor -> kernels before which a decision restores it
+        claims: dict[Hashable, int] = {}
+        restored_before: dict[int, list[int]] = {}  # tensor -> kernels before which a decision restores it
         for i, d in enumerate(self.decisions):
             where = f"decisions[{i}]"
             claim = d.claim(program, where)
-            if (other := claimed.setdefault(claim, i)) != i:
+            if (other := claims.setdefault(claim, i)) != i:
                 raise PlanError(f"{where}: {d.clash(other)}")
             d.check(program, where)
-            if isinstance(d, OfGap):
-                back.setdefault(d.tensor, []).append(d.back)
+            if isinstance(d, Evict):
+                restored_before.setdefault(d.tensor, []).append(d.restored_before)
         kinds = {d.kind: type(d) for d in self.decisions}
         for kind in kinds.values():
-            if beside := next((kinds[name] for name in kind.excludes if name in kinds), None):
-                raise PlanError(f"a plan has {kind.__name__} or {beside.__name__} decisions, not both")
+            if conflict := next((kinds[name] for name in kind.excludes if name in kinds), None):
+                raise PlanError(f"a plan has {kind.__name__} or {conflict.__name__} decisions, not both")
         for i, d in enumerate(self.decisions):
-            d.check_beside(program, i, back)
+            d.check_conflicts(program, i, restored_before)
 
-    def _is_for_another(self, program: Program) -> str:
-        mine, other = self.fingerprint[:12], program.fingerprint[:12]
-        return f"the plan is for another program (fingerprint {mine}, {program.name!r} has {other})"
+    def _mismatch(self, program: Program) -> str:
+        expected, actual = self.fingerprint[:12], program.fingerprint[:12]
+        return f"the plan is for another program (fingerprint {expected}, {program.name!r} has {actual})"
 
     def of_kind(self, kind: type[OneKind]) -> list[OneKind]:
         """Returns the decisions of one kind."""
         return [d for d in self.decisions if isinstance(d, kind)]
 
-    def only(self, who: str, *kinds: Name) -> None:
+    def only(self, component: str, *kinds: Name) -> None:
         """Raises PlanError unless all decisions are of the given kinds.
 
         Args:
-            who: Name of the component in the error message.
+            component: Name of the component in the error message.
             kinds: Kinds that the component supports.
         """
         for i, d in enumerate(self.decisions):
             if d.kind not in kinds:
-                raise PlanError(f"decisions[{i}]: {who} does not support {d.kind} decisions")
+                raise PlanError(f"decisions[{i}]: {component} does not support {d.kind} decisions")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the ``plan/2`` dictionary; ``structure`` and ``variants`` are left out if empty."""
@@ -137,24 +137,24 @@ class Plan:
             {"fingerprint": (str, ""), "planner": (str, ""), "limit": (int, 0), "machine": (str, ""),
              "variants": (list, []), "structure": (str, "")},
         )  # fmt: skip
-        if top["format"] not in READS:
+        if top["format"] not in READABLE_FORMATS:
             raise FormatError(f"plan.format: expected {FORMAT!r}, got {top['format']!r}")
         if top["limit"] < 0:
             raise FormatError(f"plan.limit: expected an integer of at least 0, got {top['limit']}")
-        old = top["format"] != FORMAT
-        kinds: dict[str, type[Decision]] = {kind.kind: kind for kind in KINDS if kind.of_plan_1 or not old}
+        is_plan_1 = top["format"] != FORMAT
+        kinds: dict[str, type[Decision]] = {kind.kind: kind for kind in KINDS if kind.plan_1_keys or not is_plan_1}
         decisions: list[Decision] = []
         for i, entry in enumerate(top["decisions"]):
             name = entry.get("kind") if isinstance(entry, dict) else None
-            found = kinds.get(name) if isinstance(name, str) else None
-            decisions.append((found or Swap).of_entry(entry, f"decisions[{i}]", old))
-            if not found:
+            decision_class = kinds.get(name) if isinstance(name, str) else None
+            decisions.append((decision_class or Swap).from_entry(entry, f"decisions[{i}]", is_plan_1))
+            if not decision_class:
                 *others, last = map(repr, kinds)
                 raise FormatError(f"decisions[{i}].kind: expected {', '.join(others)} or {last}, got {name!r}")
         pairs = [integers(pair, f"variants[{i}]", length=2) for i, pair in enumerate(top["variants"])]
         variants = tuple((kernel, index) for kernel, index in pairs)
-        named = {key: top[key] for key in ("fingerprint", "planner", "limit", "machine", "structure")}
-        return cls(tuple(decisions), variants=variants, **named)
+        metadata = {key: top[key] for key in ("fingerprint", "planner", "limit", "machine", "structure")}
+        return cls(tuple(decisions), variants=variants, **metadata)
 
     def save(self, path: str | Path) -> None:
         """Writes ``plan/2`` JSON."""

@@ -20,7 +20,7 @@ from simulator.program import Kernel, Program
 from simulator.schedule import lower
 
 
-def adapted(plan: Plan, program: Program, other: Program) -> Plan:
+def transfer_plan(plan: Plan, program: Program, other: Program) -> Plan:
     """Returns the decisions of a plan for ``program`` that can be transferred to ``other``.
 
     Decisions whose tensor or next use is missing are dropped. If the kernel after which a gap opens is missing, the gap
@@ -33,54 +33,54 @@ def adapted(plan: Plan, program: Program, other: Program) -> Plan:
     Returns:
         A plan that passes ``Plan.check`` and can be lowered.
     """
-    mine, theirs = _known(program), _known(other)
-    tensor, kernel = (_matched(*pair) for pair in zip(mine, theirs, strict=True))
-    _match_others(program, other, mine[1], theirs[1], tensor, kernel)
-    beside = _by_order(program, other, tensor, kernel)
+    program_keys, other_keys = _identity_keys(program), _identity_keys(other)
+    tensor, kernel = (_match(*pair) for pair in zip(program_keys, other_keys, strict=True))
+    _match_others(program, other, program_keys[1], other_keys[1], tensor, kernel)
+    by_order = _by_order(program, other, tensor, kernel)
     variants = [(kernel[k], i) for k, i in plan.variants if k in kernel]
-    known = [(k, i) for k, i in variants if i < len(other.kernels[k].variants)]
-    bare = replace(Plan.of(other, (), plan.planner, plan.limit, plan.machine), variants=tuple(sorted(known)))
-    tries = (d.moved(tensor, kernel | beside.get(getattr(d, "tensor", -1), {}), other) for d in plan.decisions)
-    found = [next((d for d in each if _fit(Plan((d,)), other)), None) for each in tries]
-    return replace(bare, decisions=_together([], [d for d in found if d is not None], bare, other))
+    valid = [(k, i) for k, i in variants if i < len(other.kernels[k].variants)]
+    empty = replace(Plan.of(other, (), plan.planner, plan.limit, plan.machine), variants=tuple(sorted(valid)))
+    options = (d.mapped(tensor, kernel | by_order.get(getattr(d, "tensor", -1), {}), other) for d in plan.decisions)
+    transferred = [next((d for d in group if _is_valid(Plan((d,)), other)), None) for group in options]
+    return replace(empty, decisions=_merge([], [d for d in transferred if d is not None], empty, other))
 
 
-class Same:
+class IdentityKey:
     """Identity-based cache key for a program or a machine."""
 
-    def __init__(self, of: Any):
-        self.of = of
+    def __init__(self, value: Any):
+        self.value = value
 
     def __hash__(self) -> int:
-        return id(self.of)
+        return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.of is other.of
+        return isinstance(other, IdentityKey) and self.value is other.value
 
 
-def _matched(keys: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, int]:
+def _match(keys: Sequence[Hashable], other_keys: Sequence[Hashable]) -> dict[int, int]:
     """Returns the pairs of indices with equal keys."""
-    at = {key: i for i, key in enumerate(others)}
-    return {i: at[key] for i, key in enumerate(keys) if key in at}
+    index = {key: i for i, key in enumerate(other_keys)}
+    return {i: index[key] for i, key in enumerate(keys) if key in index}
 
 
 def _match_others(
-    program: Program, other: Program, mine: Sequence[Any], theirs: Sequence[Any], tensor: dict[int, int],
+    program: Program, other: Program, kernel_keys: Sequence[Any], other_keys: Sequence[Any], tensor: dict[int, int],
     kernel: dict[int, int],
 ) -> None:  # fmt: skip
-    """Adds kernels of other names, and their outputs, to the matched tensors and kernels; ``mine``: kernels' keys."""
+    """Adds kernels of other names, and their outputs, to the matched tensors and kernels; keys identify kernels."""
 
-    def unmatched(keys: Sequence[Any], kernels: Sequence[Kernel], known: Container[int]) -> dict[Hashable, list[int]]:
+    def unmatched(keys: Sequence[Any], kernels: Sequence[Kernel], matched: Container[int]) -> dict[Hashable, list[int]]:
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for k, ((_, place), _) in enumerate(keys):
-            if k not in known:
+            if k not in matched:
                 groups[kernels[k].phase, place].append(k)
         return groups
 
-    others = unmatched(theirs, other.kernels, set(kernel.values()))
-    for key, group in unmatched(mine, program.kernels, kernel).items():
-        if len(group) == len(others[key]):
-            kernel |= zip(group, others[key], strict=True)
+    other_groups = unmatched(other_keys, other.kernels, set(kernel.values()))
+    for key, group in unmatched(kernel_keys, program.kernels, kernel).items():
+        if len(group) == len(other_groups[key]):
+            kernel |= zip(group, other_groups[key], strict=True)
     for t, uses in enumerate(program.writes):
         if t in tensor or not uses or uses[0] not in kernel or program.tensors[t].persistent:
             continue
@@ -93,41 +93,41 @@ def _by_order(
     program: Program, other: Program, tensor: Mapping[int, int], kernel: Mapping[int, int]
 ) -> dict[int, dict[int, int]]:
     """Returns, per tensor, for unmatched kernels the one with the same number of uses of the tensor into the phase."""
-    found: dict[int, dict[int, int]] = {}
+    replacements: dict[int, dict[int, int]] = {}
     for t, u in tensor.items():
-        mine = _numbered(program.kernels[k].phase for k in program.accesses[t])
-        theirs = _numbered(other.kernels[k].phase for k in other.accesses[u])
-        at = dict(zip(theirs, other.accesses[u], strict=True))
-        pairs = zip(program.accesses[t], mine, strict=True)
-        found[t] = {k: at[key] for k, key in pairs if k not in kernel and key in at}
-    return found
+        program_uses = _with_occurrence(program.kernels[k].phase for k in program.accesses[t])
+        other_uses = _with_occurrence(other.kernels[k].phase for k in other.accesses[u])
+        other_kernels = dict(zip(other_uses, other.accesses[u], strict=True))
+        pairs = zip(program.accesses[t], program_uses, strict=True)
+        replacements[t] = {k: other_kernels[key] for k, key in pairs if k not in kernel and key in other_kernels}
+    return replacements
 
 
-def _known(program: Program) -> tuple[list[Hashable], list[Hashable]]:
+def _identity_keys(program: Program) -> tuple[list[Hashable], list[Hashable]]:
     """Returns the keys that identify tensors and kernels."""
     tensors, kernels = program.tensors, program.kernels
     places: list[Hashable] = []
     writer: dict[int, int] = {}  # last writer so far of each non-persistent tensor
     for kernel in kernels:
         place: Hashable = tuple(tensors[t].name for t in kernel.accesses if tensors[t].persistent)
-        wrote = sorted(writer[t] for t in kernel.inputs if t in writer)
-        if not place and wrote:
-            place = places[max((w for w in wrote if kernels[w].phase == "forward"), default=wrote[-1])]
+        writers = sorted(writer[t] for t in kernel.inputs if t in writer)
+        if not place and writers:
+            place = places[max((w for w in writers if kernels[w].phase == "forward"), default=writers[-1])]
         places.append(place)
         writer |= {t: len(places) - 1 for t in kernel.outputs if not tensors[t].persistent}
-    keys = _numbered((kernel.name, place) for kernel, place in zip(kernels, places, strict=True))
-    made = {t: (keys[uses[0]], kernels[uses[0]].outputs.index(t))
-            for t, uses in enumerate(program.writes) if uses and not tensors[t].persistent}  # fmt: skip
-    return _numbered(made.get(t, x.name) for t, x in enumerate(tensors)), keys
+    keys = _with_occurrence((kernel.name, place) for kernel, place in zip(kernels, places, strict=True))
+    written_as = {t: (keys[uses[0]], kernels[uses[0]].outputs.index(t))
+                  for t, uses in enumerate(program.writes) if uses and not tensors[t].persistent}  # fmt: skip
+    return _with_occurrence(written_as.get(t, x.name) for t, x in enumerate(tensors)), keys
 
 
-def _numbered(names: Iterable[Hashable]) -> list[Hashable]:
+def _with_occurrence(names: Iterable[Hashable]) -> list[Hashable]:
     """Pairs each name with the number of its previous occurrences."""
-    seen: defaultdict[Hashable, Iterator[int]] = defaultdict(count)
-    return [(name, next(seen[name])) for name in names]
+    counters: defaultdict[Hashable, Iterator[int]] = defaultdict(count)
+    return [(name, next(counters[name])) for name in names]
 
 
-def _fit(plan: Plan, program: Program) -> bool:
+def _is_valid(plan: Plan, program: Program) -> bool:
     try:
         plan.check(program)
     except PlanError:
@@ -135,16 +135,16 @@ def _fit(plan: Plan, program: Program) -> bool:
     return True
 
 
-def _together(kept: list[Decision], more: list[Decision], bare: Plan, program: Program) -> tuple[Decision, ...]:
-    """Returns the kept decisions and all compatible decisions of ``more``, which bisection finds."""
-    whole = replace(bare, decisions=(*kept, *more))
+def _merge(accepted: list[Decision], others: list[Decision], empty: Plan, program: Program) -> tuple[Decision, ...]:
+    """Returns the accepted decisions and all compatible decisions of ``others``, which bisection finds."""
+    plan = replace(empty, decisions=(*accepted, *others))
     try:
-        whole.check(program)
-        lower(program, whole)
-        return whole.decisions
+        plan.check(program)
+        lower(program, plan)
+        return plan.decisions
     except PlanError:
-        if len(more) == 1:
-            return tuple(kept)
-    half = len(more) // 2
-    first = _together(kept, more[:half], bare, program)
-    return _together(list(first), more[half:], bare, program)
+        if len(others) == 1:
+            return tuple(accepted)
+    half = len(others) // 2
+    first = _merge(accepted, others[:half], empty, program)
+    return _merge(list(first), others[half:], empty, program)

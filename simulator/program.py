@@ -132,8 +132,8 @@ class Program:
 
     def _kernels_by_tensor(self, tensors: Sequence[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
         table: list[list[int]] = [[] for _ in self.tensors]
-        for k, named in enumerate(tensors):
-            for t in named:
+        for k, accessed in enumerate(tensors):
+            for t in accessed:
                 table[t].append(k)
         return tuple(map(tuple, table))
 
@@ -151,30 +151,30 @@ class Program:
         """
         found = []
         for k, kernel in enumerate(self.kernels):
-            until = {}
+            last_kernels = {}
             for x in kernel.inputs:
                 writes = self.writes[x]
                 i = bisect_left(writes, k)
-                end = len(self.kernels) if self.tensors[x].persistent else self.accesses[x][-1]
-                until[x] = min(writes[i], end) if i < len(writes) else end
-            found.append(until)
+                last_use = len(self.kernels) if self.tensors[x].persistent else self.accesses[x][-1]
+                last_kernels[x] = min(writes[i], last_use) if i < len(writes) else last_use
+            found.append(last_kernels)
         return tuple(found)
 
     @cached_property
-    def again_until(self) -> tuple[int, ...]:
+    def recomputable_until(self) -> tuple[int, ...]:
         """Last kernel before which each kernel can be recomputed with no live tensor evicted; -1 if never.
 
         Its inputs must be unchanged, or be outputs of kernels that can be recomputed themselves.
         """
-        until: list[int] = []
+        bounds: list[int] = []
         for k, kernel in enumerate(self.kernels):
-            last = len(self.kernels) if kernel.recomputable else -1
-            for x, there in self.available_until[k].items():
+            bound = len(self.kernels) if kernel.recomputable else -1
+            for x, input_bound in self.available_until[k].items():
                 if not self.tensors[x].persistent:
-                    there = max(there, min(until[w] for w in self.writes[x] if w < k))
-                last = min(last, there)
-            until.append(last)
-        return tuple(until)
+                    input_bound = max(input_bound, min(bounds[w] for w in self.writes[x] if w < k))
+                bound = min(bound, input_bound)
+            bounds.append(bound)
+        return tuple(bounds)
 
     @cached_property
     def live_bytes(self) -> tuple[int, ...]:
@@ -248,17 +248,17 @@ class Program:
         The malloc, reads and writes of a kernel carry its start time, its frees its end time. Persistent tensors have
         neither malloc nor free.
         """
-        lines = []
+        operations = []
         for k, kernel in enumerate(self.kernels):
             begin, end = self.start_ns[k], self.start_ns[k + 1]
-            fresh = [t for t in dict.fromkeys(kernel.outputs)
-                     if not self.tensors[t].persistent and self.accesses[t][0] == k]  # fmt: skip
-            lines += [Operation("malloc", t, k, begin) for t in fresh]
-            lines += [Operation("read", t, k, begin) for t in dict.fromkeys(kernel.inputs)]
-            lines += [Operation("write", t, k, begin) for t in dict.fromkeys(kernel.outputs)]
-            lines += [Operation("free", t, k, end) for t in kernel.accesses
-                      if not self.tensors[t].persistent and self.accesses[t][-1] == k]  # fmt: skip
-        return lines
+            allocated = [t for t in dict.fromkeys(kernel.outputs)
+                         if not self.tensors[t].persistent and self.accesses[t][0] == k]  # fmt: skip
+            operations += [Operation("malloc", t, k, begin) for t in allocated]
+            operations += [Operation("read", t, k, begin) for t in dict.fromkeys(kernel.inputs)]
+            operations += [Operation("write", t, k, begin) for t in dict.fromkeys(kernel.outputs)]
+            operations += [Operation("free", t, k, end) for t in kernel.accesses
+                           if not self.tensors[t].persistent and self.accesses[t][-1] == k]  # fmt: skip
+        return operations
 
     def with_durations(self, durations_ns: Sequence[int]) -> Program:
         """Returns this program with other kernel durations; durations of variants are scaled in proportion.
@@ -270,13 +270,13 @@ class Program:
             ValueError: A kernel with variants has duration 0, so its variants cannot be scaled.
         """
         kernels = []
-        for i, (kernel, new) in enumerate(zip(self.kernels, map(int, durations_ns), strict=True)):
+        for i, (kernel, new_ns) in enumerate(zip(self.kernels, map(int, durations_ns), strict=True)):
             old, variants = kernel.duration_ns, kernel.variants
-            if variants and new != old:
+            if variants and new_ns != old:
                 if not old:
                     raise ValueError(f"kernels[{i}]: its variants cannot be scaled from a duration of 0")
-                variants = tuple((round(Fraction(ns * new, old)), workspace) for ns, workspace in variants)
-            kernels.append(replace(kernel, duration_ns=new, variants=variants))
+                variants = tuple((round(Fraction(ns * new_ns, old)), workspace) for ns, workspace in variants)
+            kernels.append(replace(kernel, duration_ns=new_ns, variants=variants))
         if any(k.variants or not 0 <= k.duration_ns <= LONGEST for k in kernels):
             return Program(self.name, self.tensors, tuple(kernels))
         out = object.__new__(Program)  # skips the checks and keeps cached properties that do not depend on times
@@ -284,7 +284,7 @@ class Program:
         out.__dict__["kernels"] = tuple(kernels)
         return out
 
-    def chosen(self, variants: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    def selected_variants(self, variants: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """Returns (duration_ns, workspace) of every kernel that ``variants`` names.
 
         Args:
@@ -309,12 +309,12 @@ class Program:
     def with_variants(self, variants: Sequence[tuple[int, int]]) -> Program:
         """Returns this program with the durations and workspaces of the given variants.
 
-        Arguments and errors are those of ``chosen``.
+        Arguments and errors are those of ``selected_variants``.
         """
         if not variants:
             return self
         kernels = list(self.kernels)
-        for k, (duration, workspace) in self.chosen(variants).items():
+        for k, (duration, workspace) in self.selected_variants(variants).items():
             kernels[k] = replace(kernels[k], duration_ns=duration, workspace=workspace)
         return Program(self.name, self.tensors, tuple(kernels))
 
@@ -351,13 +351,13 @@ class Program:
         kernels = []
         for i, entry in enumerate(top["kernels"]):
             where = f"kernels[{i}]"
-            got = fields(entry, where, _KERNEL_REQUIRED, _KERNEL_OPTIONAL)
-            for side in ("inputs", "outputs"):
-                got[side] = integers(got[side], f"{where}.{side}")
-            pairs = enumerate(got["variants"])
-            got["variants"] = tuple(integers(pair, f"{where}.variants[{j}]", length=2) for j, pair in pairs)
-            _printable(got["name"], f"{where}.name")
-            kernels.append(Kernel(**got))
+            values = fields(entry, where, _KERNEL_REQUIRED, _KERNEL_OPTIONAL)
+            for key in ("inputs", "outputs"):
+                values[key] = integers(values[key], f"{where}.{key}")
+            pairs = enumerate(values["variants"])
+            values["variants"] = tuple(integers(pair, f"{where}.variants[{j}]", length=2) for j, pair in pairs)
+            _printable(values["name"], f"{where}.name")
+            kernels.append(Kernel(**values))
         for i, tensor in enumerate(tensors):
             _printable(tensor.name, f"tensors[{i}].name")
         return cls(top["name"], tuple(tensors), tuple(kernels))
@@ -399,12 +399,12 @@ _KERNEL_OPTIONAL: dict[str, tuple[type, Any]] = {
 def _check(program: Program) -> None:
     """Checks the invariants of every program; raises FormatError that names the entry."""
 
-    def amount(value: int, where: str, bits: int = LONGEST.bit_length() - 1) -> None:
+    def check_amount(value: int, where: str, bits: int = LONGEST.bit_length() - 1) -> None:
         if not 0 <= value <= 2**bits:
             raise FormatError(f"{where}: expected an integer from 0 to 2**{bits}, got {value}")
 
     for i, tensor in enumerate(program.tensors):
-        amount(tensor.nbytes, f"tensors[{i}].nbytes")
+        check_amount(tensor.nbytes, f"tensors[{i}].nbytes")
         if tensor.kind not in TENSOR_KINDS:
             raise FormatError(f"tensors[{i}].kind: unknown kind {tensor.kind!r}")
     if not program.kernels:
@@ -417,14 +417,14 @@ def _check(program: Program) -> None:
         if kernel.phase not in PHASES:
             raise FormatError(f"{where}.phase: unknown phase {kernel.phase!r}")
         for name in ("duration_ns", "workspace", "flops", "bytes"):
-            amount(getattr(kernel, name), f"{where}.{name}", 62 if name in ("flops", "bytes") else 43)
+            check_amount(getattr(kernel, name), f"{where}.{name}", 62 if name in ("flops", "bytes") else 43)
         for j, (duration, workspace) in enumerate(kernel.variants):
-            amount(duration, f"{where}.variants[{j}][0]")
-            amount(workspace, f"{where}.variants[{j}][1]")
-        for side in ("inputs", "outputs"):
-            for j, t in enumerate(getattr(kernel, side)):
+            check_amount(duration, f"{where}.variants[{j}][0]")
+            check_amount(workspace, f"{where}.variants[{j}][1]")
+        for key in ("inputs", "outputs"):
+            for j, t in enumerate(getattr(kernel, key)):
                 if not 0 <= t < len(program.tensors):
-                    raise FormatError(f"{where}.{side}[{j}]: there is no tensor {t}")
+                    raise FormatError(f"{where}.{key}[{j}]: there is no tensor {t}")
         for j, t in enumerate(kernel.inputs):
             if t not in written and not program.tensors[t].persistent:
                 raise FormatError(

@@ -17,7 +17,7 @@ from simulator.program import Phase, Program
 from simulator.timeline import Breakdown, Timeline
 
 ROWS = 15  # maximum number of modules on a page
-ITSELF = "(the model itself)"  # module name of the model's own kernels
+MODEL_ITSELF = "(the model itself)"  # module name of the model's own kernels
 KINDS = {"parameter": "parameters", "buffer": "buffers", "optimizer_state": "optimizer state", "input": "inputs",
          "gradient": "gradients", "activation": "activations", "workspace": "workspace"}  # fmt: skip
 
@@ -55,8 +55,8 @@ class Peak:
     def moment(self) -> str:
         """Kernel that runs at the peak, with its source location."""
         module, line = self.place or ("", "")
-        where = "".join((f" of {module}" if module else "", f" ({line})" if line else ""))
-        return f"kernel {self.kernel}, {self.name}, {self.phase}{where}"
+        location = "".join((f" of {module}" if module else "", f" ({line})" if line else ""))
+        return f"kernel {self.kernel}, {self.name}, {self.phase}{location}"
 
 
 class Moved(NamedTuple):
@@ -120,7 +120,7 @@ class Report:
                               [p.kinds for p in peaks], KINDS)]  # fmt: skip
         if self.without.modules:
             names, columns = by_module(peaks)
-            lines += ["", *_table("module", names, columns, {"": ITSELF})]
+            lines += ["", *_table("module", names, columns, {"": MODEL_ITSELF})]
         return "\n".join([*lines, "", *(self._plan() if self.planner else ()), *self._times()])
 
     def _plan(self) -> Iterable[str]:
@@ -135,22 +135,22 @@ class Report:
 
     def _times(self) -> Iterable[str]:
         parts = self.breakdown
-        lost = {"recomputation": parts.recompute_ns, "waits for memory": parts.stall_memory_ns,
-                "waits for data": parts.stall_data_ns, "waits for the host": parts.stall_issue_ns}  # fmt: skip
-        why = ", ".join(f"{what} {_time(ns)}" for what, ns in lost.items() if ns)
+        losses = {"recomputation": parts.recompute_ns, "waits for memory": parts.stall_memory_ns,
+                  "waits for data": parts.stall_data_ns, "waits for the host": parts.stall_issue_ns}  # fmt: skip
+        causes = ", ".join(f"{cause} {_time(ns)}" for cause, ns in losses.items() if ns)
         yield (
             f"predicted: {_time(self.iteration_ns)} a step, {self.overhead:.2%} over the ideal {_time(self.ideal_ns)}"
-            + (f" ({why})" if why else "")
+            + (f" ({causes})" if causes else "")
         )
         if self.floor_ns is not None:
-            over = self.floor_ns / self.ideal_ns - 1 if self.ideal_ns else 0.0
-            yield f"floor: every plan takes at least {_time(self.floor_ns)}, {over:.2%} over the ideal"
+            overhead = self.floor_ns / self.ideal_ns - 1 if self.ideal_ns else 0.0
+            yield f"floor: every plan takes at least {_time(self.floor_ns)}, {overhead:.2%} over the ideal"
         if self.issued:
             yield f"runs {self.issued}"
 
 
 def report(
-    program: Program, machine: Machine, limit: int, packed_bytes: int, alone: Timeline, under: Timeline | None = None,
+    program: Program, machine: Machine, limit: int, packed_bytes: int, base: Timeline, planned: Timeline | None = None,
     plan: Plan | None = None, floor_ns: int | None = None, origins: Origins | None = None, issued: str = "",
 ) -> Report:  # fmt: skip
     """Returns the report of ``plan`` on a step, or of the unplanned step.
@@ -160,20 +160,20 @@ def report(
         machine: Machine of both timelines.
         limit: memory limit in bytes.
         packed_bytes: packed size of the executed timeline (``simulator.pool.packed.packed_bytes``).
-        alone: timeline of the step without a plan.
-        under: timeline under the plan; None without a plan or without decisions.
-        plan: Plan of ``under``; None: the step runs without a plan.
+        base: timeline of the step without a plan.
+        planned: timeline under the plan; None without a plan or without decisions.
+        plan: Plan of ``planned``; None: the step runs without a plan.
         floor_ns: as in ``agents.floor.floor``.
         origins: None for a program that was not captured here.
         issued: how the step runs; "" if it is not executed.
     """
-    timeline = under or alone
-    without = _peak(program, origins, alone)
+    timeline = planned or base
+    without = _peak(program, origins, base)
     return Report(
-        program.name, machine.name, limit, (plan.planner or "the caller") if plan is not None and under else "",
+        program.name, machine.name, limit, (plan.planner or "the caller") if plan is not None and planned else "",
         sum(t.nbytes for t in program.tensors if t.persistent), timeline.required_bytes, without,
-        _peak(program, origins, under) if under else without,
-        _swapped(program, plan, timeline) if plan is not None else {}, _rerun(program, timeline),
+        _peak(program, origins, planned) if planned else without,
+        _swap_totals(program, plan, timeline) if plan is not None else {}, _recompute_totals(program, timeline),
         timeline.iteration_ns, program.ideal_ns, timeline.breakdown, floor_ns,
         packed_bytes, issued,
     )  # fmt: skip
@@ -181,7 +181,7 @@ def report(
 
 def _peak(program: Program, origins: Origins | None, timeline: Timeline) -> Peak:
     time_ns, held = timeline.peak
-    k = timeline.running(time_ns).index
+    k = timeline.span_at(time_ns).index
     kinds = timeline.peak_by(lambda owner: program.tensors[owner].kind if owner >= 0 else "workspace")
     modules: dict[str, int] = {}
     if origins is not None:
@@ -192,7 +192,7 @@ def _peak(program: Program, origins: Origins | None, timeline: Timeline) -> Peak
     return Peak(sum(held.values()), k, kernel.name, kernel.phase, place, kinds, modules)
 
 
-def _swapped(program: Program, plan: Plan, timeline: Timeline) -> dict[str, Moved]:
+def _swap_totals(program: Program, plan: Plan, timeline: Timeline) -> dict[str, Moved]:
     """Returns the tensors swapped in the last iteration by kind, most bytes first."""
     tensors: defaultdict[str, set[int]] = defaultdict(set)
     plan.only("the report", "swap", "recompute", "rerun")
@@ -202,19 +202,19 @@ def _swapped(program: Program, plan: Plan, timeline: Timeline) -> dict[str, Move
     for span in timeline.spans:
         if span.stream != "compute" and span.start_ns >= timeline.last_start_ns:
             moved[program.tensors[span.index].kind][span.kind] += program.tensors[span.index].nbytes
-    found = {kind: Moved(len(tensors[kind]), n["swap_out"], n["swap_in"]) for kind, n in moved.items()}
-    return dict(sorted(found.items(), key=lambda entry: -entry[1].out_bytes - entry[1].back_bytes))
+    totals = {kind: Moved(len(tensors[kind]), n["swap_out"], n["swap_in"]) for kind, n in moved.items()}
+    return dict(sorted(totals.items(), key=lambda entry: -entry[1].out_bytes - entry[1].back_bytes))
 
 
-def _rerun(program: Program, timeline: Timeline) -> dict[str, Rerun]:
+def _recompute_totals(program: Program, timeline: Timeline) -> dict[str, Rerun]:
     """Returns the kernels recomputed in the last iteration by kind, longest first."""
-    found: dict[str, Rerun] = {}
+    totals: dict[str, Rerun] = {}
     for span in timeline.spans:
         if span.kind == "recompute" and span.start_ns >= timeline.last_start_ns:
             kind = program.kernels[span.index].kind
-            count, ns = found.get(kind, (0, 0))
-            found[kind] = Rerun(count + 1, ns + span.end_ns - span.start_ns)
-    return dict(sorted(found.items(), key=lambda entry: -entry[1].duration_ns))
+            count, ns = totals.get(kind, (0, 0))
+            totals[kind] = Rerun(count + 1, ns + span.end_ns - span.start_ns)
+    return dict(sorted(totals.items(), key=lambda entry: -entry[1].duration_ns))
 
 
 # ------------------------------------------------------------------------------------ the page
@@ -226,7 +226,7 @@ def by_module(peaks: Sequence[Peak], rows: int = ROWS) -> tuple[list[str], list[
     Returns:
         At most ``rows`` names, sorted by bytes in the first peak, the smallest merged into one; a column per peak.
     """
-    columns = [_merged(p.modules, _depth(peaks, rows)) for p in peaks]
+    columns = [_group_by_prefix(p.modules, _depth(peaks, rows)) for p in peaks]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     keys.sort(key=lambda key: [-column.get(key, 0) for column in columns])
     if len(keys) > rows:
@@ -242,7 +242,7 @@ def _depth(peaks: Sequence[Peak], rows: int) -> int:
     depths = range(1, max(map(len, paths)) + 1)
     depth = max((d for d in depths if len({path[:d] for path in paths}) <= rows), default=1)
     while True:
-        merged = _merged(peaks[0].modules, depth)
+        merged = _group_by_prefix(peaks[0].modules, depth)
         largest = max(merged, key=merged.__getitem__)
         parts = {path[: depth + 1] for path in paths if ".".join(path[:depth]) == largest}
         if 2 * merged[largest] <= peaks[0].nbytes or len(parts) == 1:
@@ -250,11 +250,11 @@ def _depth(peaks: Sequence[Peak], rows: int) -> int:
         depth += 1
 
 
-def _merged(modules: Mapping[str, int], depth: int) -> dict[str, int]:
-    found: defaultdict[str, int] = defaultdict(int)
+def _group_by_prefix(modules: Mapping[str, int], depth: int) -> dict[str, int]:
+    merged: defaultdict[str, int] = defaultdict(int)
     for path, nbytes in modules.items():
-        found[".".join(path.split(".")[:depth])] += nbytes
-    return dict(found)
+        merged[".".join(path.split(".")[:depth])] += nbytes
+    return dict(merged)
 
 
 def _table(title: str, keys: list[str], columns: list[dict[str, int]], names: Mapping[str, str]) -> Iterable[str]:
@@ -278,11 +278,11 @@ class Unit:
     digits: int = 2  # decimal places
 
     @classmethod
-    def of(cls, *told: int, apart: Iterable[tuple[int, int]] = ()) -> Unit:
-        """Returns the unit of the largest value, with 2 to 4 digits, to distinguish unequal pairs in ``apart``."""
-        nbytes, name = next((unit for unit in UNITS if max(told) >= unit[0]), UNITS[-1])
+    def for_sizes(cls, *sizes: int, distinct: Iterable[tuple[int, int]] = ()) -> Unit:
+        """Returns the unit of the largest value, with 2 to 4 digits, to distinguish unequal pairs in ``distinct``."""
+        nbytes, name = next((unit for unit in UNITS if max(sizes) >= unit[0]), UNITS[-1])
         units = [cls(nbytes, name, digits) for digits in (2, 3, 4)]
-        pairs = [pair for pair in apart if pair[0] != pair[1]]
+        pairs = [pair for pair in distinct if pair[0] != pair[1]]
         return next((u for u in units if all(u.steps(a) != u.steps(b) for a, b in pairs)), units[-1])
 
     def __call__(self, nbytes: int) -> str:

@@ -13,24 +13,24 @@ from numpy.typing import NDArray
 from simulator.program import Gap, Program
 
 
-def residency(load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
+def residency(load: NDArray[np.int64], bounds: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns the load per kernel with some gaps emptied, as if transfers took no time.
 
     Args:
         load: (n,) bytes at each kernel with nothing evicted.
-        where: (m, 2) gaps: the kernel after which each opens, and the kernel before which it ends.
+        bounds: (m, 2) gaps: the kernel after which each opens, and the kernel before which it ends.
         nbytes: (m,) size of each gap's tensor.
     """
-    after, before = where.T
+    after, before = bounds.T
     change = np.zeros(len(load) + 1, np.int64)
     np.subtract.at(change, after + 1, nbytes)
     np.add.at(change, before, nbytes)
     change[0] -= nbytes[after >= before].sum()
-    left: NDArray[np.int64] = load + change[:-1].cumsum()
-    return left
+    remaining: NDArray[np.int64] = load + change[:-1].cumsum()
+    return remaining
 
 
-def present(program: Program, tensor: int, reader: int, kernel: int, dropped: Set[int]) -> bool:
+def is_available(program: Program, tensor: int, reader: int, kernel: int, dropped: Set[int]) -> bool:
     """Returns whether ``tensor`` is in memory or on the host at ``kernel``, with the content that ``reader`` read.
 
     Args:
@@ -56,17 +56,17 @@ def reruns(program: Program, targets: Set[int], kernel: int, dropped: Set[int] =
         dropped: Further tensors that are evicted.
     """
     dropped = dropped | targets
-    found: set[int] = set()
+    chain: set[int] = set()
     pending = [w for t in targets for w in program.writes[t] if w < kernel]
     while pending:
         w = pending.pop()
-        if w in found:
+        if w in chain:
             continue
-        found.add(w)
+        chain.add(w)
         for x in program.kernels[w].inputs:
-            if not present(program, x, w, kernel, dropped):
+            if not is_available(program, x, w, kernel, dropped):
                 pending += [u for u in program.writes[x] if u < w]
-    return sorted(found)
+    return sorted(chain)
 
 
 def recompute_ns(program: Program, gap: Gap) -> int:

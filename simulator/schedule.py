@@ -6,9 +6,9 @@ the copies and gaps that begin at its end, and the planned residency of each ker
 
 A block is one copy of a tensor, or a workspace. It lives from the step that writes it first to the last that uses it.
 A **version** of a tensor is the kernel that wrote it last, in program order (-1: the iteration before). Every step
-reads the same version as in program order, so ``_Walk`` only tracks which block holds which version.
+reads the same version as in program order, so ``_Builder`` only tracks which block holds which version.
 """
-# Points that ``_Walk`` implements:
+# Points that ``_Builder`` implements:
 # 1. A kernel writes in place. The first write of a tensor allocates a block.
 # 2. A recomputed step writes to blocks of its pass, which all writers of a tensor in the pass share.
 # 3. Recompute: a pass reads the resident block of a version, else its own; it keeps what it recovers (rule 7).
@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple, assert_never
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError, Recompute, Rerun, Swap
 from simulator.program import Program
-from simulator.residency import present, reruns
+from simulator.residency import is_available, reruns
 
 StepKind = Literal["kernel", "recompute"]
 
@@ -39,9 +39,9 @@ class OutOfMemory(RuntimeError):
     """Raised if a kernel exceeds the limit although everything that the plan evicts is evicted."""
 
     def __init__(self, kernel: int, requested: int, used: int, limit: int, job: str = ""):
-        of = f"job {job!r}: " if job else ""
+        prefix = f"job {job!r}: " if job else ""
         super().__init__(
-            f"{of}kernel {kernel} needs {requested:,} bytes beside {used:,} in use, over the limit of {limit:,}"
+            f"{prefix}kernel {kernel} needs {requested:,} bytes beside {used:,} in use, over the limit of {limit:,}"
         )
         self.kernel, self.requested, self.used, self.limit = kernel, requested, used, limit
 
@@ -201,9 +201,9 @@ class Schedule:
     def next_touch(self, block: int, step: int) -> tuple[int, int]:
         """Returns (kernels, ns) from ``step`` to the next step that touches ``block``; NEVER if none does."""
         steps, begins = self._touches.get(block, []), self.begins
-        later = next((i for i in steps if i >= step), None)
-        if later is not None:
-            return self.steps[later].before - self.steps[step].before, begins[later] - begins[step]
+        next_step = next((i for i in steps if i >= step), None)
+        if next_step is not None:
+            return self.steps[next_step].before - self.steps[step].before, begins[next_step] - begins[step]
         if not steps or self.blocks[block].first >= 0:
             return NEVER, NEVER
         kernels = len(self.program.kernels) - self.steps[step].before + self.steps[steps[0]].before
@@ -218,11 +218,11 @@ def lower(program: Program, plan: Plan) -> Schedule:
     """
     program = program.with_variants(plan.variants)
     wrapping = {d.tensor: d for d in plan.of_kind(Swap) if d.after >= d.before}
-    walk = _Walk(program, plan, wrapping)
-    still_away = walk.away.keys()
-    if still_away != wrapping.keys():  # a pass before the boundary has swapped some in
-        walk = _Walk(program, plan, {t: wrapping[t] for t in still_away})
-    return walk.schedule()
+    builder = _Builder(program, plan, wrapping)
+    still_on_host = builder.on_host.keys()
+    if still_on_host != wrapping.keys():  # a pass before the boundary has swapped some in
+        builder = _Builder(program, plan, {t: wrapping[t] for t in still_on_host})
+    return builder.schedule()
 
 
 def check_room(schedule: Schedule, machine: Machine, limit: int, limit_until: int) -> None:
@@ -236,234 +236,234 @@ def check_room(schedule: Schedule, machine: Machine, limit: int, limit_until: in
         if schedule.residency[k] > limit:
             used = schedule.resident[k]
             raise OutOfMemory(k, schedule.residency[k] - used, used, limit)
-    most = max(schedule.on_host)
-    if most > machine.host_bytes:
-        raise PlanError(f"the plan has {most:,} bytes on the host at a time; {machine.name} has {machine.host_bytes:,}")
+    peak = max(schedule.on_host)
+    if peak > machine.host_bytes:
+        raise PlanError(f"the plan has {peak:,} bytes on the host at a time; {machine.name} has {machine.host_bytes:,}")
 
 
-class _Walk:
+class _Builder:
     """Walks through one iteration, kernel by kernel, and records steps and blocks."""
 
     def __init__(self, program: Program, plan: Plan, away_at_start: dict[int, Swap]):
         self.program, self.plan, self.away_at_start = program, plan, frozenset(away_at_start)
-        self.away: dict[int, Swap] = dict(away_at_start)  # tensor on the host -> its decision
+        self.on_host: dict[int, Swap] = dict(away_at_start)  # tensor on the host -> its decision
         self.dropped: dict[int, Recompute] = {}
         self.returns: dict[Swap | Recompute, int] = {}  # of swaps
         self.recovered: dict[Swap | Recompute, int] = {}
         self.moved: dict[Swap, int] = {}
         self.owners: list[tuple[int, int]] = []  # per block: owner, bytes
         self.spans: list[list[int]] = []  # per block: first and last step
-        self.holder: dict[tuple[int, int], int] = {}  # (tensor, version) -> the newest block that holds it
+        self.holders: dict[tuple[int, int], int] = {}  # (tensor, version) -> the newest block that holds it
         self.steps: list[tuple[StepKind, int, int, Set[int], dict[int, int]]] = []
         self.first: list[int] = []
         for t, tensor in enumerate(program.tensors):
             if tensor.persistent:
-                self.holder[t, -1] = self._block(t, tensor.nbytes, -1)
+                self.holders[t, -1] = self._new_block(t, tensor.nbytes, -1)
         # Decisions by kernel: recomputed in its pass; swapped out or dropped at its end; recovered before it.
-        again: dict[int, list[int]] = {}
-        self.leaves: dict[int, list[Swap]] = {}
-        drops: dict[int, list[Recompute]] = {}
-        self.due: dict[int, list[Recompute]] = {}
+        rerun_kernels: dict[int, list[int]] = {}
+        self.swaps_after: dict[int, list[Swap]] = {}
+        drops_after: dict[int, list[Recompute]] = {}
+        self.recomputes_before: dict[int, list[Recompute]] = {}
         for d in plan.decisions:
             if isinstance(d, Swap):
-                self.leaves.setdefault(d.after, []).append(d)
+                self.swaps_after.setdefault(d.after, []).append(d)
             elif isinstance(d, Recompute):
-                drops.setdefault(d.after, []).append(d)
-                self.due.setdefault(d.back, []).append(d)
+                drops_after.setdefault(d.after, []).append(d)
+                self.recomputes_before.setdefault(d.restored_before, []).append(d)
             elif isinstance(d, Rerun):
-                again.setdefault(d.before, []).append(d.kernel)
+                rerun_kernels.setdefault(d.before, []).append(d.kernel)
             else:
                 assert_never(d)
         for k, kernel in enumerate(program.kernels):
             self.first.append(len(self.steps))
-            fetched = self._rerun(k, sorted(again[k])) if k in again else self._recompute(k)
-            for t in (fetched | set(kernel.accesses)) & self.away.keys():
-                self.returns[self.away.pop(t)] = k
-            self._run(k)
-            for drop in drops.get(k, ()):
-                self._use(self.holder.pop((drop.tensor, program.version(drop.tensor, k + 1))))
+            fetched = self._rerun_pass(k, sorted(rerun_kernels[k])) if k in rerun_kernels else self._recompute_pass(k)
+            for t in (fetched | set(kernel.accesses)) & self.on_host.keys():
+                self.returns[self.on_host.pop(t)] = k
+            self._add_kernel(k)
+            for drop in drops_after.get(k, ()):
+                self._extend(self.holders.pop((drop.tensor, program.version(drop.tensor, k + 1))))
                 self.dropped[drop.tensor] = drop
-            for swap in self.leaves.get(k, ()):
-                self.moved[swap] = self.holder[swap.tensor, program.version(swap.tensor, k + 1)]
-                self.away[swap.tensor] = swap
+            for swap in self.swaps_after.get(k, ()):
+                self.moved[swap] = self.holders[swap.tensor, program.version(swap.tensor, k + 1)]
+                self.on_host[swap.tensor] = swap
         self.first.append(len(self.steps))
         for t, tensor in enumerate(program.tensors):
             if tensor.persistent:
-                self.spans[self.holder[t, program.version(t, len(program.kernels))]][1] = len(self.steps)
+                self.spans[self.holders[t, program.version(t, len(program.kernels))]][1] = len(self.steps)
 
-    def _block(self, owner: int, nbytes: int, first: int) -> int:
+    def _new_block(self, owner: int, nbytes: int, first: int) -> int:
         self.owners.append((owner, nbytes))
         self.spans.append([first, first])
         return len(self.owners) - 1
 
-    def _use(self, block: int) -> int:
+    def _extend(self, block: int) -> int:
         """Extends the lifetime of a block to the current step."""
         self.spans[block][1] = len(self.steps) - 1
         return block
 
-    def _step(self, kind: StepKind, w: int, k: int, waits: Set[int]) -> dict[int, int]:
+    def _begin_step(self, kind: StepKind, w: int, k: int, waits: Set[int]) -> dict[int, int]:
         """Begins a step; returns its ``uses``. Both ``uses`` and ``waits`` may be extended until the pass ends."""
         uses: dict[int, int] = {}
         self.steps.append((kind, w, k, waits, uses))
         if self.program.kernels[w].workspace:
-            self._block(-1 - w, self.program.kernels[w].workspace, len(self.steps) - 1)
+            self._new_block(-1 - w, self.program.kernels[w].workspace, len(self.steps) - 1)
         return uses
 
-    def _run(self, k: int) -> None:
+    def _add_kernel(self, k: int) -> None:
         """Adds kernel k's own step (point 1)."""
         kernel, program = self.program.kernels[k], self.program
-        uses = self._step("kernel", k, k, frozenset(kernel.accesses))
+        uses = self._begin_step("kernel", k, k, frozenset(kernel.accesses))
         for x in kernel.inputs:
-            uses[x] = self._use(self.holder[x, program.version(x, k)])
+            uses[x] = self._extend(self.holders[x, program.version(x, k)])
         for x in dict.fromkeys(kernel.outputs):
             if not program.tensors[x].persistent and program.accesses[x][0] == k:
-                uses[x] = self._block(x, program.tensors[x].nbytes, len(self.steps) - 1)
+                uses[x] = self._new_block(x, program.tensors[x].nbytes, len(self.steps) - 1)
             else:
-                uses[x] = self._use(self.holder.pop((x, program.version(x, k))))
-            self.holder[x, k] = uses[x]
+                uses[x] = self._extend(self.holders.pop((x, program.version(x, k))))
+            self.holders[x, k] = uses[x]
 
-    def _recompute(self, k: int) -> Set[int]:
+    def _recompute_pass(self, k: int) -> Set[int]:
         """Adds the pass of kernel k by Recompute decisions (points 2, 3); returns tensors on the host that it reads."""
         program, dropped = self.program, self.dropped
-        targets = {d.tensor for d in self.due.get(k, ()) if dropped.get(d.tensor) is d}
+        targets = {d.tensor for d in self.recomputes_before.get(k, ()) if dropped.get(d.tensor) is d}
         if not targets:
             return frozenset()
         rerun = reruns(program, targets, k, dropped.keys())
         fetched = {
             x for w in rerun for x in program.kernels[w].inputs
-            if x in self.away and present(program, x, w, k, dropped.keys())
+            if x in self.on_host and is_available(program, x, w, k, dropped.keys())
         }  # fmt: skip
         recovered = set(targets)
         if any(dropped[t].keep for t in targets):
-            made = {x for w in rerun for x in program.kernels[w].outputs if x in dropped}
-            recovered |= {x for x in made if all(u in rerun for u in program.writes[x] if u < k)}
-        own: dict[int, int] = {}
+            outputs = {x for w in rerun for x in program.kernels[w].outputs if x in dropped}
+            recovered |= {x for x in outputs if all(u in rerun for u in program.writes[x] if u < k)}
+        pass_blocks: dict[int, int] = {}
         for w in rerun:
-            uses = self._step("recompute", w, k, fetched)
+            uses = self._begin_step("recompute", w, k, fetched)
             for x in program.kernels[w].inputs:
-                there = present(program, x, w, k, dropped.keys())
-                uses[x] = self._use(self.holder[x, program.version(x, w)] if there else own[x])
-            self._write(w, uses, own)
+                is_resident = is_available(program, x, w, k, dropped.keys())
+                uses[x] = self._extend(self.holders[x, program.version(x, w)] if is_resident else pass_blocks[x])
+            self._add_outputs(w, uses, pass_blocks)
         for x in recovered:
-            self.holder[x, program.version(x, k)] = own[x]
+            self.holders[x, program.version(x, k)] = pass_blocks[x]
             self.recovered[dropped.pop(x)] = k
         return fetched
 
-    def _write(self, w: int, uses: dict[int, int], own: dict[int, int]) -> None:
+    def _add_outputs(self, w: int, uses: dict[int, int], pass_blocks: dict[int, int]) -> None:
         """Adds the outputs of a recomputed step, in blocks of its pass (point 2)."""
         for x in dict.fromkeys(self.program.kernels[w].outputs):
-            if x in own:
-                self._use(own[x])
+            if x in pass_blocks:
+                self._extend(pass_blocks[x])
             else:
-                own[x] = self._block(x, self.program.tensors[x].nbytes, len(self.steps) - 1)
-            uses[x] = own[x]
+                pass_blocks[x] = self._new_block(x, self.program.tensors[x].nbytes, len(self.steps) - 1)
+            uses[x] = pass_blocks[x]
 
-    def _rerun(self, k: int, rerun: list[int]) -> Set[int]:
+    def _rerun_pass(self, k: int, rerun: list[int]) -> Set[int]:
         """Adds the pass of kernel k by Rerun decisions (points 2, 4); returns tensors on the host that it reads."""
         program, tensors = self.program, self.program.tensors
-        copied = {d.tensor for swaps in self.leaves.values() for d in swaps if self._copied(d, k)}
-        own: dict[int, int] = {}
-        held: dict[int, int] = {}  # tensor -> the version of it in ``own``
+        copied = {d.tensor for swaps in self.swaps_after.values() for d in swaps if self._has_host_copy(d, k)}
+        pass_blocks: dict[int, int] = {}
+        versions: dict[int, int] = {}  # tensor -> the version of it in ``pass_blocks``
         fetched: set[int] = set()
         for w in rerun:
-            uses = self._step("recompute", w, k, fetched)
+            uses = self._begin_step("recompute", w, k, fetched)
             for x in program.kernels[w].inputs:
                 version = program.version(x, w)
-                mine, there = held.get(x) == version, self.holder.get((x, version))
-                if there is not None and (tensors[x].persistent or not mine):
-                    uses[x] = self._use(there)
-                    if x in self.away and version == program.version(x, k):
+                is_own, block = versions.get(x) == version, self.holders.get((x, version))
+                if block is not None and (tensors[x].persistent or not is_own):
+                    uses[x] = self._extend(block)
+                    if x in self.on_host and version == program.version(x, k):
                         fetched.add(x)
-                elif mine:
-                    uses[x] = self._use(own[x])
+                elif is_own:
+                    uses[x] = self._extend(pass_blocks[x])
                 else:
                     raise PlanError(
                         f"kernel {w} cannot be recomputed before kernel {k}: its input {x} is freed or overwritten"
                     )
             for x in program.kernels[w].outputs:
-                earlier = program.version(x, w)
-                if not tensors[x].persistent and earlier >= 0 and held.get(x) != earlier:
+                previous = program.version(x, w)
+                if not tensors[x].persistent and previous >= 0 and versions.get(x) != previous:
                     raise PlanError(
                         f"kernel {w} cannot be recomputed before kernel {k}: it updates tensor {x}, and kernel "
-                        f"{earlier} is not recomputed just before it"
+                        f"{previous} is not recomputed just before it"
                     )
-            self._write(w, uses, own)
+            self._add_outputs(w, uses, pass_blocks)
             for x in program.kernels[w].outputs:
                 replaced = not tensors[x].persistent and x not in copied
-                if replaced and self.holder.get((x, held.get(x, -1))) == own[x]:
-                    del self.holder[x, held[x]]
-                held[x] = w
+                if replaced and self.holders.get((x, versions.get(x, -1))) == pass_blocks[x]:
+                    del self.holders[x, versions[x]]
+                versions[x] = w
                 if replaced:
-                    self.holder[x, w] = own[x]
+                    self.holders[x, w] = pass_blocks[x]
         return fetched
 
-    def _copied(self, d: Swap, k: int) -> bool:
+    def _has_host_copy(self, d: Swap, k: int) -> bool:
         """Returns whether the copy of d is enqueued before the pass of kernel k and the tensor is still on the host."""
         copy = d.copied_at
-        return self.away.get(d.tensor) == d or (copy < k <= d.after if copy <= d.after else not d.after < k <= copy)
+        return self.on_host.get(d.tensor) == d or (copy < k <= d.after if copy <= d.after else not d.after < k <= copy)
 
     def schedule(self) -> Schedule:
         """Returns the schedule of the walked iteration."""
         program, n_steps = self.program, len(self.steps)
         n, size = len(program.kernels), [t.nbytes for t in program.tensors]
         blocks = tuple(Block(*owner, *span) for owner, span in zip(self.owners, self.spans, strict=True))
-        born: list[list[int]] = [[] for _ in range(n_steps)]
-        dies: list[list[int]] = [[] for _ in range(n_steps)]
+        allocs: list[list[int]] = [[] for _ in range(n_steps)]
+        frees: list[list[int]] = [[] for _ in range(n_steps)]
         used = 0
         for b, block in enumerate(blocks):
             if block.first >= 0:
-                born[block.first].append(b)
+                allocs[block.first].append(b)
             else:
                 used += block.nbytes
             if block.last < n_steps:
-                dies[block.last].append(b)
+                frees[block.last].append(b)
         # Bytes evicted from a kernel on, and swapped in for a kernel.
-        leaves, back = [0] * (n + 1), [0] * (n + 1)
-        leaves[0] = sum(size[t] for t in self.away_at_start)
+        evicted, restored = [0] * (n + 1), [0] * (n + 1)
+        evicted[0] = sum(size[t] for t in self.away_at_start)
         for d, k in self.returns.items():
-            leaves[d.after + 1] += size[d.tensor]
-            back[k] += size[d.tensor]
+            evicted[d.after + 1] += size[d.tensor]
+            restored[k] += size[d.tensor]
         resident, residency = [], []
         for k in range(n):
-            used += back[k] - leaves[k]
+            used += restored[k] - evicted[k]
             resident.append(used)
-            most = 0
+            peak = 0
             for i in range(self.first[k], self.first[k + 1]):
-                used += sum(blocks[b].nbytes for b in born[i])
-                most = max(most, used)
-                used -= sum(blocks[b].nbytes for b in dies[i])
-            residency.append(most)
+                used += sum(blocks[b].nbytes for b in allocs[i])
+                peak = max(peak, used)
+                used -= sum(blocks[b].nbytes for b in frees[i])
+            residency.append(peak)
         copies: dict[int, list[Swap]] = {}
         opens: dict[int, list[Swap]] = {}
         for d in sorted(self.moved, key=lambda d: d.tensor):
             copies.setdefault(d.copied_at, []).append(d)
             opens.setdefault(d.after, []).append(d)
         steps = tuple(
-            Step(kind, w, program.kernels[w].duration_ns, k, frozenset(waits), uses, tuple(born[i]), tuple(dies[i]),
+            Step(kind, w, program.kernels[w].duration_ns, k, frozenset(waits), uses, tuple(allocs[i]), tuple(frees[i]),
                  *((tuple(copies.get(w, ())), tuple(opens.get(w, ()))) if kind == "kernel" else ((), ())))
             for i, (kind, w, k, waits, uses) in enumerate(self.steps)
         )  # fmt: skip
-        on_host = _on_host(program, self.moved, self.returns)
+        on_host = _host_bytes(program, self.moved, self.returns)
         return Schedule(program, self.plan, steps, tuple(self.first), blocks, self.returns | self.recovered, self.moved,
                         self.away_at_start, tuple(resident), tuple(residency), tuple(on_host))  # fmt: skip
 
 
-def _on_host(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Recompute, int]) -> list[int]:
+def _host_bytes(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Recompute, int]) -> list[int]:
     """Returns the bytes that the host holds at each kernel (choice h)."""
     n = len(program.kernels)
     change = [0] * (2 * n + 1)  # kernels of this iteration, then of the next
-    of: dict[int, list[Swap]] = {}
+    by_tensor: dict[int, list[Swap]] = {}
     for d in sorted(swaps, key=lambda d: d.after):
-        of.setdefault(d.tensor, []).append(d)
-    for t, ds in of.items():
+        by_tensor.setdefault(d.tensor, []).append(d)
+    for t, group in by_tensor.items():
         tensor = program.tensors[t]
-        for d, following in zip(ds, [*ds[1:], ds[0] if tensor.persistent else None], strict=True):
+        for d, later in zip(group, [*group[1:], group[0] if tensor.persistent else None], strict=True):
             kernels = (returns[d] - d.copied_at - 1) % n + 1
-            if following:
-                ahead = (following.copied_at - d.copied_at - 1) % n + 1
-                valid = all((w - d.copied_at - 1) % n >= ahead for w in program.writes[t])
-                kernels = max(kernels, ahead if valid else 0)
+            if later:
+                until_next = (later.copied_at - d.copied_at - 1) % n + 1
+                valid = all((w - d.copied_at - 1) % n >= until_next for w in program.writes[t])
+                kernels = max(kernels, until_next if valid else 0)
             change[d.copied_at + 1] += tensor.nbytes
             change[d.copied_at + 1 + kernels] -= tensor.nbytes
-    held = list(accumulate(change))
-    return [held[k] + held[k + n] for k in range(n)]
+    nbytes = list(accumulate(change))
+    return [nbytes[k] + nbytes[k + n] for k in range(n)]

@@ -57,15 +57,15 @@ def memory_curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int
         events: Block events in order.
         resident: Number of leading events that describe the initial state.
     """
-    used, before = sum(event.nbytes for event in events[:resident]), (-1, True)
+    used, previous = sum(event.nbytes for event in events[:resident]), (-1, True)
     curve = [(0, used)]
     for event in events[resident:]:
         used += event.nbytes
-        here = (event.time_ns, event.nbytes > 0)
-        if here == before:
+        current = (event.time_ns, event.nbytes > 0)
+        if current == previous:
             curve.pop()
         curve.append((event.time_ns, used))
-        before = here
+        previous = current
     return tuple(curve)
 
 
@@ -117,15 +117,15 @@ class Timeline:
     @cached_property
     def peak(self) -> tuple[int, dict[int, int]]:
         """Time of the first peak in ns, and the bytes of each owner (``BlockEvent``) at that time."""
-        used = most = last = 0
+        used = highest = last = 0
         for i, event in enumerate(self.events):
             used += event.nbytes
-            if used > most:
-                most, last = used, i
-        held: Counter[int] = Counter()
+            if used > highest:
+                highest, last = used, i
+        by_owner: Counter[int] = Counter()
         for event in self.events[: last + 1]:
-            held[event.owner] += event.nbytes
-        return self.events[last].time_ns if self.events else 0, {owner: n for owner, n in held.items() if n}
+            by_owner[event.owner] += event.nbytes
+        return self.events[last].time_ns if self.events else 0, {owner: n for owner, n in by_owner.items() if n}
 
     def peak_by(self, kind_of: Callable[[int], str]) -> dict[str, int]:
         """Returns the bytes in use at the first peak, summed by the kind that ``kind_of`` returns for each owner."""
@@ -134,7 +134,7 @@ class Timeline:
             at_peak[kind_of(owner)] += nbytes
         return dict(at_peak)
 
-    def running(self, time_ns: int) -> Span:
+    def span_at(self, time_ns: int) -> Span:
         """Returns the span that the compute stream executes at ``time_ns``, else the last before, else the first."""
         spans = [span for span in self.spans if span.stream == "compute"]
         return spans[max(bisect_right(spans, time_ns, key=lambda span: span.start_ns) - 1, 0)]
@@ -183,16 +183,16 @@ class Timeline:
         end = boundaries[-1]
         begin = _last_start(boundaries)
 
-        def inside(pairs: Iterable[tuple[int, int]]) -> int:
+        def overlap(pairs: Iterable[tuple[int, int]]) -> int:
             return sum(max(0, min(e, end) - max(s, begin)) for s, e in pairs)
 
-        busy = {kind: inside((s.start_ns, s.end_ns) for s in spans if s.kind == kind) for kind in SPAN_KINDS}
-        memory, data, issue = (inside((s, e) for s, e, why in stalls if why == cause) for cause in CAUSES)
+        busy = {kind: overlap((s.start_ns, s.end_ns) for s in spans if s.kind == kind) for kind in SPAN_KINDS}
+        memory, data, issue = (overlap((s, e) for s, e, kind in stalls if kind == cause) for cause in CAUSES)
         overlapped = busy["swap_out"] + busy["swap_in"] - memory - data
-        parts = Breakdown(busy["kernel"], busy["recompute"], memory, data, overlapped, issue)
+        breakdown = Breakdown(busy["kernel"], busy["recompute"], memory, data, overlapped, issue)
         peak = max(used for _, used in memory_curve(events, events_until[0]))
         records = tuple(boundaries), tuple(spans), tuple(events), tuple(events_until)
-        return cls(program.name, limit, end - begin, program.ideal_ns, peak, required, parts, *records, period)
+        return cls(program.name, limit, end - begin, program.ideal_ns, peak, required, breakdown, *records, period)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the ``timeline/2`` dictionary; ``period`` is left out if 1, ``stall_issue_ns`` if 0."""

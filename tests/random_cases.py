@@ -249,7 +249,7 @@ def job_of(rng: Random, name: str, program: Program) -> Job:
 def limited(rng: Random, job: Job, limits: Sequence[int]) -> Job:
     """Returns the job with plans made for these limits; the job may keep within them."""
     return replace(
-        job, within=rng.random() < 0.7, plan=replace(job.plan, limit=rng.choice(limits)),
+        job, within_limit=rng.random() < 0.7, plan=replace(job.plan, limit=rng.choice(limits)),
         switches=tuple((at, replace(plan, limit=rng.choice(limits))) for at, plan in job.switches),
     )  # fmt: skip
 

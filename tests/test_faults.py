@@ -12,7 +12,7 @@ import pytest
 
 from experiments import install_handlers
 from simulator import FormatError, Program
-from simulator.files import FORGOTTEN, LONGEST, write_text
+from simulator.files import ABANDONED_AFTER_S, LONGEST, write_text
 from tests.faults import ROOT, Files, read
 from tests.tiny import PROGRAM
 
@@ -65,6 +65,6 @@ def test_leftovers_of_killed_writes_are_removed_later(tmp_path: Path) -> None:
     for path in (old, new, other):
         path.touch()
     for path in (old, other):
-        os.utime(path, (path.stat().st_mtime - FORGOTTEN - 60,) * 2)
+        os.utime(path, (path.stat().st_mtime - ABANDONED_AFTER_S - 60,) * 2)
     write_text(tmp_path / "a.json", "x")
     assert sorted(tmp_path.iterdir()) == [new, other, tmp_path / "a.json"]

@@ -13,7 +13,7 @@ from experiments.benchmark import simpy_model
 from experiments.common.report import mode_mismatch
 from simulator import Job, Plan, PlanError, Rerun, decisions, modes, simulate, simulate_jobs
 from simulator.compiled.encoding import RERUN, decisions_of, rows_of, way_of
-from simulator.decisions import OfGap
+from simulator.decisions import Evict
 from simulator.files import FormatError
 from simulator.report import report
 from simulator.schedule import Step, lower
@@ -25,7 +25,7 @@ ALONE = simulate(PROGRAM, Plan(), MACHINE, LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
-class Squeeze(OfGap):
+class Squeeze(Evict):
     """A decision kind that only this test defines."""
 
     bits: int = 8

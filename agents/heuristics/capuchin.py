@@ -29,7 +29,7 @@ from simulator.compiled.engine import Engine
 from simulator.modes import MODES, RECOMPUTED, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.residency import present, reruns
+from simulator.residency import is_available, reruns
 from simulator.timeline import Timeline
 
 PAPER = '"Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020'
@@ -242,7 +242,7 @@ class Policy:
             absent = {target} | {t for t, rs in dropped.items() if any(self.is_open(r, kernel) for r in rs)}
             rerun = reruns(self.program, {target}, kernel, absent)
             read = {(x, w) for w in rerun for x in self.program.kernels[w].inputs}
-            self.sources[i] = {x for x, w in read if present(self.program, x, w, kernel, absent)}
+            self.sources[i] = {x for x, w in read if is_available(self.program, x, w, kernel, absent)}
             self.chain_ns[i] = sum(self.program.kernels[w].duration_ns for w in rerun)
 
     def trigger(self, i: int, start: int) -> int:

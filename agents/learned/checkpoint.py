@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from simulator.files import FormatError, read_bytes, write_whole
+from simulator.files import FormatError, read_bytes, write_atomically
 
 FORMAT = "dqn-checkpoint/1"
 Net = TypeVar("Net", bound=nn.Module)
@@ -24,7 +24,7 @@ class TrainingStateError(ValueError):
 
 def write_training_state(path: Path, state: dict[str, Any]) -> None:
     """Writes tensors, numbers, strings, lists and dictionaries atomically (temporary file, then rename)."""
-    write_whole(path, lambda file: torch.save({"format": FORMAT, **state}, file))
+    write_atomically(path, lambda file: torch.save({"format": FORMAT, **state}, file))
 
 
 def read_training_state(path: Path) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def restoring(path: Path) -> Iterator[None]:
 def save_weights(net: nn.Module, path: Path) -> None:
     """Writes a network's weights and ``net.settings``, the keyword arguments of its class, for ``read_weights``."""
     state = {"settings": net.settings, "weights": net.state_dict()}
-    write_whole(path, lambda file: torch.save(state, file))
+    write_atomically(path, lambda file: torch.save(state, file))
 
 
 def read_weights(path: Path, kind: type[Net], description: str) -> Net:

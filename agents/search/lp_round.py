@@ -88,7 +88,7 @@ class LPRound(RowsPlanner):
         scores = engine.scores(plans)
         best_index = min(range(len(plans)), key=lambda i: scores[i].iteration_ns)
         best, best_ns = plans[best_index], scores[best_index].iteration_ns
-        if best_ns == NEVER and moves.takes(self.first):
+        if best_ns == NEVER and moves.accepts(self.first):
             best, best_ns = self.first, engine.score(self.first).iteration_ns
         elif best_ns == NEVER:
             fallback, best_ns, required = start(
@@ -203,7 +203,7 @@ class _Search:
         is_possible, fractions = moves.weights > 0, fractions[[index[g.tensor, g.before] for g in moves.gaps]]
         self.guides = [is_possible * (fractions + explore) for explore, _ in RUNS]
         self.weights = self.guides[0]
-        self.first = planner.first if moves.takes(planner.first) else None
+        self.first = planner.first if moves.accepts(planner.first) else None
 
     def run(self) -> None:
         """Spends a third of the calls (or of the time) on exploration, half on kicks and the rest on cooling."""

@@ -182,7 +182,7 @@ class ForFaster:
         engine = Engine(_scaled_times(program, 1 / (1 + self.error.margin)), machine, limit)
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
         starts = [rows for rows in (rows_of(plan.decisions) for plan in self.starts if not plan.variants)
-                 if moves.takes(rows)]  # fmt: skip
+                 if moves.accepts(rows)]  # fmt: skip
         scores = engine.scores(starts)
         best = min(range(len(starts)), key=lambda i: scores[i].iteration_ns, default=None)
         self.simulator_calls = engine.calls

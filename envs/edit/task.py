@@ -75,7 +75,7 @@ class EditTask:
         if isinstance(start, Plan):
             start.check(self.program)
             plans = [rows_of(start.decisions)]
-            if not self.moves.takes(plans[0]):
+            if not self.moves.accepts(plans[0]):
                 raise ValueError("start: the plan evicts tensors in gaps or modes that this task does not allow")
         else:
             plans = list(start(self))

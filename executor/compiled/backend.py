@@ -290,7 +290,7 @@ class Partitioner(CustomPartitionerFn):
         machine = self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
         swaps = self.mode != "recompute"
         if swaps:
-            machine = machine.one_copy_stream()
+            machine = machine.with_one_copy_stream()
             if device.type == "cpu":
                 register_cpu_copies()
         program = joint.program(machine, f"graph {graph.name}", swaps)

@@ -103,7 +103,7 @@ class Answer:
         """Size unit used on the page, with enough digits to distinguish the compared values."""
         required, available = self.required_and_available
         distinct = [(required, available), (self.limit, self.reached_bytes or self.least_bytes)]
-        return Unit.of(required, available, self.program.peak_bytes, apart=distinct)
+        return Unit.for_sizes(required, available, self.program.peak_bytes, distinct=distinct)
 
     @property
     def after(self) -> Timeline | None:

@@ -24,7 +24,7 @@ from experiments.plan import words
 from experiments.plan.answer import Answer
 from experiments.plotting.palette import DARK, LIGHT, label
 from experiments.plotting.plots import steady_memory
-from simulator.report import ITSELF, KINDS, Unit, by_module
+from simulator.report import KINDS, MODEL_ITSELF, Unit, by_module
 
 WIDTH, HEIGHT = 1000, 300  # of the plot, in SVG units
 MODULES = 12  # maximum number of table rows
@@ -75,7 +75,7 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
     )]  # fmt: skip
     if page.without.modules:
         names, columns = by_module(peaks, MODULES)
-        cells = [[name or ITSELF, *(size(column.get(name, 0)) for column in columns)] for name in names]
+        cells = [[name or MODEL_ITSELF, *(size(column.get(name, 0)) for column in columns)] for name in names]
         parts.append(Table(["by module", *heads], cells, range(1, 3)))
     else:
         parts.append("Modules are unknown for a program file; plan from target= or workload= to see them.")

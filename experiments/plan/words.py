@@ -11,7 +11,7 @@ from experiments.plan.capture import Step
 from experiments.plotting.palette import label
 from simulator.machine import Machine
 from simulator.program import Kernel
-from simulator.report import ITSELF, KINDS
+from simulator.report import KINDS, MODEL_ITSELF
 
 SLOWEST = 12  # maximum number of table rows
 GAP_HINT = 0.03  # gap to the floor that warrants a hint
@@ -266,7 +266,7 @@ def slowest(step: Step, machine: Machine) -> tuple[list[str], list[list[str]]]:
         time = f"{ns / 1e6:,.2f} ms" if ns >= 1e5 else f"{ns / 1e3:.1f} us"
         if not ns:
             break
-        places = [] if origins is None else list(dict.fromkeys(origins.places[k].module or ITSELF for k in group))
+        places = [] if origins is None else list(dict.fromkeys(origins.places[k].module or MODEL_ITSELF for k in group))
         module = "–" if not places else places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
         name = kernel.name.removeprefix("aten.").removesuffix(".default")
         rate, bound = _bound(kernel, machine, kind)

@@ -101,7 +101,7 @@ class Tables(NamedTuple):
     settings: Ints
 
 
-class Work(NamedTuple):
+class Arrays(NamedTuple):
     """Work arrays of a call."""
 
     by_kernel: Ints
@@ -159,11 +159,11 @@ def way_of(row: Sequence[int]) -> int:
 
 def rows_for(gaps: Iterable[Gap], way: int) -> Ints:
     """Returns ``row_of`` each gap, int64 (m, 6)."""
-    where = columns_of(gaps)
-    out = np.empty((len(where), 6), np.int64)
-    out[:, 1:4] = where
-    out[:, [0, 4, 5]] = [row_of(Gap(0, 0, 0), way)[i] for i in (0, 4, 5)]
-    return out
+    columns = columns_of(gaps)
+    rows = np.empty((len(columns), 6), np.int64)
+    rows[:, 1:4] = columns
+    rows[:, [0, 4, 5]] = [row_of(Gap(0, 0, 0), way)[i] for i in (0, 4, 5)]
+    return rows
 
 
 _OF_CODE = {code: kind for kind in KINDS for code in kind.codes}
@@ -172,7 +172,7 @@ _OF_CODE = {code: kind for kind in KINDS for code in kind.codes}
 def decisions_of(rows: Ints) -> tuple[Decision, ...]:
     """Converts rows to decisions, the inverse of ``rows_of``; raises ValueError for an unknown kind."""
     try:
-        return tuple(_OF_CODE[row[KIND]].of_row(row) for row in rows.tolist())
+        return tuple(_OF_CODE[row[KIND]].from_row(row) for row in rows.tolist())
     except KeyError as error:
         raise ValueError(f"rows: no decision is of kind {error}") from None
 
@@ -216,28 +216,28 @@ def read_log(
         if block.first < 0 and block.owner not in schedule.away_at_start:
             change(0, b, 1)
     step, events_until = 0, [len(events)]
-    for start, end, what, index in log.tolist():
-        if what in (LOG_OUT, LOG_IN, LOG_LEFT):
+    for start, end, kind, index in log.tolist():
+        if kind in (LOG_OUT, LOG_IN, LOG_LEFT):
             swap = decisions[index]
             assert isinstance(swap, Swap), swap
-            if what == LOG_OUT:
+            if kind == LOG_OUT:
                 spans.append(Span(start, end, "d2h", "swap_out", swap.tensor))
                 continue
-            change(start, schedule.moved[swap], 1 if what == LOG_IN else -1)
-            if what == LOG_IN:
+            change(start, schedule.moved[swap], 1 if kind == LOG_IN else -1)
+            if kind == LOG_IN:
                 spans.append(Span(start, end, "h2d", "swap_in", swap.tensor))
-        elif what in (LOG_KERNEL, LOG_RECOMPUTE):
-            begun = schedule.steps[step]
-            spans.append(Span(start, end, "compute", begun.kind, begun.subject))
-            for b in begun.allocates:
+        elif kind in (LOG_KERNEL, LOG_RECOMPUTE):
+            started = schedule.steps[step]
+            spans.append(Span(start, end, "compute", started.kind, started.subject))
+            for b in started.allocates:
                 change(start, b, 1)
-        elif what == LOG_END:
+        elif kind == LOG_END:
             for b in schedule.steps[step].frees:
                 change(start, b, -1)
             step = (step + 1) % len(schedule.steps)
-        elif what == LOG_STALL:
+        elif kind == LOG_STALL:
             stalls.append((start, end, CAUSES[index]))
-        elif what == LOG_BOUNDARY:
+        elif kind == LOG_BOUNDARY:
             boundaries.append(end)
             events_until.append(len(events))
     return boundaries, spans, events, events_until, stalls

@@ -33,7 +33,7 @@ from simulator.timeline import Timeline
 from simulator.compiled.encoding import (
     BEFORE, BEGINS, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
     LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STEP_COLUMNS,
-    STUCK, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, Tables, Work, columns_of, decisions_of,
+    STUCK, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, Tables, Arrays, columns_of, decisions_of,
     ragged, read_log, rows_of, work_shapes,
 )  # fmt: skip
 
@@ -66,15 +66,15 @@ class Scores(NamedTuple):
     period: Ints
 
 
-class _Work:
+class _ThreadArrays:
     """Work arrays of one thread."""
 
     def __init__(self, kernels: int, tensors: int, iterations: int):
         self._sizes = kernels, tensors, iterations
         by_kernel, by_segment, by_tensor, *_ = work_shapes(kernels, tensors, 0, iterations)
-        later, steps = np.empty(0, np.int64), np.empty((256, STEP_COLUMNS), np.int64)  # ``make_room`` allocates
-        self.arrays = Work(np.zeros(by_kernel, np.int64), np.empty(by_segment, np.int64),
-                           np.zeros(by_tensor, np.int64), later, later, steps, later)  # fmt: skip
+        empty, steps = np.empty(0, np.int64), np.empty((256, STEP_COLUMNS), np.int64)  # ``make_room`` allocates
+        self.arrays = Arrays(np.zeros(by_kernel, np.int64), np.empty(by_segment, np.int64),
+                             np.zeros(by_tensor, np.int64), empty, empty, steps, empty)  # fmt: skip
         self.rows = -1
         self.result, self.ends = np.empty((1, RESULTS), np.int64), np.zeros(2, np.int64)
         self.make_room(64)
@@ -124,12 +124,12 @@ class Engine:
         dies = np.bincount(last[persistent == 0] + 1, size[persistent == 0], n + 2)[1:].astype(np.int64)
         born[n] = dies[n] = 0
         zeros = np.zeros(n + 1, np.int64)
-        self._own = self._kernels = np.array([zeros, zeros, born, dies, zeros, zeros, zeros, zeros], np.int64)
-        self._own[WORKSPACE, :n] = [k.workspace for k in kernels]
-        self._own[LIVE, :n] = program.live_bytes
-        self._own[LEVEL, :n] = self._own[LIVE, :n] - self._own[WORKSPACE, :n] - born[:n]
-        self._own[LEVEL, n] = self._own[LEVEL, n - 1] + born[n - 1] - dies[n - 1]
-        self._take_times()
+        self._unselected = self._kernels = np.array([zeros, zeros, born, dies, zeros, zeros, zeros, zeros], np.int64)
+        self._unselected[WORKSPACE, :n] = [k.workspace for k in kernels]
+        self._unselected[LIVE, :n] = program.live_bytes
+        self._unselected[LEVEL, :n] = self._unselected[LIVE, :n] - self._unselected[WORKSPACE, :n] - born[:n]
+        self._unselected[LEVEL, n] = self._unselected[LEVEL, n - 1] + born[n - 1] - dies[n - 1]
+        self._read_times()
         self._tensors = np.array([
             size, persistent, first, last, [machine.d2h_ns(t.nbytes) for t in tensors],
             [machine.h2d_ns(t.nbytes) for t in tensors]], np.int64)  # fmt: skip
@@ -138,12 +138,12 @@ class Engine:
         self._n_steps: int | None = -1 if _recompute else None  # None: only plans of swaps so far
         self._start()
 
-    def _take_times(self) -> None:
+    def _read_times(self) -> None:
         """Reads the kernel durations of the program."""
         kernels = self.program.kernels
-        self._own[DURATION, :-1] = [k.duration_ns for k in kernels]
-        self._own[BEGINS, 1:] = self._own[DURATION, :-1].cumsum()
-        self._own[LOSS, :-1] = [self.machine.copy_loss(k.bytes, k.duration_ns) for k in kernels]
+        self._unselected[DURATION, :-1] = [k.duration_ns for k in kernels]
+        self._unselected[BEGINS, 1:] = self._unselected[DURATION, :-1].cumsum()
+        self._unselected[LOSS, :-1] = [self.machine.copy_loss(k.bytes, k.duration_ns) for k in kernels]
 
     def _start(self) -> None:
         """Creates the attributes that engines do not share."""
@@ -151,13 +151,13 @@ class Engine:
         self._settings = np.array([
             self.limit, machine.copy_engines, machine.d2h_share, machine.h2d_share, machine.host_bytes,
             self._persistent_bytes, max(self.iterations, STEADY), machine.issue_ns, machine.queue_depth,
-            machine.wait_ns, machine.event_ns, self._own[LOSS].any(),
+            machine.wait_ns, machine.event_ns, self._unselected[LOSS].any(),
         ], np.int64)  # fmt: skip
         self._work = self._new_work()
-        self._idle: list[_Work] = []  # for other threads
+        self._idle: list[_ThreadArrays] = []  # for other threads
 
-    def _new_work(self) -> _Work:
-        return _Work(len(self.program.kernels), len(self.program.tensors), int(self._settings[MAX_ITERATIONS]))
+    def _new_work(self) -> _ThreadArrays:
+        return _ThreadArrays(len(self.program.kernels), len(self.program.tensors), int(self._settings[MAX_ITERATIONS]))
 
     @property
     def tables(self) -> Tables:
@@ -168,8 +168,8 @@ class Engine:
         """Returns this engine for a program of the same ``structure`` (not checked), with its call count reset."""
         out = copy.copy(self)
         out.program, out.variants, out.calls = program, (), 0
-        out._own = out._kernels = self._own.copy()
-        out._take_times()
+        out._unselected = out._kernels = self._unselected.copy()
+        out._read_times()
         out._start()
         return out
 
@@ -179,13 +179,13 @@ class Engine:
         ``program`` stays the original one: ideal times are those of the original, and plans are checked against it.
 
         Raises:
-            ValueError: As in ``Program.chosen``.
+            ValueError: As in ``Program.selected_variants``.
         """
         out = copy.copy(self)
         out.variants, out.calls = tuple(variants), 0
-        out._kernels = self._own.copy()
+        out._kernels = self._unselected.copy()
         out._start()
-        for k, (duration, workspace) in self.program.chosen(variants).items():
+        for k, (duration, workspace) in self.program.selected_variants(variants).items():
             out._kernels[LIVE, k] += workspace - out._kernels[WORKSPACE, k]
             out._kernels[[DURATION, WORKSPACE], k] = duration, workspace
             out._kernels[LOSS, k] = self.machine.copy_loss(self.program.kernels[k].bytes, duration)
@@ -222,21 +222,21 @@ class Engine:
         """
         work, swaps_only = self._work, self._n_steps is None
         work.make_room(rows)
-        given = self._kernels, self._tensors, self._graph
+        tables = self._kernels, self._tensors, self._graph
         if swaps_only not in _score_plans:
             _score_plans[swaps_only] = address(
-                score_plans, *given, np.empty((0, COLUMNS), np.int64), work.ends, 0, self._n_steps, self._settings, 0,
+                score_plans, *tables, np.empty((0, COLUMNS), np.int64), work.ends, 0, self._n_steps, self._settings, 0,
                 NEVER, 1, *work.arrays, work.result, _NO_LOG,
             )  # fmt: skip
-        return (_score_plans[swaps_only], swaps_only, *given, self._settings, work.ends, *work.arrays, work.result,
+        return (_score_plans[swaps_only], swaps_only, *tables, self._settings, work.ends, *work.arrays, work.result,
                 _NO_LOG)  # fmt: skip
 
     def scores(self, plans: Sequence[Ints]) -> list[Score]:
         """Returns the ``Score`` of each plan; uses all cores for many plans."""
         if not plans:
             return []
-        found = self.score_batch(np.concatenate(plans), np.array([len(rows) for rows in plans], np.int64))
-        return [Score(*values) for values in zip(*(column.tolist() for column in found), strict=True)]
+        scores = self.score_batch(np.concatenate(plans), np.array([len(rows) for rows in plans], np.int64))
+        return [Score(*values) for values in zip(*(column.tolist() for column in scores), strict=True)]
 
     def score_batch(self, rows: Ints, lengths: Ints, threads: int | None = None) -> Scores:
         """Returns ``scores`` of plans with concatenated rows.
@@ -251,19 +251,19 @@ class Engine:
         lengths.cumsum(out=ends[1:])
         self.calls += n
         results = np.empty((n, RESULTS), np.int64)
-        most = int(lengths.max(initial=0))
+        max_rows = int(lengths.max(initial=0))
         threads = min(threads or cores(), n // SHARE)
-        pieces = max(1, min(4 * threads, n // SHARE))
-        begins = [n * i // pieces for i in range(pieces + 1)]
-        todo = iter(range(pieces))
+        n_chunks = max(1, min(4 * threads, n // SHARE))
+        begins = [n * i // n_chunks for i in range(n_chunks + 1)]
+        chunks = iter(range(n_chunks))
 
         def run() -> None:
             try:
                 work = self._idle.pop()
             except IndexError:
                 work = self._new_work()
-            work.make_room(most)
-            for i in todo:
+            work.make_room(max_rows)
+            for i in chunks:
                 self._run(work, rows, ends[begins[i] : begins[i + 1] + 1], results[begins[i] : begins[i + 1]])
             self._idle.append(work)
 
@@ -273,17 +273,17 @@ class Engine:
         return Scores(feasible, np.where(feasible, ns, NEVER), required, np.where(status == DONE, peak, 0),
                       np.where(feasible, period, 0))  # fmt: skip
 
-    def _run(self, work: _Work, rows: Ints, ends: Ints, results: Ints) -> None:
+    def _run(self, work: _ThreadArrays, rows: Ints, ends: Ints, results: Ints) -> None:
         """Scores plans in one thread."""
-        at, n = 0, len(results)
-        while at < n:
-            at, _ = score_plans(
-                self._kernels, self._tensors, self._graph, rows, ends, at, self._n_steps, self._settings,
+        next_plan, n = 0, len(results)
+        while next_plan < n:
+            next_plan, _ = score_plans(
+                self._kernels, self._tensors, self._graph, rows, ends, next_plan, self._n_steps, self._settings,
                 len(self.program.kernels), NEVER, 1, *work.arrays, results, _NO_LOG,
             )  # fmt: skip
-            if at < n:  # this plan needs larger arrays or other code
-                self._simulate(work, rows[ends[at] : ends[at + 1]], None, 1, _NO_LOG)
-                results[at], at = work.result[0], at + 1
+            if next_plan < n:  # this plan needs larger arrays or other code
+                self._simulate(work, rows[ends[next_plan] : ends[next_plan + 1]], None, 1, _NO_LOG)
+                results[next_plan], next_plan = work.result[0], next_plan + 1
         for i in np.flatnonzero(results[:, STATUS] == HOST_FULL):
             self._simulate(work, rows[ends[i] : ends[i + 1]], None, 1, _NO_LOG)
             results[i] = work.result[0]
@@ -300,10 +300,10 @@ class Engine:
             work.arrays.by_row[RETURNS, : len(rows)] = rows[:, BEFORE]
         return self._host_load(work, rows)
 
-    def _host_load(self, work: _Work, rows: Ints) -> int:
+    def _host_load(self, work: _ThreadArrays, rows: Ints) -> int:
         return int(host_load(self._tensors, self._graph, rows, work.arrays.by_row[RETURNS], len(self.program.kernels)))
 
-    def _lower(self, work: _Work, rows: Ints) -> tuple[Ints, int | None]:
+    def _lower(self, work: _ThreadArrays, rows: Ints) -> tuple[Ints, int | None]:
         """Lowers a plan in ``work``; returns its kernels and the number of recomputed ones (None: only swaps)."""
         work.make_room(len(rows))
         kinds = rows[:, KIND]
@@ -326,7 +326,7 @@ class Engine:
             work.make_steps(4 * len(work.arrays.steps))
 
     def _simulate(
-        self, work: _Work, rows: Ints, limit_until: int | None, iterations: int, log: Ints, cutoff: int = NEVER
+        self, work: _ThreadArrays, rows: Ints, limit_until: int | None, iterations: int, log: Ints, cutoff: int = NEVER
     ) -> int:
         """Simulates a plan; leaves the result in ``work`` and returns the number of log entries."""
         if rows.shape[1] != COLUMNS:

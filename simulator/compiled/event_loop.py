@@ -7,10 +7,10 @@ The functions above it are its stages. README.md shows the state and the optimiz
 from __future__ import annotations
 
 from simulator.compiled.heap import OUTSIDE, pop, push
-from simulator.compiled.host import complete, issue, note_lead, start_host, start_step
+from simulator.compiled.host import complete, issue, write_lead, start_host, start_step
 from simulator.compiled.jit import stage
-from simulator.compiled.lowering import leave_at_start, makes_copies, note_waits, read_plan
-from simulator.compiled.segments import next_segments, obstacle_of, segments, weigh
+from simulator.compiled.lowering import evict_at_start, first_settled_kernel, fill_waits, read_plan
+from simulator.compiled.segments import next_segments, obstacle_of, build_segments, add_weight
 from simulator.compiled.encoding import (
     ALLOCATED, AT_START, BEGINS, BORN, CHECKS, CHILD, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE,
     DUE, DUE_SEGMENT, DURATION, ENFORCED, EVENT_NS, FOR_DATA, FOR_ISSUE, FOR_MEMORY, FREED, GATE, GATE_EVENT,
@@ -23,11 +23,11 @@ from simulator.machine import ALONE
 
 
 @stage
-def _log(log, count, start, end, what, index):
+def _log(log, count, start, end, kind, index):
     """Writes entry ``count`` of the log, or overwrites the last one if the log is full; returns the new count."""
     if log.shape[0]:
         i = min(count, log.shape[0] - 1)
-        log[i, 0], log[i, 1], log[i, 2], log[i, 3] = start, end, what, index
+        log[i, 0], log[i, 1], log[i, 2], log[i, 3] = start, end, kind, index
         count += 1
     return count
 
@@ -40,7 +40,7 @@ def _log_end(log, entry, end):
 
 
 @stage
-def _left(work, end, rate, elapsed):
+def _remaining(work, end, rate, elapsed):
     """Returns the remaining work of a transfer after ``elapsed`` ns at ``rate``; 0 if none is in flight."""
     return 0 if end == NEVER else work - rate * elapsed
 
@@ -58,7 +58,7 @@ def _waits_for_data(gate, rerun):
 
 
 @stage
-def _release(by_row, held, waiting, position, blocked):
+def _move_ready(by_row, held, waiting, position, blocked):
     """Moves the rows of ``held`` that are ready to ``waiting``; returns both roots, and ``blocked``."""
     ready, due, child, sibling = by_row[READY], by_row[DUE], by_row[CHILD], by_row[SIBLING]
     while held >= 0 and ready[held] <= position:
@@ -71,19 +71,19 @@ def _release(by_row, held, waiting, position, blocked):
 
 
 @stage
-def _run_plain(kernels, gate, now, k, used, peak, limit, horizon, head_bytes, plain_until):
-    """Executes plain kernels up to ``horizon`` (completion of a copy) or until a swap-in of ``head_bytes`` may fit."""
+def _run_plain(kernels, gate, now, k, used, peak, limit, horizon, next_bytes, plain_until):
+    """Executes plain kernels up to ``horizon`` (completion of a copy) or until a swap-in of ``next_bytes`` may fit."""
     # The swap-in cannot fit before the end of kernel ``plain_until``.
     begins, live, level = kernels[BEGINS], kernels[LIVE], kernels[LEVEL]
-    apart, more = now - begins[k], used - level[k]  # differences from the unplanned program
-    most, room, latest = limit - more, limit - more - head_bytes, horizon - apart
+    offset_ns, extra_bytes = now - begins[k], used - level[k]  # differences from the unplanned program
+    max_live, room, end_limit = limit - extra_bytes, limit - extra_bytes - next_bytes, horizon - offset_ns
     top = -NEVER
-    chance = False
-    while gate[k] == 0 and live[k] <= most and begins[k + 1] < latest and not chance:
+    may_fit = False
+    while gate[k] == 0 and live[k] <= max_live and begins[k + 1] < end_limit and not may_fit:
         top = max(top, live[k])
         k += 1
-        chance = level[k] <= room and k > plain_until
-    return begins[k] + apart, k, level[k] + more, max(peak, top + more), chance
+        may_fit = level[k] <= room and k > plain_until
+    return begins[k] + offset_ns, k, level[k] + extra_bytes, max(peak, top + extra_bytes), may_fit
 
 
 @stage
@@ -96,20 +96,20 @@ def _open_gaps(
     entry = opens[k]
     while entry >= 0:
         r = entry >> 1
-        early = entry & 1
+        is_early = entry & 1
         entry = following[entry]
         gap = gaps[r]
         t = gap.tensor
         if gap.kind == RECOMPUTE:
             used -= gap.nbytes
             continue
-        if early or gap.lead == 0:
-            if copied[t] < position - gap.since_write + (gap.lead if early else 0):
+        if is_early or gap.lead == 0:
+            if copied[t] < position - gap.since_write + (gap.lead if is_early else 0):
                 gap.pending, gap.issued = COPYING, position + 1
                 queue[queue_tail] = r
                 queue_tail += 1
             copied[t] = position
-        if not early:
+        if not is_early:
             due = segment_of[gap.returns] + (n_segments if gap.returns <= k else 0)
             by_row[DUE, r] = due * DUE_SEGMENT + t
             gate[gap.returns] += gap.weight
@@ -126,7 +126,7 @@ def _open_gaps(
 
 
 @stage
-def _note_state(state, m, lasts, child, queue, head, tail):
+def _write_state(state, m, lasts, child, queue, head, tail):
     """Writes the status of each row into ``state``: 1 on the host, 2 and more in the queue, 0 neither.
 
     The event loop adds the remaining time of copies in flight as negative values, and the last columns (encoding.LEAD).
@@ -139,24 +139,24 @@ def _note_state(state, m, lasts, child, queue, head, tail):
 
 
 @stage
-def _alike(one, two, columns):
+def _equal_states(state, other, columns):
     """Returns whether the first ``columns`` of two states are equal."""
     c = 0
-    while c < columns and one[c] == two[c]:
+    while c < columns and state[c] == other[c]:
         c += 1
     return c == columns
 
 
 @stage
-def _period_of(states, i, m):
+def _period_of(states, iteration, m):
     """Returns rules._period after iteration i. The last column of ``states`` is the duration of the iteration."""
-    slowest, period, j = 0, 0, i - 1
-    while j >= 0:
-        slowest = max(slowest, states[j + 1, m + LASTED])
-        if _alike(states[i], states[j], m + LASTED):
-            period = i - j if states[i, m + LASTED] == slowest else 0
-            j = 0
-        j -= 1
+    slowest, period, earlier = 0, 0, iteration - 1
+    while earlier >= 0:
+        slowest = max(slowest, states[earlier + 1, m + LASTED])
+        if _equal_states(states[iteration], states[earlier], m + LASTED):
+            period = iteration - earlier if states[iteration, m + LASTED] == slowest else 0
+            earlier = 0
+        earlier -= 1
     return period
 
 
@@ -176,7 +176,7 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
         The status, and the number of log entries.
     """
     kernels, tensors, graph, settings = tables
-    lowered, n_steps, lasts, required = lowering
+    lowered, n_steps, rerun_ns, required = lowering
     by_kernel, by_segment, by_tensor, by_row, gaps, steps, states = work
     n, m = by_kernel.shape[1] - 1, rows.shape[0]
     limit, engines = settings[LIMIT], settings[COPY_ENGINES]
@@ -186,11 +186,11 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
         enforced = by_kernel[ENFORCED]  # far below 0 where the limit is not enforced
         for k in range(n + 1):
             enforced[k] = planned[k] if k < limit_until else -NEVER
-    n_segments, on_host, ahead = read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
+    n_segments, on_host, has_early_copy = read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
     if on_host > settings[HOST_BYTES]:  # conservative: they need not be on the host at the same time
         return HOST_FULL, 0
-    waits = note_waits(rows, gaps, by_kernel, settings[WAIT_NS], settings[EVENT_NS])
-    segments(enforced, by_kernel, by_segment, n_segments)
+    waits = fill_waits(rows, gaps, by_kernel, settings[WAIT_NS], settings[EVENT_NS])
+    build_segments(enforced, by_kernel, by_segment, n_segments)
     gate, opens, segment_of = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT]
     copied = by_tensor[COPIED]
     if 0 < limit_until < n:
@@ -202,52 +202,52 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
     end = out_end = in_end = NEVER  # completion times on compute, d2h, h2d
     out_row = in_row = 0
     # A transfer beside an opposite one: its remaining work at the last update; its log entry.
-    duplex, changed = out_share < ALONE or in_share < ALONE, False
-    reckoned = out_work = in_work = out_log = in_log = 0
+    duplex, rates_changed = out_share < ALONE or in_share < ALONE, False
+    updated_ns = out_work = in_work = out_log = in_log = 0
     # The running step beside copies: its remaining work at the last update, that time, its speed, its log entry.
-    contends, left, worked, speed, end_log = settings[CONTENDS] > 0, 0, 0, ALONE, 0
+    contends, step_work, step_updated_ns, speed, end_log = settings[CONTENDS] > 0, 0, 0, ALONE, 0
     in_failed = False  # with one engine: the swap-in that was issued first does not fit
     ready, due, child, sibling, queue = by_row[READY], by_row[DUE], by_row[CHILD], by_row[SIBLING], by_row[QUEUE]
     queue_head = queue_tail = 0
-    held, nbytes = leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps)
+    held, nbytes = evict_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps)
     waiting = -1  # root of the heap; the root of `held` is the next row that becomes ready
     blocked = -1  # the first of `waiting` cannot be swapped in before the kernel at this position has ended
     used = peak = settings[PERSISTENT_BYTES] - nbytes
-    limit_here = limit if limit_until > 0 else NEVER
+    step_limit = limit if limit_until > 0 else NEVER
     n_log = 0
-    logs = log.shape[0] > 0
+    has_log = log.shape[0] > 0
 
     # States at the boundaries, then at CHECKS kernels of the iteration. Not needed if nothing is carried over a
     # boundary, because then all iterations are alike.
-    settled = makes_copies(tensors, graph, rows, by_tensor, gaps, n)
-    carries = held >= 0 or settled > 0 or ahead
+    first_settled = first_settled_kernel(tensors, graph, rows, by_tensor, gaps, n)
+    has_carryover = held >= 0 or first_settled > 0 or has_early_copy
     boundaries, next_check, check, first_check = settings[MAX_ITERATIONS] + 1, n, 0, CHECKS
-    hosted, to_issue, host = start_host(kernels, rows, gaps, by_kernel, steps, n_steps, lasts, settings)
-    carries |= hosted
-    lead, lead_ns, held_up = host.issued, min(-host.next_ns, 0), False
-    if carries:
-        _note_state(states[0], m, 0, child, queue, 0, 0)
-        states[0, m + LEAD], states[0, m + LEAD_NS], states[0, m + AT_START] = lead, lead_ns, settled
-        while first_check > 0 and (n - settled) >> first_check == 0:
+    has_host, to_issue, host = start_host(kernels, rows, gaps, by_kernel, steps, n_steps, rerun_ns, settings)
+    has_carryover |= has_host
+    lead, lead_ns, has_waited = host.issued, min(-host.next_ns, 0), False
+    if has_carryover:
+        _write_state(states[0], m, 0, child, queue, 0, 0)
+        states[0, m + LEAD], states[0, m + LEAD_NS], states[0, m + AT_START] = lead, lead_ns, first_settled
+        while first_check > 0 and (n - first_settled) >> first_check == 0:
             first_check -= 1
-        first_check = 0 if logs or hosted else first_check
+        first_check = 0 if has_log or has_host else first_check
         for c in range(1, first_check + 1):
-            gate[settled + ((n - settled) >> c) - 1] |= GATE_EVENT
+            gate[first_settled + ((n - first_settled) >> c) - 1] |= GATE_EVENT
         check = first_check
-        next_check = settled + ((n - settled) >> check) if check else n
+        next_check = first_settled + ((n - first_settled) >> check) if check else n
     # Lower bounds on the duration of an iteration, and of this one at kernel k.
-    bound = kernels[BEGINS, n] + lasts
-    soonest = NEVER if carries else cutoff - bound  # smallest delay that reaches the cutoff
+    bound = kernels[BEGINS, n] + rerun_ns
+    max_delay = NEVER if has_carryover else cutoff - bound  # smallest delay that reaches the cutoff
     status = SLOWER if bound >= cutoff else STUCK
     running = status == STUCK
-    lasted = period = 0
-    reruns_left = lasts
+    iteration_ns = period = 0
+    reruns_left = rerun_ns
 
     while running:
         while True:
             # Tensors on the host become ready to be swapped in.
             if held >= 0 and ready[held] <= position:
-                held, waiting, blocked = _release(by_row, held, waiting, position, blocked)
+                held, waiting, blocked = _move_ready(by_row, held, waiting, position, blocked)
 
             # A swap-out starts; with one engine, after any swap-in that was issued before it and fits.
             if queue_head < queue_tail and out_end == NEVER and (engines == 2 or in_end == NEVER):
@@ -258,109 +258,109 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
                     out_row = queue[queue_head]
                     queue_head += 1
                     if duplex:
-                        in_work = _left(in_work, in_end, ALONE, now - reckoned)
-                        reckoned, out_work, changed = now, gaps[out_row].out_ns * ALONE, True
+                        in_work = _remaining(in_work, in_end, ALONE, now - updated_ns)
+                        updated_ns, out_work, rates_changed = now, gaps[out_row].out_ns * ALONE, True
                     out_end, out_log = now + gaps[out_row].out_ns, n_log
                     n_log = _log(log, n_log, now, out_end, LOG_OUT, out_row)
 
             # A swap-in starts, if it fits.
-            head_bytes = NEVER  # size of the next swap-in, if the engine is free
+            next_bytes = NEVER  # size of the next swap-in, if the engine is free
             if waiting >= 0 and in_end == NEVER and (engines == 2 or out_end == NEVER):
-                head_bytes = gaps[waiting].nbytes
+                next_bytes = gaps[waiting].nbytes
                 start = position + (1 if end != NEVER and not rerun else 0)
-                if start > blocked and used + head_bytes <= limit_here:
-                    at, until = start - position + k, due[waiting] // DUE_SEGMENT
+                if start > blocked and used + next_bytes <= step_limit:
+                    first, until = start - position + k, due[waiting] // DUE_SEGMENT
                     obstacle = obstacle_of(
-                        segment_of, by_kernel, by_segment, enforced, at, until, limit - head_bytes, required
+                        segment_of, by_kernel, by_segment, enforced, first, until, limit - next_bytes, required
                     )
                     blocked = obstacle + position - k
                     if obstacle < 0:
                         blocked = -1
-                        weigh(by_segment, segment_of[at], until, head_bytes)
+                        add_weight(by_segment, segment_of[first], until, next_bytes)
                         in_row, waiting = waiting, pop(due, child, sibling, waiting)
-                        used += head_bytes
+                        used += next_bytes
                         peak = max(peak, used)
                         if duplex:
-                            out_work = _left(out_work, out_end, ALONE, now - reckoned)
-                            reckoned, in_work, changed = now, gaps[in_row].in_ns * ALONE, True
+                            out_work = _remaining(out_work, out_end, ALONE, now - updated_ns)
+                            updated_ns, in_work, rates_changed = now, gaps[in_row].in_ns * ALONE, True
                         in_end, in_log = now + gaps[in_row].in_ns, n_log
                         n_log = _log(log, n_log, now, in_end, LOG_IN, in_row)
-                        head_bytes = NEVER
+                        next_bytes = NEVER
             if engines == 1:
                 in_failed = queue_head < queue_tail and out_end == NEVER and in_end == NEVER
                 if in_failed:  # the swap-out may pass
                     continue
-            if changed:
-                changed = False
+            if rates_changed:
+                rates_changed = False
                 if out_end != NEVER and in_end != NEVER:
                     out_end, in_end = _end(out_work, out_share, now), _end(in_work, in_share, now)
                     _log_end(log, out_log, out_end)
                     _log_end(log, in_log, in_end)
 
             # Plain kernels run in one go, except if each is logged.
-            alone = not contends or (out_end == NEVER and in_end == NEVER)
-            if end == NEVER and gate[k] == 0 and not logs and alone and not hosted:
-                came_from = k
-                now, k, used, peak, chance = _run_plain(
-                    kernels, gate, now, k, used, peak, limit_here, min(out_end, in_end), head_bytes,
+            is_uncontended = not contends or (out_end == NEVER and in_end == NEVER)
+            if end == NEVER and gate[k] == 0 and not has_log and is_uncontended and not has_host:
+                first_kernel = k
+                now, k, used, peak, may_fit = _run_plain(
+                    kernels, gate, now, k, used, peak, step_limit, min(out_end, in_end), next_bytes,
                     blocked - position + k,
                 )  # fmt: skip
-                position += k - came_from
-                if chance or (held >= 0 and ready[held] <= position and k != came_from):
+                position += k - first_kernel
+                if may_fit or (held >= 0 and ready[held] <= position and k != first_kernel):
                     continue
 
             # A kernel or a recomputed kernel starts.
             unissued = False
             if end == NEVER:
                 rerun = step < n_steps and steps[step, STEP_FOR] == k
-                which = steps[step, STEP_KERNEL] if rerun else k
-                change = kernels[WORKSPACE, which] + (steps[step, ALLOCATED] if rerun else kernels[BORN, k])
-                starts = gate[k] < GATE_SYNC and not _waits_for_data(gate[k], rerun) and used + change <= limit_here
-                if starts and hosted:
+                kernel = steps[step, STEP_KERNEL] if rerun else k
+                change = kernels[WORKSPACE, kernel] + (steps[step, ALLOCATED] if rerun else kernels[BORN, k])
+                can_run = gate[k] < GATE_SYNC and not _waits_for_data(gate[k], rerun) and used + change <= step_limit
+                if can_run and has_host:
                     host = issue(to_issue, host, now)
                     unissued = host.issued == 0
-                    starts, held_up = not unissued, held_up or unissued
-                if starts:
+                    can_run, has_waited = not unissued, has_waited or unissued
+                if can_run:
                     host = start_step(host)
                     used += change
                     peak = max(peak, used)
-                    end, end_log = now + kernels[DURATION, which], n_log
+                    end, end_log = now + kernels[DURATION, kernel], n_log
                     if waits and not rerun:
                         end += by_kernel[WAITS, k]
-                    left, worked, speed = (end - now) * ALONE, now, ALONE
-                    n_log = _log(log, n_log, now, end, LOG_RECOMPUTE if rerun else LOG_KERNEL, which)
+                    step_work, step_updated_ns, speed = (end - now) * ALONE, now, ALONE
+                    n_log = _log(log, n_log, now, end, LOG_RECOMPUTE if rerun else LOG_KERNEL, kernel)
 
             if contends and end != NEVER:
                 loss = kernels[LOSS, steps[step, STEP_KERNEL] if rerun else k]
                 pace = ALONE - (loss if out_end != NEVER else 0) - (loss if in_end != NEVER else 0)
                 if pace != speed:
-                    left, worked, speed = left - speed * (now - worked), now, pace
-                    end = _end(left, speed, now)
+                    step_work, step_updated_ns, speed = step_work - speed * (now - step_updated_ns), now, pace
+                    end = _end(step_work, speed, now)
                     _log_end(log, end_log, end)
 
             # Advance to the next completion.
-            then = min(end, min(out_end, in_end))
+            next_ns = min(end, min(out_end, in_end))
             if unissued:
-                then = min(then, host.next_ns)
-            if then == NEVER:
+                next_ns = min(next_ns, host.next_ns)
+            if next_ns == NEVER:
                 running = False
                 break
-            if end == NEVER and then > now:
-                if logs:
+            if end == NEVER and next_ns > now:
+                if has_log:
                     for_data = in_end != NEVER and _waits_for_data(gate[k], rerun)
                     cause = FOR_ISSUE if unissued else FOR_DATA if for_data else FOR_MEMORY
-                    n_log = _log(log, n_log, now, then, LOG_STALL, cause)
-                if then - kernels[BEGINS, k] - lasts + reruns_left >= soonest:
+                    n_log = _log(log, n_log, now, next_ns, LOG_STALL, cause)
+                if next_ns - kernels[BEGINS, k] - rerun_ns + reruns_left >= max_delay:
                     status, running = SLOWER, False
                     break
-            now = then
+            now = next_ns
 
             # Copies complete.
             if duplex and (out_end == now or in_end == now):
-                both = out_end != NEVER and in_end != NEVER
-                out_work = _left(out_work, out_end, out_share if both else ALONE, now - reckoned)
-                in_work = _left(in_work, in_end, in_share if both else ALONE, now - reckoned)
-                reckoned = now
+                is_duplex = out_end != NEVER and in_end != NEVER
+                out_work = _remaining(out_work, out_end, out_share if is_duplex else ALONE, now - updated_ns)
+                in_work = _remaining(in_work, in_end, in_share if is_duplex else ALONE, now - updated_ns)
+                updated_ns = now
                 if now < out_end < NEVER:
                     out_end = _end(out_work, ALONE, now)
                     _log_end(log, out_log, out_end)
@@ -384,13 +384,13 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
             # The kernel completes, and gaps open.
             if end == now:
                 end = NEVER
-                which = steps[step, STEP_KERNEL] if rerun else k
-                if hosted:
-                    host = complete(to_issue, host, kernels[DURATION, which] > 0, now)
-                used -= kernels[WORKSPACE, which] + (steps[step, FREED] if rerun else kernels[DIES, k])
-                n_log = _log(log, n_log, now, now, LOG_END, which)
+                kernel = steps[step, STEP_KERNEL] if rerun else k
+                if has_host:
+                    host = complete(to_issue, host, kernels[DURATION, kernel] > 0, now)
+                used -= kernels[WORKSPACE, kernel] + (steps[step, FREED] if rerun else kernels[DIES, k])
+                n_log = _log(log, n_log, now, now, LOG_END, kernel)
                 if rerun:
-                    reruns_left -= kernels[DURATION, which]
+                    reruns_left -= kernels[DURATION, kernel]
                     step += 1
                 else:
                     if opens[k] >= 0:
@@ -399,47 +399,47 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
                             k, used, n_segments,
                         )  # fmt: skip
                     position, k = position + 1, k + 1
-                    limit_here = limit if k < limit_until else NEVER
+                    step_limit = limit if k < limit_until else NEVER
                     if k == n or k == next_check:
                         break
         if not running:
             break
 
         # At a boundary or a check: has the state occurred before?
-        at_end = k == n
-        if at_end:
+        is_boundary = k == n
+        if is_boundary:
             iteration += 1
-            lasted = now - begin
+            iteration_ns = now - begin
             n_log = _log(log, n_log, now, now, LOG_BOUNDARY, 0)
             for i in range(queue_head, queue_tail):
                 queue[i - queue_head] = queue[i]
             queue_head, queue_tail = 0, queue_tail - queue_head
             period = 1
-        if carries:
+        if has_carryover:
             # The states of a check alternate between this iteration and the last.
-            turn = iteration % 2
-            state = states[iteration] if at_end else states[boundaries + 2 * check + turn]
-            before = states[boundaries + 2 * check + 1 - turn]
-            _note_state(state, m, now - begin, child, queue, queue_head, queue_tail)
-            if hosted:
-                changes = 0 if iteration >= settings[MAX_ITERATIONS] else 2 if held_up else 1
-                host, lead, lead_ns = note_lead(state, m, to_issue, host, now, changes, lead, lead_ns)
-                held_up = False
+            parity = iteration % 2
+            state = states[iteration] if is_boundary else states[boundaries + 2 * check + parity]
+            previous = states[boundaries + 2 * check + 1 - parity]
+            _write_state(state, m, now - begin, child, queue, queue_head, queue_tail)
+            if has_host:
+                changes = 0 if iteration >= settings[MAX_ITERATIONS] else 2 if has_waited else 1
+                host, lead, lead_ns = write_lead(state, m, to_issue, host, now, changes, lead, lead_ns)
+                has_waited = False
             if duplex:
-                both = out_end != NEVER and in_end != NEVER
-                out_left = _left(out_work, out_end, out_share if both else ALONE, now - reckoned)
-                in_left = _left(in_work, in_end, in_share if both else ALONE, now - reckoned)
+                is_duplex = out_end != NEVER and in_end != NEVER
+                out_left = _remaining(out_work, out_end, out_share if is_duplex else ALONE, now - updated_ns)
+                in_left = _remaining(in_work, in_end, in_share if is_duplex else ALONE, now - updated_ns)
             else:
                 out_left, in_left = out_end - now, in_end - now
             if out_end != NEVER:
                 state[out_row] = -2 * out_left
             if in_end != NEVER:
                 state[in_row] = -2 * in_left - 1
-            if not at_end:
+            if not is_boundary:
                 check -= 1
-                next_check = settled + ((n - settled) >> check) if check else n
-                if iteration and _alike(state, before, m):  # the rest repeats the last iteration
-                    lasted += now - begin - before[m + LASTED]
+                next_check = first_settled + ((n - first_settled) >> check) if check else n
+                if iteration and _equal_states(state, previous, m):  # the rest repeats the last iteration
+                    iteration_ns += now - begin - previous[m + LASTED]
                     period, status, running = 1, DONE, False
                 continue
             period = _period_of(states, iteration, m)
@@ -448,13 +448,13 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
             break
 
         # Shift to the next iteration's kernels and segments.
-        begin, k, step, reruns_left = now, 0, 0, lasts
+        begin, k, step, reruns_left = now, 0, 0, rerun_ns
         check = first_check
-        next_check = settled + ((n - settled) >> check) if carries and check else n
+        next_check = first_settled + ((n - first_settled) >> check) if has_carryover and check else n
         for r in range(m):
             due[r] -= n_segments * DUE_SEGMENT
         next_segments(by_segment, n_segments)
-        limit_here = limit if limit_until > 0 else NEVER
+        step_limit = limit if limit_until > 0 else NEVER
 
-    result[ITERATION_NS], result[PEAK], result[PERIOD] = lasted, peak, period
+    result[ITERATION_NS], result[PEAK], result[PERIOD] = iteration_ns, peak, period
     return status, n_log

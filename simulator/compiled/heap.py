@@ -15,13 +15,13 @@ OUTSIDE = -2
 
 
 @stage
-def meld(keys, child, sibling, one, two):
+def meld(keys, child, sibling, left, right):
     """Merges two heaps and returns the root; -1 is an empty heap."""
-    if one < 0 or two < 0:
-        return max(one, two)
-    first, other = (one, two) if keys[one] <= keys[two] else (two, one)
-    sibling[other], child[first] = child[first], other
-    return first
+    if left < 0 or right < 0:
+        return max(left, right)
+    root, child_root = (left, right) if keys[left] <= keys[right] else (right, left)
+    sibling[child_root], child[root] = child[root], child_root
+    return root
 
 
 @stage
@@ -34,14 +34,14 @@ def push(keys, child, sibling, root, row):
 @stage
 def pop(keys, child, sibling, root):
     """Removes the root and returns the new one."""
-    at, pairs = child[root], -1
+    row, pairs = child[root], -1
     child[root] = OUTSIDE
-    if at < 0 or sibling[at] < 0:
-        return at
-    while at >= 0:
-        one, two = at, sibling[at]
-        at = sibling[two] if two >= 0 else -1
-        pair = meld(keys, child, sibling, one, two)
+    if row < 0 or sibling[row] < 0:
+        return row
+    while row >= 0:
+        left, right = row, sibling[row]
+        row = sibling[right] if right >= 0 else -1
+        pair = meld(keys, child, sibling, left, right)
         sibling[pair], pairs = pairs, pair
     root = -1
     while pairs >= 0:

@@ -48,10 +48,10 @@ def issue(queue, host, now):
     kernel, step, issued, queued, next_ns = host
     while next_ns <= now:
         rerun = step < queue.n_steps and queue.steps[step, STEP_FOR] == kernel
-        takes = 1 if queue.durations[queue.steps[step, STEP_KERNEL] if rerun else kernel] > 0 else 0
-        if queued + takes > queue.depth:
+        is_timed = 1 if queue.durations[queue.steps[step, STEP_KERNEL] if rerun else kernel] > 0 else 0
+        if queued + is_timed > queue.depth:
             break
-        issued, queued = issued + 1, queued + takes
+        issued, queued = issued + 1, queued + is_timed
         if rerun:
             step += 1
         else:
@@ -63,26 +63,26 @@ def issue(queue, host, now):
 
 
 @stage
-def start_host(kernels, rows, gaps, by_kernel, steps, n_steps, lasts, settings):
+def start_host(kernels, rows, gaps, by_kernel, steps, n_steps, rerun_ns, settings):
     """Fills by_kernel[ISSUES] (Schedule.issues); returns if the host takes time, its work, and its first state."""
     issues, n, issue_ns = by_kernel[ISSUES], kernels.shape[1] - 1, settings[ISSUE_NS]
     queue, host = Queue(kernels[DURATION], steps, n_steps, issues, issue_ns, settings[QUEUE_DEPTH]), Host(0, 0, 0, 0, 0)
-    busy = kernels[BEGINS, n] + lasts
-    if issue_ns == 0 or busy == 0:
+    compute_ns = kernels[BEGINS, n] + rerun_ns
+    if issue_ns == 0 or compute_ns == 0:
         return False, queue, host
-    in_all = 2 * issue_ns * rows.shape[0]
+    host_ns = 2 * issue_ns * rows.shape[0]
     for k in range(n):
         issues[k] = issue_ns if kernels[DURATION, k] > 0 else 0
-        in_all += issues[k]
+        host_ns += issues[k]
     for r in range(rows.shape[0]):
         if is_swap(rows, r):
             issues[gaps[r].returns] += issue_ns
             issues[(rows[r, AFTER] - gaps[r].lead + 1) % n] += issue_ns
         else:
-            in_all -= 2 * issue_ns
+            host_ns -= 2 * issue_ns
     for j in range(n_steps):
-        in_all += issue_ns if kernels[DURATION, steps[j, STEP_KERNEL]] > 0 else 0
-    if in_all > busy:
+        host_ns += issue_ns if kernels[DURATION, steps[j, STEP_KERNEL]] > 0 else 0
+    if host_ns > compute_ns:
         return True, queue, Host(0, 0, 0, 0, _cost(queue, 0, 0))
     kernel, step, issued, queued, _ = issue(queue, host, NEVER)
     return True, queue, Host(kernel, step, issued, queued, 0)
@@ -104,15 +104,15 @@ def complete(queue, host, timed, now):
 
 
 @stage
-def note_lead(state, m, queue, host, now, changes, lead, lead_ns):
+def write_lead(state, m, queue, host, now, change_kind, lead, lead_ns):
     """Writes the host's lead at a boundary into ``state`` (Host.lead); returns the host, and its lead.
 
-    changes: 0: the lead counts as unchanged; 1: only a smaller lead is a change; 2: a step has waited for the host.
+    change_kind: 0: the lead counts as unchanged; 1: only a smaller lead is a change; 2: a step has waited for the host.
     """
     host = issue(queue, host, now)
-    late = min(now - host.next_ns, 0)
-    less = host.issued < lead or (host.issued == lead and late < lead_ns)
-    if changes == 2 or (changes == 1 and less):
-        lead, lead_ns = host.issued, late
+    ahead_ns = min(now - host.next_ns, 0)
+    is_smaller = host.issued < lead or (host.issued == lead and ahead_ns < lead_ns)
+    if change_kind == 2 or (change_kind == 1 and is_smaller):
+        lead, lead_ns = host.issued, ahead_ns
     state[m + LEAD], state[m + LEAD_NS] = lead, lead_ns
     return host, lead, lead_ns

@@ -37,7 +37,7 @@ except ImportError:  # Windows: every process compiles for itself
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
 _LIBRARIES = ("numpy", "numba", "math")
-PATIENCE = 120.0  # seconds that a process waits for another one to compile before it compiles itself
+LOCK_TIMEOUT_S = 120.0  # seconds that a process waits for another one to compile before it compiles itself
 
 _types: Any = types  # its functions are not typed
 _cgutils: Any = cgutils
@@ -67,14 +67,14 @@ def jit(function: Any = None, **options: Any) -> Any:
             raise
         _uncached()
         out = njit(**options | {"cache": False})(function)
-    out.compile = _considerately(out)
-    for owner, name, otherwise in (
+    out.compile = _exclusively(out)
+    for owner, name, fallback in (
         (getattr(out._cache, "_cache_file", None), "_load_index", dict),  # damaged, or of a removed type
         (out._cache, "load_overload", lambda: None),  # damaged
         (out._cache, "save_overload", lambda: None),  # disk full
     ):
         if hasattr(owner, name):
-            setattr(owner, name, _forgivingly(getattr(owner, name), otherwise))
+            setattr(owner, name, _with_fallback(getattr(owner, name), fallback))
     return out
 
 
@@ -103,7 +103,7 @@ def stage(function: Any = None, entry: bool = False, inline: bool = False) -> An
     return out
 
 
-def _considerately(dispatcher: Any) -> Callable[[Any], Any]:
+def _exclusively(dispatcher: Any) -> Callable[[Any], Any]:
     """Returns a dispatcher's ``compile``, restricted to one process at a time and without garbage collection.
 
     The compiler allocates very many objects, most of which live until it is done.
@@ -112,26 +112,26 @@ def _considerately(dispatcher: Any) -> Callable[[Any], Any]:
 
     def run(signature: Any) -> Any:
         # Numba's own lock first, so that a thread that waits for another process does not block other threads.
-        with global_compiler_lock, _alone(dispatcher._cache, signature):
+        with global_compiler_lock, _compile_lock(dispatcher._cache, signature):
             with no_collections():
                 return call(signature)  # checks the cache first
 
     return run
 
 
-def _forgivingly(call: Callable[..., Any], otherwise: Callable[[], Any]) -> Callable[..., Any]:
-    """Returns a cache function ``call`` that falls back to ``otherwise`` on any exception."""
+def _with_fallback(call: Callable[..., Any], fallback: Callable[[], Any]) -> Callable[..., Any]:
+    """Returns a cache function ``call`` that falls back to ``fallback`` on any exception."""
 
     def run(*args: Any) -> Any:
         try:
             return call(*args)
         except Exception:  # unpickling damaged or outdated files may raise anything
-            return otherwise()
+            return fallback()
 
     return run
 
 
-def _alone(cache: Any, signature: Any) -> AbstractContextManager[Any]:
+def _compile_lock(cache: Any, signature: Any) -> AbstractContextManager[Any]:
     """Waits until no other live process compiles the function for this signature."""
     if fcntl is None or cache.cache_path is None:  # nothing is shared
         return nullcontext()
@@ -140,7 +140,7 @@ def _alone(cache: Any, signature: Any) -> AbstractContextManager[Any]:
         lock = open(os.path.join(cache.cache_path, name), "ab")
     except OSError:  # the folder cannot be written
         return nullcontext()
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + LOCK_TIMEOUT_S
     while time.monotonic() < until:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,12 +154,12 @@ def _alone(cache: Any, signature: Any) -> AbstractContextManager[Any]:
 
 def _stamped(function: Any, options: str = "") -> Any:
     """Returns the function with a ``stamp`` of everything that is compiled in."""
-    text = "\n".join([*_compiled_in(function), options])
+    text = "\n".join([*_dependencies(function), options])
     function.stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
     return function
 
 
-def _compiled_in(function: FunctionType) -> Iterator[str]:
+def _dependencies(function: FunctionType) -> Iterator[str]:
     """Yields all that the compiled function depends on: code, defaults, constants, and values of its global names."""
     where = f"{function.__module__}.{function.__qualname__}"
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -202,9 +202,9 @@ def _text(value: Any, where: str) -> str:
     if isinstance(getattr(function, "stamp", None), str):
         return str(function.stamp)
     if function is value:
-        home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
-        if home.partition(".")[0] in _LIBRARIES:
-            return f"{home}.{getattr(value, '__name__', '')}"
+        module_name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+        if module_name.partition(".")[0] in _LIBRARIES:
+            return f"{module_name}.{getattr(value, '__name__', '')}"
     raise TypeError(f"{where} is {value!r}, which cannot be stamped: import the constant or the jit function itself")
 
 
@@ -233,8 +233,8 @@ def call(typing, where, like, args):
     def code(context, builder, signature, values):
         function = context.call_conv.get_function_type(returned, kinds)
         pointer = builder.inttoptr(values[0], function.as_pointer())
-        given = _cgutils.unpack_tuple(builder, values[2])
-        status, out = context.call_conv.call_function(builder, pointer, returned, kinds, given)
+        arguments = _cgutils.unpack_tuple(builder, values[2])
+        status, out = context.call_conv.call_function(builder, pointer, returned, kinds, arguments)
         with _cgutils.if_unlikely(builder, status.is_error):
             context.call_conv.return_status_propagate(builder, status)
         return out

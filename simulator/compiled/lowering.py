@@ -30,10 +30,10 @@ def swap_residency(kernels, tensors, rows, planned):
             planned[0] -= size
         planned[after + 1] -= size
         planned[before] += size
-    away = 0
+    evicted = 0
     for k in range(n):
-        away += planned[k]
-        planned[k] = live[k] + away
+        evicted += planned[k]
+        planned[k] = live[k] + evicted
 
 
 @stage
@@ -49,14 +49,14 @@ def _since_write(graph, begin, end, after, n):
 @stage
 def _enter(heads, following, rows, k, entry):
     """Inserts an entry into the list of kernel k, ordered by tensor."""
-    t, at, before = rows[entry >> 1, TENSOR], heads[k], -1
-    while at >= 0 and rows[at >> 1, TENSOR] < t:
-        before, at = at, following[at]
-    following[entry] = at
-    if before < 0:
+    t, cursor, previous = rows[entry >> 1, TENSOR], heads[k], -1
+    while cursor >= 0 and rows[cursor >> 1, TENSOR] < t:
+        previous, cursor = cursor, following[cursor]
+    following[entry] = cursor
+    if previous < 0:
         heads[k] = entry
     else:
-        following[before] = entry
+        following[previous] = entry
 
 
 @stage(inline=True)
@@ -74,73 +74,73 @@ def copied_at(rows, r):
 @jit
 def grouped(keys, n):
     """Groups indices by their key in range(n): those of key k are items[at[k]:at[k + 1]], in order; -1 is no key."""
-    at = np.zeros(n + 1, np.int64)
+    starts = np.zeros(n + 1, np.int64)
     for key in keys:
         if key >= 0:
-            at[key + 1] += 1
+            starts[key + 1] += 1
     for k in range(n):
-        at[k + 1] += at[k]
-    items, filled = np.empty(at[n], np.int64), at.copy()
+        starts[k + 1] += starts[k]
+    items, next_free = np.empty(starts[n], np.int64), starts.copy()
     for i in range(keys.size):
         if keys[i] >= 0:
-            items[filled[keys[i]]] = i
-            filled[keys[i]] += 1
-    return at, items
+            items[next_free[keys[i]]] = i
+            next_free[keys[i]] += 1
+    return starts, items
 
 
 @stage
 def sort(values, begin, end):
     """Sorts the few values[begin:end] by insertion."""
     for i in range(begin + 1, end):
-        value, at = values[i], i
-        while at > begin and values[at - 1] > value:
-            values[at] = values[at - 1]
-            at -= 1
-        values[at] = value
+        value, position = values[i], i
+        while position > begin and values[position - 1] > value:
+            values[position] = values[position - 1]
+            position -= 1
+        values[position] = value
 
 
 @jit
-def swaps_of(rows, n, n_tensors):
+def swaps_by_tensor(rows, n, n_tensors):
     """Returns the rows that are swaps, by tensor and opening: those of tensor t are order[at[t]:at[t + 1]]."""
     keys = np.full(rows.shape[0], -1, np.int64)
     for r in range(keys.size):
         if is_swap(rows, r):
             keys[r] = rows[r, AFTER]
-    _, opened = grouped(keys, n)
-    tensor = np.empty(opened.size, np.int64)
-    for i in range(opened.size):
-        tensor[i] = rows[opened[i], TENSOR]
-    at, order = grouped(tensor, n_tensors)
+    _, by_opening = grouped(keys, n)
+    tensor = np.empty(by_opening.size, np.int64)
+    for i in range(by_opening.size):
+        tensor[i] = rows[by_opening[i], TENSOR]
+    starts, order = grouped(tensor, n_tensors)
     for i in range(order.size):
-        order[i] = opened[order[i]]
-    return at, order
+        order[i] = by_opening[order[i]]
+    return starts, order
 
 
 @jit
 def host_load(tensors, graph, rows, returns, n):
-    """Returns the most bytes that the host holds for a plan (schedule._on_host); ``returns``: kernels that end gaps."""
+    """Returns the most bytes that the host holds for a plan (schedule._host_bytes); ``returns``: ends of gaps."""
     writes_at = graph[2 * n + 2 :]
-    at, order = swaps_of(rows, n, tensors.shape[1])
-    held = np.zeros(2 * n + 1, np.int64)  # changes, then bytes, at the kernels of this iteration and the next
+    starts, order = swaps_by_tensor(rows, n, tensors.shape[1])
+    nbytes = np.zeros(2 * n + 1, np.int64)  # changes, then bytes, at the kernels of this iteration and the next
     for i in range(order.size):
         r = order[i]
         t, copy = rows[r, TENSOR], copied_at(rows, r)
         kernels = (returns[r] - copy - 1) % n + 1
         # Extend to the next copy of the tensor, if it is not written until then.
-        last = i + 1 == at[t + 1]
+        last = i + 1 == starts[t + 1]
         if not last or tensors[PERSISTENT, t]:
-            ahead, clean = (copied_at(rows, order[at[t] if last else i + 1]) - copy - 1) % n + 1, True
+            until_next, is_valid = (copied_at(rows, order[starts[t] if last else i + 1]) - copy - 1) % n + 1, True
             for j in range(writes_at[t], writes_at[t + 1]):
-                clean &= (graph[j] - copy - 1) % n >= ahead
-            kernels = max(kernels, ahead if clean else 0)
-        held[copy + 1] += tensors[SIZE, t]
-        held[copy + 1 + kernels] -= tensors[SIZE, t]
-    most = 0
+                is_valid &= (graph[j] - copy - 1) % n >= until_next
+            kernels = max(kernels, until_next if is_valid else 0)
+        nbytes[copy + 1] += tensors[SIZE, t]
+        nbytes[copy + 1 + kernels] -= tensors[SIZE, t]
+    peak = 0
     for k in range(1, 2 * n):
-        held[k] += held[k - 1]
+        nbytes[k] += nbytes[k - 1]
         if k >= n:
-            most = max(most, held[k - n] + held[k])
-    return most
+            peak = max(peak, nbytes[k - n] + nbytes[k])
+    return peak
 
 
 @stage
@@ -168,7 +168,7 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
     for k in range(n + 1):
         gate[k], heads[k], starts[k] = 0, -1, 0
     gate[n - 1] = GATE_EVENT
-    n_segments, on_host, ahead = 1, 0, False
+    n_segments, swapped_bytes, has_early_copy = 1, 0, False
     starts[0] = 1
     for r in range(m):
         if rows[r, KIND] != RERUN:
@@ -190,7 +190,7 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
             continue
         if copied[t] == _NOT_SWAPPED:
             copied[t] = _NO_COPY
-            on_host += gap.nbytes
+            swapped_bytes += gap.nbytes
         gap.out_ns, gap.in_ns = tensors[D2H, t], tensors[H2D, t]
         n_segments += 1 - starts[returns]
         starts[returns] = 1
@@ -200,7 +200,7 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
             gap.lead = after - copy if copy < after else after - copy + n
             gate[copy] |= GATE_EVENT
             _enter(heads, following, rows, copy, 2 * r + 1)
-            ahead |= copy > after
+            has_early_copy |= copy > after
         gap.weight = 1 + GATE_REMAT * by_remat[r] if lowered else 1
         gap.hold = 1
         prefetch = rows[r, EXTRA]
@@ -210,11 +210,11 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
             gap.hold = prefetch - after + 1 if prefetch >= after else prefetch - after + 1 + n
             gap.hold = min(gap.hold, returns - after if returns > after else returns - after + n)
         gap.since_write = _since_write(graph, writes_at[t], writes_at[t + 1], after, n)
-    return n_segments, on_host, ahead
+    return n_segments, swapped_bytes, has_early_copy
 
 
 @stage
-def note_waits(rows, gaps, by_kernel, wait_ns, event_ns):
+def fill_waits(rows, gaps, by_kernel, wait_ns, event_ns):
     """Fills by_kernel[WAITS]: ns that events of copies add to each kernel (RULES.md, j); returns whether any do."""
     if wait_ns == 0 and event_ns == 0:
         return False
@@ -238,12 +238,12 @@ def note_waits(rows, gaps, by_kernel, wait_ns, event_ns):
 
 
 @stage
-def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):
+def evict_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):
     """Builds a heap by by_row[READY] of the rows whose tensors are on the host at the start.
 
     It includes copies that the previous iteration would have issued. Returns the root, and the bytes of the tensors.
     """
-    n, held, nbytes = by_kernel.shape[1] - 1, -1, 0
+    n, root, nbytes = by_kernel.shape[1] - 1, -1, 0
     gate, segment_of, copied = by_kernel[GATE], by_kernel[SEGMENT], by_tensor[COPIED]
     ready, child, sibling = by_row[READY], by_row[CHILD], by_row[SIBLING]
     for r in range(rows.shape[0]):
@@ -251,31 +251,31 @@ def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):
         if not is_swap(rows, r):
             continue
         gap, after = gaps[r], rows[r, AFTER]
-        away = by_row[AWAY_AT_START, r] == 1 if lowered else after >= gap.returns
-        if away:
+        is_on_host = by_row[AWAY_AT_START, r] == 1 if lowered else after >= gap.returns
+        if is_on_host:
             nbytes += gap.nbytes
             copied[gap.tensor] = after - n
             ready[r] = after - n + gap.hold
             by_row[DUE, r] = segment_of[gap.returns] * DUE_SEGMENT + gap.tensor
             gate[gap.returns] += gap.weight
-            held = push(ready, child, sibling, held, r)
+            root = push(ready, child, sibling, root, r)
         elif gap.lead > after:
             copied[gap.tensor] = after - gap.lead
-    return held, nbytes
+    return root, nbytes
 
 
 @stage
-def makes_copies(tensors, graph, rows, by_tensor, gaps, n):
+def first_settled_kernel(tensors, graph, rows, by_tensor, gaps, n):
     """Returns the kernel from which on all copies are issued that are valid at the boundary but not at the start.
 
     Swaps between two uses of a persistent tensor may make such copies. 0: none do.
     """
-    writes_at, settled = graph[2 * n + 2 :], 0
+    writes_at, first_settled = graph[2 * n + 2 :], 0
     for r in range(rows.shape[0]):
         if is_swap(rows, r):
             t = rows[r, TENSOR]
             if tensors[PERSISTENT, t] != 0 and by_tensor[COPIED, t] == _NO_COPY:
                 if writes_at[t] == writes_at[t + 1] or graph[writes_at[t + 1] - 1] <= rows[r, AFTER]:
                     issue = rows[r, AFTER] - gaps[r].lead
-                    settled = max(settled, 1 + (issue if issue >= 0 else issue + n))
-    return settled
+                    first_settled = max(first_settled, 1 + (issue if issue >= 0 else issue + n))
+    return first_settled

@@ -1,6 +1,6 @@
 """Plans with Recompute decisions, compiled: the memory effects that schedule.lower derives.
 
-``_walk`` walks through one iteration, over the kernels at which a gap opens or ends. The functions above it are its
+``_build`` walks through one iteration, over the kernels at which a gap opens or ends. The functions above it are its
 stages at one kernel, in this order. by_tensor[AWAY] has the row that evicts a tensor: r + 1 on the host, -r - 1
 dropped, 0 none. Records of a tensor or kernel for the chain of one kernel are valid if their mark is that of the
 kernel; marks are unique, so that nothing needs to be cleared.
@@ -60,11 +60,11 @@ def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marke
         n_pending -= 1
         w = pending[n_pending]
         # Insertion sort: the new kernel is mostly the first.
-        at = n_order
-        while at > 0 and order[at - 1] < w:
-            order[at] = order[at - 1]
-            at -= 1
-        order[at] = w
+        position = n_order
+        while position > 0 and order[position - 1] < w:
+            order[position] = order[position - 1]
+            position -= 1
+        order[position] = w
         n_order += 1
         for i in range(graph[w], graph[w + 1]):
             x = graph[i]
@@ -94,10 +94,10 @@ def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, ma
         for j in range(results_at[w], results_at[w + 1]):
             x = graph[j]
             if by_tensor[AWAY, x] < 0:
-                whole = True
+                is_complete = True
                 for u in range(writes_at[x], writes_at[x + 1]):
-                    whole &= graph[u] >= k or marked[graph[u]] == mark
-                if whole:
+                    is_complete &= graph[u] >= k or marked[graph[u]] == mark
+                if is_complete:
                     by_tensor[STAYS, x] = mark
 
 
@@ -105,7 +105,7 @@ def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, ma
 def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_order, k, mark, steps, n_steps):
     """Writes the steps of a chain; returns the most bytes that it adds, those that it adds at its end, and its ns."""
     away, holds, stays, used_last = by_tensor[AWAY], by_tensor[HOLDS], by_tensor[STAYS], by_tensor[USED_LAST]
-    most = stay = lasts = 0
+    peak = kept_bytes = duration_ns = 0
     for j in range(n_order):
         w = order[j]
         allocated = freed = 0
@@ -127,15 +127,15 @@ def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_or
                 freed += tensors[SIZE, x]
         step = steps[n_steps + j]
         step[STEP_KERNEL], step[ALLOCATED], step[FREED], step[STEP_FOR] = w, allocated, freed, k
-        most = max(most, stay + allocated + kernels[WORKSPACE, w])
-        stay += allocated - freed
-        lasts += kernels[DURATION, w]
-    return most, stay, lasts
+        peak = max(peak, kept_bytes + allocated + kernels[WORKSPACE, w])
+        kept_bytes += allocated - freed
+        duration_ns += kernels[DURATION, w]
+    return peak, kept_bytes, duration_ns
 
 
 @stage
-def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
-    """Executes schedule._Walk from by_row[AWAY_AT_START]; returns number and ns of recomputed kernels."""
+def _build(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
+    """Executes schedule._Builder from by_row[AWAY_AT_START]; returns number and ns of recomputed kernels."""
     n, m = by_kernel.shape[1] - 1, rows.shape[0]
     results_at, writes_at = graph[n + 1 :], graph[2 * n + 2 :]
     until_at = graph.size - (graph[n] - graph[0])  # offset from an input to its ``Program.available_until``
@@ -148,7 +148,7 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
     marked[n] += n + 1
     for k in range(n):
         ends[k], opens[k] = _IDLE, -1
-    away_bytes = 0
+    evicted_bytes = 0
     for r in range(m):
         t, after, before = rows[r, TENSOR], rows[r, AFTER], rows[r, BEFORE]
         if rows[r, KIND] == RECOMPUTE and rows[r, WHEN] >= 0:
@@ -160,10 +160,10 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
         ends[after] = max(ends[after], -1)
         if by_row[AWAY_AT_START, r]:
             away[t] = r + 1
-            away_bytes += size[t]
-    n_steps = lasts = 0
+            evicted_bytes += size[t]
+    n_steps = rerun_ns = 0
     for k in range(n):
-        planned[k] = live[k] - away_bytes
+        planned[k] = live[k] - evicted_bytes
         if ends[k] == _IDLE:
             continue
         mark = first_mark + k
@@ -173,7 +173,7 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
             n_order, fetched = _trace_back(
                 tensors, graph, until_at, writes_at, by_tensor, by_row, k, marked, mark, pending, n_pending, order
             )
-            away_bytes -= fetched
+            evicted_bytes -= fetched
             if keep:
                 _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, mark)
         # Tensors that kernel k itself uses are swapped in.
@@ -182,30 +182,30 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
             t = rows[r, TENSOR]
             if away[t] == r + 1:
                 away[t] = 0
-                away_bytes -= size[t]
+                evicted_bytes -= size[t]
             r = next_end[r]
-        planned[k] = live[k] - away_bytes
+        planned[k] = live[k] - evicted_bytes
         if n_order:
             if n_steps + n_order < steps.shape[0]:
-                most, stay, ns = _lay_out(
+                peak, kept_bytes, ns = _lay_out(
                     kernels, tensors, graph, results_at, by_tensor, by_row, order, n_order, k, mark, steps, n_steps
                 )
-                planned[k] += max(stay, most - kernels[BORN, k] - kernels[WORKSPACE, k])
-                away_bytes -= stay
-                lasts += ns
+                planned[k] += max(kept_bytes, peak - kernels[BORN, k] - kernels[WORKSPACE, k])
+                evicted_bytes -= kept_bytes
+                rerun_ns += ns
             n_steps += n_order
         r = opens[k]
         while r >= 0:
             t = rows[r, TENSOR]
             away[t] = -r - 1 if rows[r, KIND] == RECOMPUTE else r + 1
-            away_bytes += size[t]
+            evicted_bytes += size[t]
             r = next_open[r]
-    return n_steps, lasts
+    return n_steps, rerun_ns
 
 
 @stage(entry=True)
-def rerun_times(durations, graph, tensor, before, marked, pending, out):
-    """Fills ``out`` with residency.recompute_ns of each ``tensor`` and kernel ``before``, of at most CHAIN kernels.
+def rerun_times(durations, graph, tensor, before, marked, pending, times):
+    """Fills ``times`` with residency.recompute_ns of each ``tensor`` and kernel ``before``, of at most CHAIN kernels.
 
     marked, pending: int64 (kernels,), work arrays; ``marked`` is zero.
     """
@@ -215,11 +215,11 @@ def rerun_times(durations, graph, tensor, before, marked, pending, out):
     for g in range(tensor.shape[0]):
         t, k, mark = tensor[g], before[g], g + 1
         n_pending = _mark(graph, writes_at[t], writes_at[t + 1], k, marked, mark, pending, 0)
-        out[g], left = 0, CHAIN
-        while n_pending and left:
-            n_pending, left = n_pending - 1, left - 1
+        times[g], remaining = 0, CHAIN
+        while n_pending and remaining:
+            n_pending, remaining = n_pending - 1, remaining - 1
             w = pending[n_pending]
-            out[g] += durations[w]
+            times[g] += durations[w]
             for i in range(graph[w], graph[w + 1]):
                 x = graph[i]
                 if x == t or k > graph[i + until_at]:
@@ -237,16 +237,16 @@ def lower_recomputations(kernels, tensors, graph, rows, by_kernel, by_tensor, by
     away, away_at_start = by_tensor[AWAY], by_row[AWAY_AT_START]
     for r in range(m):
         away_at_start[r] = 1 if rows[r, AFTER] >= rows[r, BEFORE] else 0
-    n_steps = lasts = 0
+    n_steps = rerun_ns = 0
     for _ in range(2):
-        n_steps, lasts = _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps)
+        n_steps, rerun_ns = _build(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps)
         changed = False
         for r in range(m):
-            still = 1 if away[rows[r, TENSOR]] == r + 1 else 0
-            changed |= still != away_at_start[r]
-            away_at_start[r] = still
+            is_on_host = 1 if away[rows[r, TENSOR]] == r + 1 else 0
+            changed |= is_on_host != away_at_start[r]
+            away_at_start[r] = is_on_host
         for r in range(m):
             away[rows[r, TENSOR]] = 0
         if not changed:
             break
-    return n_steps, lasts
+    return n_steps, rerun_ns

@@ -25,14 +25,14 @@ def _passes(rows, n, steps):
     for r in range(keys.size):
         if rows[r, KIND] == RERUN:
             keys[r] = rows[r, BEFORE]
-    at, again = grouped(keys, n)
-    for i in range(again.size):
-        again[i] = rows[again[i], AFTER]
+    starts, kernels = grouped(keys, n)
+    for i in range(kernels.size):
+        kernels[i] = rows[kernels[i], AFTER]
     for k in range(n):
-        sort(again, at[k], at[k + 1])
-        for i in range(at[k], at[k + 1]):
-            steps[i, STEP_KERNEL], steps[i, STEP_FOR] = again[i], k
-    return at
+        sort(kernels, starts[k], starts[k + 1])
+        for i in range(starts[k], starts[k + 1]):
+            steps[i, STEP_KERNEL], steps[i, STEP_FOR] = kernels[i], k
+    return starts
 
 
 @stage(inline=True)
@@ -46,21 +46,21 @@ def _slot_before(graph, writes_at, x, w):
 
 
 @jit
-def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, freed):
+def _build(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, freed):
     """Sums the bytes that each step allocates and frees; returns whether every step finds its inputs."""
-    # ``schedule._Walk`` from by_row[AWAY_AT_START]. If a pass swaps a tensor in before its gap ends, by_row[RETURNS,
+    # ``schedule._Builder`` from by_row[AWAY_AT_START]. If a pass swaps a tensor in before its gap ends, by_row[RETURNS,
     # BY_REMAT] changes. away, (tensors,): the row that leaves the tensor on the host at the end, initially -1.
     m, n_tensors, size = rows.shape[0], tensors.shape[1], tensors[SIZE]
     reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
-    room = n_tensors + results_at[n] - results_at[0]
+    capacity = n_tensors + results_at[n] - results_at[0]
     for j in range(n_steps):
-        room += results_at[steps[j, STEP_KERNEL] + 1] - results_at[steps[j, STEP_KERNEL]]
-    nbytes, last, n_blocks = np.zeros(room, np.int64), np.zeros(room, np.int64), n_tensors
+        capacity += results_at[steps[j, STEP_KERNEL] + 1] - results_at[steps[j, STEP_KERNEL]]
+    nbytes, last, n_blocks = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64), n_tensors
     # Block that holds a version; initially that of a persistent tensor.
     holder, original = np.full(graph.size, -1, np.int64), np.full(n_tensors, -1, np.int64)
-    # Within a pass, where ``mine`` is its kernel: the block that the pass has written, and the version in it.
-    own, held, mine = np.empty(n_tensors, np.int64), np.empty(n_tensors, np.int64), np.full(n_tensors, -1, np.int64)
-    copied = np.zeros(n_tensors, np.bool_)  # schedule._Walk._copied
+    # Within a pass, where ``passes`` is its kernel: the block that the pass has written, and the version in it.
+    own, slots, passes = np.empty(n_tensors, np.int64), np.empty(n_tensors, np.int64), np.full(n_tensors, -1, np.int64)
+    copied = np.zeros(n_tensors, np.bool_)  # schedule._Builder._has_host_copy
     fetched, n_fetched = np.empty(n_tensors, np.int64), 0
     # Linked lists of rows by the kernel that ends, opens or copies: the first row, and the next one.
     heads, following = np.full((3, n), -1, np.int64), np.empty((3, m), np.int64)
@@ -76,11 +76,11 @@ def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, free
     for x in range(n_tensors):
         if tensors[PERSISTENT, x]:
             original[x] = x
-    possible, j, k = True, 0, 0
+    is_valid, j, k = True, 0, 0
     for s in range(n + n_steps):
-        again = j < n_steps and steps[j, STEP_FOR] == k
-        w = steps[j, STEP_KERNEL] if again else k
-        if not again:  # tensors swapped in for the pass stay
+        is_rerun = j < n_steps and steps[j, STEP_FOR] == k
+        w = steps[j, STEP_KERNEL] if is_rerun else k
+        if not is_rerun:  # tensors swapped in for the pass stay
             for i in range(n_fetched):
                 away[fetched[i]], copied[fetched[i]] = -1, False
             n_fetched, r = 0, heads[ENDS, k]
@@ -91,10 +91,10 @@ def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, free
         for i in range(reads_at[w], reads_at[w + 1]):
             x = graph[i]
             slot = _slot_before(graph, writes_at, x, w)
-            there = holder[slot] if slot >= 0 else original[x]
-            if again:
-                ours = mine[x] == k and held[x] == slot
-                if there >= 0 and (tensors[PERSISTENT, x] or not ours):
+            block = holder[slot] if slot >= 0 else original[x]
+            if is_rerun:
+                is_own = passes[x] == k and slots[x] == slot
+                if block >= 0 and (tensors[PERSISTENT, x] or not is_own):
                     r = away[x]
                     if r >= 0 and slot == _slot_before(graph, writes_at, x, k):
                         if by_row[BY_REMAT, r] == 0:
@@ -102,38 +102,38 @@ def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, free
                             n_fetched += 1
                         by_row[RETURNS, r], by_row[BY_REMAT, r] = k, 1
                 else:
-                    possible &= ours
-                    there = own[x] if ours else 0
-            last[there] = s
+                    is_valid &= is_own
+                    block = own[x] if is_own else 0
+            last[block] = s
         for i in range(results_at[w], results_at[w + 1]):
             x = graph[i]
-            before = _slot_before(graph, writes_at, x, w)
-            after = before + 1 if before >= 0 else writes_at[x]
-            ours = again and mine[x] == k
-            if ours:
-                there = own[x]
-            elif again or (not tensors[PERSISTENT, x] and tensors[FIRST, x] == w):
-                there, nbytes[n_blocks] = n_blocks, size[x]
+            previous = _slot_before(graph, writes_at, x, w)
+            after = previous + 1 if previous >= 0 else writes_at[x]
+            is_own = is_rerun and passes[x] == k
+            if is_own:
+                block = own[x]
+            elif is_rerun or (not tensors[PERSISTENT, x] and tensors[FIRST, x] == w):
+                block, nbytes[n_blocks] = n_blocks, size[x]
                 allocated[s] += size[x]
                 n_blocks += 1
             else:
-                there = holder[before] if before >= 0 else original[x]
-            if again:
+                block = holder[previous] if previous >= 0 else original[x]
+            if is_rerun:
                 replaced = not tensors[PERSISTENT, x] and not copied[x]
-                if not tensors[PERSISTENT, x] and before >= 0:  # not the first writer
-                    possible &= ours and held[x] == before
-                if replaced and ours and holder[held[x]] == there:
-                    holder[held[x]] = -1
-                mine[x], own[x], held[x] = k, there, after
+                if not tensors[PERSISTENT, x] and previous >= 0:  # not the first writer
+                    is_valid &= is_own and slots[x] == previous
+                if replaced and is_own and holder[slots[x]] == block:
+                    holder[slots[x]] = -1
+                passes[x], own[x], slots[x] = k, block, after
                 if replaced:
-                    holder[after] = there
+                    holder[after] = block
             else:
-                if before >= 0:
-                    holder[before] = -1
+                if previous >= 0:
+                    holder[previous] = -1
                 original[x] = -1
-                holder[after] = there
-            last[there] = s
-        if again:
+                holder[after] = block
+            last[block] = s
+        if is_rerun:
             j += 1
             continue
         r = heads[OPENS, k]
@@ -147,7 +147,7 @@ def _walk(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, free
         k += 1
     for b in range(n_tensors, n_blocks):
         freed[last[b]] += nbytes[b]
-    return possible
+    return is_valid
 
 
 @jit
@@ -158,8 +158,8 @@ def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):
     bytes that they free under the plan, and the number of recomputed kernels; -1: an input of one of them is missing.
     """
     n, m, size = kernels.shape[1] - 1, rows.shape[0], tensors[SIZE]
-    at = _passes(rows, n, steps)
-    allocated, freed = np.empty(n + at[n], np.int64), np.empty(n + at[n], np.int64)
+    starts = _passes(rows, n, steps)
+    allocated, freed = np.empty(n + starts[n], np.int64), np.empty(n + starts[n], np.int64)
     away = np.empty(size.size, np.int64)
     for r in range(m):
         by_row[AWAY_AT_START, r] = 1 if is_swap(rows, r) and rows[r, AFTER] >= rows[r, BEFORE] else 0
@@ -169,41 +169,41 @@ def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):
         away.fill(-1)
         allocated.fill(0)
         freed.fill(0)
-        if not _walk(n, tensors, graph, rows, by_row, steps, at[n], away, allocated, freed):
+        if not _build(n, tensors, graph, rows, by_row, steps, starts[n], away, allocated, freed):
             return kernels, -1
         changed = False
         for r in range(m):
-            still = 1 if is_swap(rows, r) and away[rows[r, TENSOR]] == r else 0
-            changed |= still != by_row[AWAY_AT_START, r]
-            by_row[AWAY_AT_START, r] = still
+            is_on_host = 1 if is_swap(rows, r) and away[rows[r, TENSOR]] == r else 0
+            changed |= is_on_host != by_row[AWAY_AT_START, r]
+            by_row[AWAY_AT_START, r] = is_on_host
         if not changed:
             break
     used = 0
     for x in range(size.size):
         used += size[x] if tensors[PERSISTENT, x] else 0
-    comes = np.zeros(n + 1, np.int64)
+    restored = np.zeros(n + 1, np.int64)
     for r in range(m):
         if is_swap(rows, r):
             nbytes = size[rows[r, TENSOR]]
-            comes[by_row[RETURNS, r]] += nbytes
-            comes[rows[r, AFTER] + 1] -= nbytes
+            restored[by_row[RETURNS, r]] += nbytes
+            restored[rows[r, AFTER] + 1] -= nbytes
             if by_row[AWAY_AT_START, r] == 1:
                 used -= nbytes
     kernels = kernels.copy()
     for k in range(n):
-        used += comes[k]
-        most = 0
-        for j in range(at[k], at[k + 1]):
+        used += restored[k]
+        peak = 0
+        for j in range(starts[k], starts[k + 1]):
             i, step = j + k, steps[j]
             step[ALLOCATED], step[FREED] = allocated[i], freed[i]
             used += allocated[i]
-            most = max(most, used + kernels[WORKSPACE, step[STEP_KERNEL]])
+            peak = max(peak, used + kernels[WORKSPACE, step[STEP_KERNEL]])
             used -= freed[i]
-        i = at[k + 1] + k
+        i = starts[k + 1] + k
         used += allocated[i]
-        by_kernel[PLANNED, k] = max(most, used + kernels[WORKSPACE, k])
+        by_kernel[PLANNED, k] = max(peak, used + kernels[WORKSPACE, k])
         used -= freed[i]
         kernels[DIES, k] = freed[i]
         kernels[LIVE, k] = kernels[LEVEL, k] + kernels[BORN, k] + kernels[WORKSPACE, k]
         kernels[LEVEL, k + 1] = kernels[LEVEL, k] + kernels[BORN, k] - freed[i]
-    return kernels, at[n]
+    return kernels, starts[n]

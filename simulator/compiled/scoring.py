@@ -8,19 +8,19 @@ from simulator.compiled.lowering import is_swap, swap_residency
 from simulator.compiled.rematerialisation import lower_recomputations
 from simulator.compiled.encoding import (
     BEGINS, DONE, DURATION, HOST_FULL, ISSUE_NS, ITERATION_NS, KIND, LIMIT, MORE_STEPS, NEVER, OUT_OF_MEMORY, PEAK,
-    PERIOD, PLANNED, RECOMPUTE, REQUIRED, RERUN, SLOWER, STATUS, STEP_KERNEL, STUCK, UNKNOWN, Lowering, Tables, Work,
+    PERIOD, PLANNED, RECOMPUTE, REQUIRED, RERUN, SLOWER, STATUS, STEP_KERNEL, STUCK, UNKNOWN, Lowering, Tables, Arrays,
 )  # fmt: skip
 
 
 @stage
-def _issued(kernels, steps, count, swaps):
+def _issued_items(kernels, steps, count, swaps):
     """Returns the sum of ``Schedule.issues`` for ``swaps`` swaps and the first ``count`` recomputed ``steps``."""
-    found, durations = 2 * swaps, kernels[DURATION]
+    n_items, durations = 2 * swaps, kernels[DURATION]
     for k in range(durations.size):  # the last entry is padding of duration 0
-        found += durations[k] > 0
+        n_items += durations[k] > 0
     for j in range(count):
-        found += durations[steps[j, STEP_KERNEL]] > 0
-    return found
+        n_items += durations[steps[j, STEP_KERNEL]] > 0
+    return n_items
 
 
 @stage(entry=True)
@@ -46,7 +46,7 @@ def score_plans(
     n, n_log = by_kernel.shape[1] - 1, 0
     limit, planned = settings[LIMIT], by_kernel[PLANNED]
     tables = Tables(kernels, tensors, graph, settings)
-    work = Work(by_kernel, by_segment, by_tensor, by_row, gaps, steps, states)
+    work = Arrays(by_kernel, by_segment, by_tensor, by_row, gaps, steps, states)
     for i in range(first, ends.size - 1):
         plan, result = rows[ends[i] : ends[i + 1]], results[i]
         swaps = drops = reruns = 0
@@ -54,7 +54,7 @@ def score_plans(
             swaps += is_swap(plan, r)
             drops += plan[r, KIND] == RECOMPUTE
             reruns += plan[r, KIND] == RERUN
-        status, count, lasts = DONE, 0, 0
+        status, count, rerun_ns = DONE, 0, 0
         if drops == 0 and reruns == 0:
             swap_residency(kernels, tensors, plan, planned)
         elif n_steps is None:
@@ -62,9 +62,9 @@ def score_plans(
         elif reruns:
             status, count = DONE if n_steps >= 0 else UNKNOWN, n_steps
             for j in range(n_steps):
-                lasts += kernels[DURATION, steps[j, STEP_KERNEL]]
+                rerun_ns += kernels[DURATION, steps[j, STEP_KERNEL]]
         else:
-            count, lasts = lower_recomputations(kernels, tensors, graph, plan, by_kernel, by_tensor, by_row, steps)
+            count, rerun_ns = lower_recomputations(kernels, tensors, graph, plan, by_kernel, by_tensor, by_row, steps)
             if count >= steps.shape[0]:
                 status = MORE_STEPS
         if status == DONE:
@@ -76,17 +76,17 @@ def score_plans(
                     if planned[k] > limit:
                         status = OUT_OF_MEMORY
             result[ITERATION_NS], result[REQUIRED], result[PEAK], result[PERIOD] = NEVER, required, 0, 0
-            issue_ns = settings[ISSUE_NS] * _issued(kernels, steps, count, swaps) if settings[ISSUE_NS] > 0 else 0
+            issue_ns = settings[ISSUE_NS] * _issued_items(kernels, steps, count, swaps) if settings[ISSUE_NS] > 0 else 0
             if status == DONE and issue_ns >= cutoff:
                 status = SLOWER
             elif status == DONE and swaps == 0 and log.shape[0] == 0 and issue_ns == 0:  # no waits
-                lasts += kernels[BEGINS, n]
-                result[ITERATION_NS], result[PEAK], result[PERIOD] = lasts, required, 1
+                rerun_ns += kernels[BEGINS, n]
+                result[ITERATION_NS], result[PEAK], result[PERIOD] = rerun_ns, required, 1
                 if result[ITERATION_NS] >= cutoff:
                     status = SLOWER
             elif status == DONE:
                 status, n_log = event_loop(
-                    tables, plan, Lowering(drops + reruns > 0, count, lasts, required), work, limit_until, cutoff,
+                    tables, plan, Lowering(drops + reruns > 0, count, rerun_ns, required), work, limit_until, cutoff,
                     iterations, result, log,
                 )  # fmt: skip
         result[STATUS] = status
@@ -97,7 +97,7 @@ def score_plans(
 
 @stage
 def score_one(
-    where, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row, gaps, steps,
+    entry, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row, gaps, steps,
     states, results, log, plan, rows, cutoff,
 ):  # fmt: skip
     """Scores the first ``rows`` of ``plan`` like ``Engine.score``, from compiled code, given ``Engine.direct``.
@@ -107,12 +107,12 @@ def score_one(
     n = by_kernel.shape[1] - 1
     ends[1] = rows
     if swaps_only:
-        call(where, (0, 0), (
+        call(entry, (0, 0), (
             kernels, tensors, graph, plan, ends, 0, None, settings, n, cutoff, 1, by_kernel, by_segment, by_tensor,
             by_row, gaps, steps, states, results, log,
         ))  # fmt: skip
     else:
-        call(where, (0, 0), (
+        call(entry, (0, 0), (
             kernels, tensors, graph, plan, ends, 0, -1, settings, n, cutoff, 1, by_kernel, by_segment, by_tensor,
             by_row, gaps, steps, states, results, log,
         ))  # fmt: skip

@@ -30,7 +30,7 @@ def _group(values, tops, added, count):
 
 
 @stage
-def segments(enforced, by_kernel, by_segment, n_segments):
+def build_segments(enforced, by_kernel, by_segment, n_segments):
     """Builds the segments. Kernels n to 2n - 1 and segments S to 2S - 1 are in the next iteration, S = ``n_segments``.
 
     by_kernel[SEGMENT]: Segment of each kernel, (n + 1,).
@@ -47,16 +47,16 @@ def segments(enforced, by_kernel, by_segment, n_segments):
     segment_of, first = by_kernel[SEGMENT], by_segment[FIRST_OF]
     highest, expected = by_segment[HIGHEST], by_segment[EXPECTED]
     begin = 0
-    for at in range(n_segments):
+    for segment in range(n_segments):
         end = begin + 1
         while end < n and segment_of[end] == 0:
             end += 1
         top = -NEVER
         for k in range(begin, end):
-            segment_of[k] = at
+            segment_of[k] = segment
             top = max(top, enforced[k])
-        first[at], first[n_segments + at] = begin, begin + n
-        highest[at] = highest[n_segments + at] = expected[at] = expected[n_segments + at] = top
+        first[segment], first[n_segments + segment] = begin, begin + n
+        highest[segment] = highest[n_segments + segment] = expected[segment] = expected[n_segments + segment] = top
         begin = end
     segment_of[n], first[2 * n_segments] = n_segments, 2 * n
     by_kernel[KERNEL_TOPS, n] = 0
@@ -82,47 +82,47 @@ def next_segments(by_segment, n_segments):
 @stage
 def _last_above(values, tops, added, begin, end, bound):
     """Returns the last index in values[begin:end] above ``bound``; -1: none. Group tops are upper bounds."""
-    at, bits = end - 1, _bits(values)
-    while at >= begin:
-        g = at >> bits
+    index, bits = end - 1, _bits(values)
+    while index >= begin:
+        g = index >> bits
         if tops[g] > bound:
-            first, most = max(g << bits, begin), bound - added[g]
-            while at >= first and values[at] <= most:
-                at -= 1
-            if at >= first:
-                return at
-        at = (g << bits) - 1
+            first, threshold = max(g << bits, begin), bound - added[g]
+            while index >= first and values[index] <= threshold:
+                index -= 1
+            if index >= first:
+                return index
+        index = (g << bits) - 1
     return -1
 
 
 @stage(inline=True)  # a call would push some thirty words
-def obstacle_of(segment_of, by_kernel, by_segment, enforced, at, due, fits, required):
+def obstacle_of(segment_of, by_kernel, by_segment, enforced, start, due, fits, required):
     """Returns the last kernel that prevents a swap-in by rule 5; -1: none.
 
-    These are kernels from ``at`` up to segment ``due`` at which planned residency and early swap-ins exceed ``fits``.
+    Kernels from ``start`` up to segment ``due`` at which planned residency and early swap-ins exceed ``fits``.
     Kernels of the next iteration have indices from n on.
     """
     highest, expected, first = by_segment[HIGHEST], by_segment[EXPECTED], by_segment[FIRST_OF]
-    segment, kernel, n = segment_of[at], -1, enforced.size - 1
-    here = _expected(by_segment, segment)
+    segment, kernel, n = segment_of[start], -1, enforced.size - 1
+    level = _expected(by_segment, segment)
     # Quick upper bound: all early swap-ins on top of the worst kernel.
-    if segment < due and required + here - highest[segment] > fits:
-        later = _last_above(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], segment + 1, due, fits)
-        if later >= 0:
-            segment, at, here = later, first[later], _expected(by_segment, later)
-        if here > fits:
-            tops, added, turn = by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], n if at >= n else 0
+    if segment < due and required + level - highest[segment] > fits:
+        worst = _last_above(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], segment + 1, due, fits)
+        if worst >= 0:
+            segment, start, level = worst, first[worst], _expected(by_segment, worst)
+        if level > fits:
+            tops, added, base = by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], n if start >= n else 0
             if tops[n] == 0:
                 _group(enforced, tops, added, n)
                 tops[n] = 1
-            most = fits - (here - highest[segment])
-            kernel = _last_above(enforced, tops, added, at - turn, first[segment + 1] - turn, most)
-            kernel += turn if kernel >= 0 else 0
+            threshold = fits - (level - highest[segment])
+            kernel = _last_above(enforced, tops, added, start - base, first[segment + 1] - base, threshold)
+            kernel += base if kernel >= 0 else 0
     return kernel
 
 
 @stage
-def weigh(by_segment, begin, due, nbytes):
+def add_weight(by_segment, begin, due, nbytes):
     """Adds an early swap-in of ``nbytes`` to the segments from ``begin`` up to ``due``.
 
     May also change earlier segments, which are no longer queried.
@@ -133,8 +133,8 @@ def weigh(by_segment, begin, due, nbytes):
     for g in range(begin >> bits, last):
         tops[g] += nbytes
         added[g] += nbytes
-    part, top = expected[max(begin, last << bits) : due], -NEVER  # expected[j] would compile to gathers
-    for j in range(part.size):
-        part[j] += nbytes
-        top = max(top, part[j])
+    values, top = expected[max(begin, last << bits) : due], -NEVER  # expected[j] would compile to gathers
+    for j in range(values.size):
+        values[j] += nbytes
+        top = max(top, values[j])
     tops[last] = max(tops[last], top + added[last])

@@ -81,8 +81,8 @@ class GapGraph:
         until = np.clip(closes, low, high) - low
         since = high - np.clip(opens, low, high)
         width = self.ideal / BINS
-        both = np.where(wraps[:, None], until + since, np.maximum(until + since - width, 0))
-        share: Floats = (np.minimum(both, width) / width).astype(np.float32)
+        overlap = np.where(wraps[:, None], until + since, np.maximum(until + since - width, 0))
+        share: Floats = (np.minimum(overlap, width) / width).astype(np.float32)
         return share
 
     def _static(
@@ -93,59 +93,59 @@ class GapGraph:
         ideal, total, excess = self.ideal, self.total, self.excess
         size = self.nbytes.astype(np.float64)
         out, back = self.out_ns, self.back_ns
-        swaps, again = self.ways[:, SWAPPED].astype(float), self.ways[:, RECOMPUTED].astype(float)
-        rerun = self._rerun_ns(program) * again
+        swaps, remat = self.ways[:, SWAPPED].astype(float), self.ways[:, RECOMPUTED].astype(float)
+        rerun = self._rerun_ns(program) * remat
         wraps = (self.after >= self.before).astype(float)
         span = start[self.before] - start[self.after + 1] + wraps * start[-1]
         opens, closes = start[self.after + 1] / ideal, start[self.before] / ideal
         where = np.flatnonzero(over) if over.any() else np.array([0])
         peak, first, last = start[int(over.argmax())] / ideal, start[where[0]] / ideal, start[where[-1] + 1] / ideal
         weight = over * self.duration
-        need, most = np.zeros(len(self)), np.zeros(len(self), np.int64)
-        inside(self.after, self.before, self.nbytes, over, self.duration, need, most)
-        relief = self._within(weight) / total
-        long = self._within((over > 0) * self.duration) / max(float((over > 0) @ self.duration), 1.0)
+        need, worst = np.zeros(len(self)), np.zeros(len(self), np.int64)
+        inside(self.after, self.before, self.nbytes, over, self.duration, need, worst)
+        relief = self._sums_over_gaps(weight) / total
+        spread = self._sums_over_gaps((over > 0) * self.duration) / max(float((over > 0) @ self.duration), 1.0)
         useful, moved = need / total, (out + back) / ideal
         per_copy, per_rerun = useful / np.maximum(moved, 1e-6), useful / np.maximum(rerun / ideal, 1e-6)
-        wanted = need > 0
-        queue_out = _before(self.after, out * wanted) / ideal
-        queue_back = _before(-self.before, back * wanted) / ideal
-        share = (most > 0).astype(float)
-        away = np.bincount(self.chain[0], minlength=len(self)).astype(float)
-        turn = 2 * np.pi
+        needed = need > 0
+        queue_out = _before(self.after, out * needed) / ideal
+        queue_back = _before(-self.before, back * needed) / ideal
+        share = (worst > 0).astype(float)
+        links = np.bincount(self.chain[0], minlength=len(self)).astype(float)
+        tau = 2 * np.pi
         gap = [
             log(size / excess, 10), np.log(size / self.limit + 1e-9) / 8, log(out / ideal, 100), log(back / ideal, 100),
             span / ideal, log(span / ideal, 100), log((span - out - back) / ideal, 100), log(rerun / ideal, 1000),
-            log(rerun / np.maximum(out + back, 1)) * again, swaps, again, self.ways[:, KEPT].astype(float), opens,
+            log(rerun / np.maximum(out + back, 1)) * remat, swaps, remat, self.ways[:, KEPT].astype(float), opens,
             closes, log(peak - opens, 20), log(closes - peak, 20), log(first - opens, 20), log(closes - last, 20),
-            log(first - opens - out / ideal, 50), log(closes - last - back / ideal, 50), relief, long, useful,
-            log(useful, 50), most / excess, log(size / np.maximum(most, 1)) * share, share, log(per_copy),
-            log(per_rerun) * again, ranks(per_copy), ranks(per_rerun) * again, ranks(useful), ranks(size),
+            log(first - opens - out / ideal, 50), log(closes - last - back / ideal, 50), relief, spread, useful,
+            log(useful, 50), worst / excess, log(size / np.maximum(worst, 1)) * share, share, log(per_copy),
+            log(per_rerun) * remat, ranks(per_copy), ranks(per_rerun) * remat, ranks(useful), ranks(size),
             log(queue_out, 5), log(queue_out - opens, 5), log(queue_back, 5), log(queue_back - 1 + closes, 5), wraps,
-            dead, away, np.sin(turn * opens), np.cos(turn * opens), np.sin(turn * closes), np.cos(turn * closes),
+            dead, links, np.sin(tau * opens), np.cos(tau * opens), np.sin(tau * closes), np.cos(tau * closes),
         ]  # fmt: skip
-        every = [
+        shared = [
             self.limit / max(self.live.max(initial=1), 1), log(excess * 1e9 / machine.d2h_bytes_per_s / ideal, 5),
-            log(total / ideal / excess, 5), math.log(max(len(self), 1)) / 6, float(long.mean()) if len(self) else 0.0,
+            log(total / ideal / excess, 5), math.log(max(len(self), 1)) / 6, float(spread.mean()) if len(self) else 0.0,
             float(mode == "swap"), float(mode == "recompute"), float(machine.copy_engines == 1),
-            log(float((out * wanted).sum()) / ideal, 5), float((over > 0).mean()), first, last,
+            log(float((out * needed).sum()) / ideal, 5), float((over > 0).mean()), first, last,
         ]  # fmt: skip
         kinds = np.zeros((len(self), len(TENSORS) + 2 * len(KINDS)))
-        of = [TENSORS.index(t.kind) for t in program.tensors]
+        tensor_kinds = [TENSORS.index(t.kind) for t in program.tensors]
         kind = np.array([KINDS.index(k.kind) for k in program.kernels], np.int64)
-        each = np.arange(len(self))
-        kinds[each, np.array(of, np.int64)[tensor]] = 1
-        kinds[each, len(TENSORS) + kind[self._producer]] = 1
-        kinds[each, len(TENSORS) + len(KINDS) + kind[self.before]] = 1
-        both = np.concatenate([np.stack(gap, 1), kinds, np.tile(every, (len(self), 1))], 1)
-        return both.astype(np.float32)
+        index = np.arange(len(self))
+        kinds[index, np.array(tensor_kinds, np.int64)[tensor]] = 1
+        kinds[index, len(TENSORS) + kind[self._producer]] = 1
+        kinds[index, len(TENSORS) + len(KINDS) + kind[self.before]] = 1
+        columns = np.concatenate([np.stack(gap, 1), kinds, np.tile(shared, (len(self), 1))], 1)
+        return columns.astype(np.float32)
 
-    def _within(self, of_kernel: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _sums_over_gaps(self, per_kernel: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns (G,) sums of (K,) over the kernels at which each gap is open."""
-        until = np.concatenate([[0.0], np.cumsum(of_kernel)])
-        found: NDArray[np.float64] = until[self.before] - until[self.after + 1]
-        found[self.after >= self.before] += until[-1]
-        return found
+        until = np.concatenate([[0.0], np.cumsum(per_kernel)])
+        sums: NDArray[np.float64] = until[self.before] - until[self.after + 1]
+        sums[self.after >= self.before] += until[-1]
+        return sums
 
     def _rerun_ns(self, program: Program) -> NDArray[np.float64]:
         """Returns (G,) ns of recomputing each gap's tensor with nothing else evicted, else 0."""
@@ -157,16 +157,16 @@ class GapGraph:
 
     def _chain(self, program: Program) -> tuple[Choices, NDArray[np.float64]]:
         """Returns the edges (2, E), and (G,) the number of inputs of a gap's producer that must be recomputed, too."""
-        of: dict[int, list[int]] = {}
+        by_tensor: dict[int, list[int]] = {}
         for i, gap in enumerate(self.gaps):
-            of.setdefault(gap.tensor, []).append(i)
+            by_tensor.setdefault(gap.tensor, []).append(i)
         dead, pairs = np.zeros(len(self)), []
         for i in np.flatnonzero(self.ways[:, RECOMPUTED]).tolist():
             before = self.gaps[i].before
             for t in dict.fromkeys(program.kernels[self._producer[i]].inputs):
                 if not program.tensors[t].persistent and program.accesses[t][-1] < before:
                     dead[i] += 1
-                for j in of.get(t, ()):
+                for j in by_tensor.get(t, ()):
                     gap = self.gaps[j]
                     if gap.after < before <= gap.before or (
                         gap.after >= gap.before and not gap.before < before <= gap.after
@@ -177,53 +177,53 @@ class GapGraph:
     def _bins(self, over: NDArray[np.int64]) -> Floats:
         """Returns the static columns of the bins, (BINS, BIN_STATIC)."""
         place = np.arange(BINS) / BINS
-        columns = [self.live @ self._share / self.limit, self._most(over) / self.excess, np.sin(2 * np.pi * place),
+        columns = [self.live @ self._share / self.limit, self._bin_max(over) / self.excess, np.sin(2 * np.pi * place),
                    np.cos(2 * np.pi * place), place]  # fmt: skip
         return np.stack(columns, 1).astype(np.float32)
 
-    def _most(self, of_kernel: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _bin_max(self, per_kernel: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns (BINS,) maxima of (K,) over the kernels of each bin."""
-        most: NDArray[np.int64] = np.where(self._hit, of_kernel[:, None], 0).max(0, initial=0)
-        return most
+        maxima: NDArray[np.int64] = np.where(self._hit, per_kernel[:, None], 0).max(0, initial=0)
+        return maxima
 
     def load(self, emptied: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Returns (K,) bytes at each kernel with the gaps ``emptied`` (G,), without copies or recomputation chains."""
-        where = np.stack([self.after, self.before], 1)[emptied]
-        return residency(self.live, where, self.nbytes[emptied])
+        bounds = np.stack([self.after, self.before], 1)[emptied]
+        return residency(self.live, bounds, self.nbytes[emptied])
 
     def state(self, decided: Choices) -> tuple[Floats, Floats]:
         """Returns the columns of gaps (G, STATE) and bins (BINS, BIN_STATE) that depend on decisions."""
         g = len(self)
-        left = np.maximum(self.load(decided > STAYS) - self.limit, 0)
-        need, most = np.zeros(g), np.zeros(g, np.int64)
-        inside(self.after, self.before, self.nbytes, left, self.duration, need, most)
-        relief = self._within(left * self.duration) / self.total
-        which = np.zeros((g, KEPT + 2))
-        which[np.arange(g), decided - UNDECIDED] = 1
-        room = log(self.nbytes / np.maximum(most, 1)) * (most > 0)
-        gaps = np.concatenate([which, np.stack([relief, log(relief, 20), most / self.excess, room], 1)], 1)
+        over = np.maximum(self.load(decided > STAYS) - self.limit, 0)
+        need, worst = np.zeros(g), np.zeros(g, np.int64)
+        inside(self.after, self.before, self.nbytes, over, self.duration, need, worst)
+        relief = self._sums_over_gaps(over * self.duration) / self.total
+        one_hot = np.zeros((g, KEPT + 2))
+        one_hot[np.arange(g), decided - UNDECIDED] = 1
+        room = log(self.nbytes / np.maximum(worst, 1)) * (worst > 0)
+        gaps = np.concatenate([one_hot, np.stack([relief, log(relief, 20), worst / self.excess, room], 1)], 1)
         open_bytes = (self.nbytes * (decided == UNDECIDED)) @ self.cover
         swapped = decided == SWAPPED
         out, back = np.zeros(BINS), np.zeros(BINS)
         np.add.at(out, self._opens[swapped], self.out_ns[swapped] / self.ideal)
         np.add.at(back, self._closes[swapped], self.back_ns[swapped] / self.ideal)
-        bins = [left @ self._share / self.excess, self._most(left) / self.excess, open_bytes / self.excess / 10,
+        bins = [over @ self._share / self.excess, self._bin_max(over) / self.excess, open_bytes / self.excess / 10,
                 log(_queue(out), 5), log(_queue(back[::-1])[::-1], 5), log(out, 20), log(back, 20)]  # fmt: skip
         return gaps.astype(np.float32), np.stack(bins, 1).astype(np.float32)
 
 
 def log(x: NDArray[np.float64] | float, scale: float = 1.0) -> NDArray[np.float64]:
     """Compresses values logarithmically and keeps their signs: ±ln(1 + scale · |x|)."""
-    found: NDArray[np.float64] = np.sign(x) * np.log1p(np.abs(x) * scale)
-    return found
+    compressed: NDArray[np.float64] = np.sign(x) * np.log1p(np.abs(x) * scale)
+    return compressed
 
 
 def ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the rank of each value, scaled to [0, 1]."""
-    _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
+    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
     middle = np.cumsum(counts) - (counts - 1) / 2  # the mean rank of equal values
-    found: NDArray[np.float64] = (middle[which] - 0.5) / max(len(x), 1)
-    return found
+    scaled: NDArray[np.float64] = (middle[inverse] - 0.5) / max(len(x), 1)
+    return scaled
 
 
 def _before(key: Choices, amount: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -233,20 +233,20 @@ def _before(key: Choices, amount: NDArray[np.float64]) -> NDArray[np.float64]:
     return out
 
 
-def _queue(arrives: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns (BINS,) the queue on the link after each bin; ``arrives`` is in shares of an iteration."""
-    out, waits = np.zeros(BINS), 0.0
-    for i, more in enumerate(arrives.tolist()):
-        waits = max(0.0, waits + more - 1 / BINS)
-        out[i] = waits
-    return out
+def _queue(arrivals: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns (BINS,) the queue on the link after each bin; ``arrivals`` is in shares of an iteration."""
+    queue, queued = np.zeros(BINS), 0.0
+    for i, arrival in enumerate(arrivals.tolist()):
+        queued = max(0.0, queued + arrival - 1 / BINS)
+        queue[i] = queued
+    return queue
 
 
 def _copies(machine: Machine, nbytes: Choices) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Returns the durations in ns of the copy to the host and of the copy back, per size."""
-    sizes, which = np.unique(nbytes, return_inverse=True)
+    sizes, inverse = np.unique(nbytes, return_inverse=True)
     out, back = (np.array([copy(int(s)) for s in sizes], np.float64) for copy in (machine.d2h_ns, machine.h2d_ns))
-    return out[which], back[which]
+    return out[inverse], back[inverse]
 
 
 def _producers(program: Program, gaps: list[Gap]) -> Choices:

@@ -36,10 +36,10 @@ class Moves:
     ) -> None:
         gaps = program.gaps(min_bytes)
         ways = [ways_to_empty(program, gap, mode) for gap in gaps]
-        kept = [i for i, w in enumerate(ways) if w]
-        self.gaps = [gaps[i] for i in kept]
+        usable = [i for i, w in enumerate(ways) if w]
+        self.gaps = [gaps[i] for i in usable]
         self.index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
-        m = len(kept)
+        m = len(usable)
         self._live_bytes = np.array(program.live_bytes, np.int64)
         self._gaps = Gaps(
             np.array([program.tensors[g.tensor].nbytes for g in self.gaps], np.int64),
@@ -49,18 +49,18 @@ class Moves:
         )  # fmt: skip
         self.weights = self._gaps.weights
         for way in (SWAPPED, RECOMPUTED, KEPT):
-            have = [i for i, j in enumerate(kept) if way in ways[j]]
-            self._gaps.ways[have, way] = rows_for([self.gaps[i] for i in have], way)
-            self.weights[have, way] = 1.0 if weights is None else weights[[kept[i] for i in have], way]
+            allowed = [i for i, j in enumerate(usable) if way in ways[j]]
+            self._gaps.ways[allowed, way] = rows_for([self.gaps[i] for i in allowed], way)
+            self.weights[allowed, way] = 1.0 if weights is None else weights[[usable[i] for i in allowed], way]
         self.limit = limit
-        self._own(seed)
+        self._init_private(seed)
 
-    def _own(self, seed: int) -> None:
+    def _init_private(self, seed: int) -> None:
         """Creates the attributes that searches do not share."""
         self._rng = np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
-        self._now, self._tried = self._empty(), self._empty()
-        room = len(self.gaps) + 2 * plan_moves.PRUNE + 8
-        self._scratch = Scratch(np.full(room, -1, np.int64), np.empty(6, np.int64), np.empty_like(self.rows))
+        self._current, self._proposal = self._empty(), self._empty()
+        capacity = len(self.gaps) + 2 * plan_moves.PRUNE + 8
+        self._scratch = Scratch(np.full(capacity, -1, np.int64), np.empty(6, np.int64), np.empty_like(self.rows))
 
     def _empty(self) -> PlanArrays:
         first, m = self.weights.argmax(1), len(self.gaps)
@@ -69,25 +69,25 @@ class Moves:
     @property
     def rows(self) -> Ints:
         """Rows of all gaps, in use or not, int64 (gaps, 6)."""
-        return self._now.rows
+        return self._current.rows
 
     @property
     def on(self) -> NDArray[np.bool_]:
         """Gaps in which the plan evicts the tensor, bool (gaps,)."""
-        return self._now.on
+        return self._current.on
 
     @property
     def load(self) -> NDArray[np.int64]:
         """Planned residency, int64 (kernels,)."""
-        return self._now.load
+        return self._current.load
 
     def fork(self, seed: int) -> Moves:
         """Returns moves of the same gaps with a separate plan and random state; the weights are shared."""
         out = copy.copy(self)
-        out._own(seed)
+        out._init_private(seed)
         return out
 
-    def takes(self, rows: Ints | None) -> TypeGuard[Ints]:
+    def accepts(self, rows: Ints | None) -> TypeGuard[Ints]:
         """Returns whether ``rows`` is a plan of candidate gaps, which moves can change."""
         return (
             rows is not None
@@ -97,12 +97,12 @@ class Moves:
 
     def reset(self, rows: Ints) -> None:
         """Sets the current plan to ``rows``, int64 (k, 6), of candidate gaps."""
-        self._now = self._empty()
-        which = [self.index[key] for key in map(tuple, rows[:, [TENSOR, BEFORE]].tolist())]
-        self._now.rows[which], self._now.on[which] = rows, True
-        early = (rows[:, KIND] == RECOMPUTE) & (rows[:, WHEN] >= 0)
-        where = np.stack([rows[:, AFTER], np.where(early, rows[:, WHEN], rows[:, BEFORE])], 1)
-        self._now.load[:] = residency(self._live_bytes, where, self._gaps.nbytes[which])
+        self._current = self._empty()
+        indices = [self.index[key] for key in map(tuple, rows[:, [TENSOR, BEFORE]].tolist())]
+        self._current.rows[indices], self._current.on[indices] = rows, True
+        is_early = (rows[:, KIND] == RECOMPUTE) & (rows[:, WHEN] >= 0)
+        bounds = np.stack([rows[:, AFTER], np.where(is_early, rows[:, WHEN], rows[:, BEFORE])], 1)
+        self._current.load[:] = residency(self._live_bytes, bounds, self._gaps.nbytes[indices])
         self._scratch.differ[0] = -1
 
     def plan(self) -> Ints:
@@ -113,7 +113,7 @@ class Moves:
     def arrays(self) -> tuple[Any, ...]:
         """Arguments of ``plan_moves.propose``."""
         gaps = self._gaps._replace(weights=self.weights)
-        return self._rng, self.limit, gaps, self._now, self._tried, self._scratch
+        return self._rng, self.limit, gaps, self._current, self._proposal, self._scratch
 
     def propose(self) -> Ints | None:
         """Returns a copy of a neighbor plan that fits, int64 (k, 6); None after ``TRIES`` moves without one."""
@@ -126,24 +126,24 @@ class Moves:
 
     def accept(self) -> None:
         """Makes the last proposed plan the current one."""
-        self._now, self._tried = self._tried, self._now
+        self._current, self._proposal = self._proposal, self._current
 
 
 def since_write(program: Program, gap: Gap) -> int:
     """Returns the number of kernels from the last write of a gap's tensor, or the gap's previous end, to the gap."""
     n, t = len(program.kernels), gap.tensor
-    back = [(gap.after - w) % n for w in program.writes[t] if w <= gap.after or program.tensors[t].persistent]
-    return min([*back, (gap.after - gap.before) % n])
+    distances = [(gap.after - w) % n for w in program.writes[t] if w <= gap.after or program.tensors[t].persistent]
+    return min([*distances, (gap.after - gap.before) % n])
 
 
 def _earlier(program: Program, gaps: list[Gap]) -> NDArray[np.int64]:
     """Returns int64 (gaps,) the previous gap of the same tensor, of the previous iteration if persistent; or -1."""
-    out = np.full(len(gaps), -1, dtype=np.int64)
-    of: dict[int, list[int]] = {}
+    earlier = np.full(len(gaps), -1, dtype=np.int64)
+    by_tensor: dict[int, list[int]] = {}
     for i in sorted(range(len(gaps)), key=lambda i: gaps[i].after):
-        of.setdefault(gaps[i].tensor, []).append(i)
-    for t, mine in of.items():
-        for i, j in zip(mine, mine[-1:] + mine, strict=False):
-            if i != mine[0] or program.tensors[t].persistent:
-                out[i] = j
-    return out
+        by_tensor.setdefault(gaps[i].tensor, []).append(i)
+    for t, group in by_tensor.items():
+        for i, j in zip(group, group[-1:] + group, strict=False):
+            if i != group[0] or program.tensors[t].persistent:
+                earlier[i] = j
+    return earlier

@@ -142,19 +142,19 @@ def _fits(load, after, before, room):
 
 
 @stage
-def _pick(rng, on, want):
+def _pick(rng, on, is_on):
     """Returns a random gap that is on (or off); -1 if none is."""
     count = 0
     for i in range(on.shape[0]):
-        count += on[i] == want
+        count += on[i] == is_on
     if not count:
         return -1
-    left = int(uniform(rng) * count)
+    remaining = int(uniform(rng) * count)
     for i in range(on.shape[0]):
-        if on[i] == want:
-            if not left:
+        if on[i] == is_on:
+            if not remaining:
                 return i
-            left -= 1
+            remaining -= 1
     return -1
 
 
@@ -162,8 +162,8 @@ def _pick(rng, on, want):
 def _weighted_off(rng, on, weights, rows, moved, k):
     """Returns a random filled gap, by weight; with k >= 0, one that is open at kernel k and not ``moved``."""
     total = 0.0
-    for turn in range(2):
-        at = uniform(rng) * total if turn else 0.0
+    for pass_index in range(2):
+        threshold = uniform(rng) * total if pass_index else 0.0
         for i in range(on.shape[0]):
             if on[i] or i == moved:
                 continue
@@ -173,9 +173,9 @@ def _weighted_off(rng, on, weights, rows, moved, k):
                 if not inside:
                     continue
             w = weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT]
-            if turn:
-                at -= w
-                if at < 0.0:
+            if pass_index:
+                threshold -= w
+                if threshold < 0.0:
                     return i
             else:
                 total += w
@@ -185,10 +185,10 @@ def _weighted_off(rng, on, weights, rows, moved, k):
 @stage
 def _way(rng, weights, i):
     """Returns a random way to empty gap i, by weight."""
-    at = uniform(rng) * (weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT])
+    threshold = uniform(rng) * (weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT])
     for way in range(SWAPPED, KEPT):
-        at -= weights[i, way]
-        if at < 0.0:
+        threshold -= weights[i, way]
+        if threshold < 0.0:
             return way
     for way in range(KEPT, SWAPPED, -1):  # only reached by rounding: the last way
         if weights[i, way] > 0.0:
@@ -206,16 +206,16 @@ def _shifted(rng, row, opens, since, n, out):
         shift = min(shift, row[BEFORE] - row[AFTER] - 1)
         out[WHEN] = row[BEFORE] - shift if shift else -1
         return
-    what = uniform(rng)
-    if what < 0.25 and since:
+    choice = uniform(rng)
+    if choice < 0.25 and since:
         shift = min(shift, since)
         out[WHEN] = (opens - shift) % n if shift else -1
         out[AFTER] = opens if shift else row[AFTER]
         return
     out[EXTRA] = out[WHEN] = -1
-    if what < 0.6:
+    if choice < 0.6:
         out[AFTER] = (opens + min(shift, (row[BEFORE] - opens - 2) % n)) % n
-    elif what < 0.85:
+    elif choice < 0.85:
         out[EXTRA] = (row[BEFORE] - 1 - min(shift, (row[BEFORE] - row[AFTER] - 1) % n)) % n
 
 
@@ -228,23 +228,23 @@ def _settle(plan, earlier, differ):
             continue
         lead, j = (rows[i, AFTER] - rows[i, WHEN]) % n, earlier[i]
         while j >= 0:
-            back = (rows[i, AFTER] - rows[j, BEFORE]) % n
+            distance = (rows[i, AFTER] - rows[j, BEFORE]) % n
             if j != i and on[j] and (rows[i, AFTER] - _back(rows[j])) % n < lead:
                 rows[i, WHEN] = -1
                 _differs(differ, i)
                 break
-            j = earlier[j] if back < lead and j != i else -1
+            j = earlier[j] if distance < lead and j != i else -1
 
 
 @stage
 def _fullest(load, limit):
     """Returns the first kernel of the largest load; -1 if that fits."""
-    top, k = 0, -1
+    peak, k = 0, -1
     for j in range(load.shape[0]):
-        top = max(top, load[j])
-    if top > limit:
+        peak = max(peak, load[j])
+    if peak > limit:
         k = 0
-        while load[k] != top:
+        while load[k] != peak:
             k += 1
     return k
 
@@ -307,12 +307,12 @@ def propose(rng, limit, gaps, now, new, scratch):
             i = _pick(rng, on, True)
             if i < 0:
                 continue
-            several = 0
+            n_ways = 0
             for way in range(weights.shape[1]):
-                several += weights[i, way] > 0.0
+                n_ways += weights[i, way] > 0.0
             if kind < FILL:
                 put(new, nbytes, differ, i, False, rows[i])
-            elif several > 1 and uniform(rng) < 0.5:
+            elif n_ways > 1 and uniform(rng) < 0.5:
                 put(new, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
             elif rows[i, KIND] == SWAP or uniform(rng) < EARLY:
                 _shifted(rng, rows[i], gaps.opens[i], gaps.since[i], n, row)

@@ -72,10 +72,10 @@ def run(name: str, intervals: Intervals, alignment: int = 1, seconds: float = 5.
     Raises:
         ValueError: the name is unknown or an option is invalid.
     """
-    how = allocator(name)
-    pack = import_module(f"simulator.pool.{how.module}").pack
-    if how.online:
+    entry = allocator(name)
+    pack = import_module(f"simulator.pool.{entry.module}").pack
+    if entry.online:
         blocks = intervals if intervals.period == NEVER else intervals.unrolled(ITERATIONS)[0]
-        return blocks, pack(blocks, **how.options)
-    options = {**how.options, **({"seconds": seconds} if how.timed else {})}
+        return blocks, pack(blocks, **entry.options)
+    options = {**entry.options, **({"seconds": seconds} if entry.timed else {})}
     return intervals, pack(intervals, alignment=alignment, **options)

@@ -52,8 +52,8 @@ class CardPeak:
         if self.memory_bytes is None:
             raise ValueError("memory_bytes: not given, so the limit is unknown")
         used = self.reserved - self.allocator
-        room = (self.memory_bytes - self.context) * used // max(self.reserved, 1) - self.loop - self.workspaces
-        return max(room, self.tensors if self.fits else 1)
+        tensor_bytes = (self.memory_bytes - self.context) * used // max(self.reserved, 1) - self.loop - self.workspaces
+        return max(tensor_bytes, self.tensors if self.fits else 1)
 
 
 def under_plan(card: CardPeak, timeline: Timeline) -> tuple[int, bool]:
@@ -66,10 +66,10 @@ def under_plan(card: CardPeak, timeline: Timeline) -> tuple[int, bool]:
         card: device memory of the unplanned step.
         timeline: covers at least two iterations.
     """
-    rest = card.context + card.loop + card.workspaces
+    other_bytes = card.context + card.loop + card.workspaces
     blocks, _ = timeline_lifetimes(timeline).intervals.unrolled(ITERATIONS)
-    reserved, served = caching.serve(blocks, None if card.memory_bytes is None else card.memory_bytes - rest)
-    return (reserved if served else caching.serve(blocks)[0]) + rest, served
+    reserved, served = caching.serve(blocks, None if card.memory_bytes is None else card.memory_bytes - other_bytes)
+    return (reserved if served else caching.serve(blocks)[0]) + other_bytes, served
 
 
 def of_program(program: Program, context: int, memory_bytes: int | None) -> CardPeak:

@@ -42,7 +42,7 @@ class SmartPool:
     steps: list[tuple[str, int]]  # requests: ("malloc", bytes), or ("free", requests since its malloc)
     offsets: dict[int, int]  # address by index of a malloc in ``steps``
     footprint: int  # bytes
-    held: int = 0  # number of its blocks in use
+    n_blocks: int = 0  # number of its blocks in use
 
     def index(self, request: int) -> int:
         """Returns the index in the iteration of a request."""
@@ -87,10 +87,10 @@ class Device:
             MemoryError: the limit is exceeded although every other block is swapped out.
         """
         block = Block(nbytes)
-        if self._in_step("malloc", nbytes):
+        if self._is_served("malloc", nbytes):
             assert self.pool is not None
             block.pool, block.offset = self.pool, self.pool.offsets[self.pool.index(self._count)]
-            self.pool.held += 1
+            self.pool.n_blocks += 1
         else:
             self._place(block, ())
         block.request = self._count
@@ -100,10 +100,10 @@ class Device:
 
     def free(self, block: Block) -> None:
         """Frees a variable's memory."""
-        self._in_step("free", self._count - block.request)
+        self._is_served("free", self._count - block.request)
         del self._live[block]
         if block.pool is not None:
-            block.pool.held -= 1
+            block.pool.n_blocks -= 1
             self._release()
         elif block.resident:
             self.native_bytes -= block.nbytes
@@ -141,7 +141,7 @@ class Device:
         if self.limit is not None and self.reserved_bytes > self.limit:
             raise MemoryError(f"limit: {self.limit:,} bytes are exceeded by the blocks of one call")
 
-    def _in_step(self, kind: str, what: int) -> bool:
+    def _is_served(self, kind: str, operand: int) -> bool:
         """Returns whether the pool serves a request: bytes of a malloc, or requests since the malloc of a free."""
         if self._next_pool is not None and self._next_pool.index(self._count) == 0:
             self.pool, self._next_pool = self._next_pool, None
@@ -149,7 +149,7 @@ class Device:
             self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
         if self.pool is None:
             return False
-        if self.pool.steps[self.pool.index(self._count)] == (kind, what):
+        if self.pool.steps[self.pool.index(self._count)] == (kind, operand):
             return True
         self.mismatches += 1
         self.pool = None
@@ -159,7 +159,7 @@ class Device:
 
     def _release(self) -> None:
         """Frees pools that neither serve nor hold a block."""
-        self._pools = [pool for pool in self._pools if pool.held or pool is self.pool]
+        self._pools = [pool for pool in self._pools if pool.n_blocks or pool is self.pool]
 
     def _restart_record(self) -> None:
         """Begins a record, of which the live blocks are the first requests."""
@@ -185,23 +185,23 @@ class Device:
         if self._count == self._next_test and self._next_pool is None:
             self._next_test *= 2
             try:
-                found = detect(Stream.of(self._requests))
-                if found.length >= self.shortest:
-                    self._next_pool = self._pool_opt(found)
-                    self.iteration = detect(Stream.of(self._operations))
+                iteration = detect(Stream.from_operations(self._requests))
+                if iteration.length >= self.shortest:
+                    self._next_pool = self._pool_opt(iteration)
+                    self.iteration = detect(Stream.from_operations(self._operations))
             except NoIteration:
                 pass
 
-    def _pool_opt(self, found: Iteration) -> SmartPool:
+    def _pool_opt(self, iteration: Iteration) -> SmartPool:
         """Packs the blocks that the iteration mallocs; others keep their addresses."""
-        stream, first = Stream.of(self._requests), found.begin
-        own = found.source >= first
-        lives = found.intervals
+        stream, first = Stream.from_operations(self._requests), iteration.begin
+        inner = iteration.source >= first
+        lives = iteration.intervals
         packing = smartpool.pack(
-            Intervals(lives.lower[own], lives.upper[own], lives.nbytes[own], found.length), self.alignment
+            Intervals(lives.lower[inner], lives.upper[inner], lives.nbytes[inner], iteration.length), self.alignment
         )
-        steps, offsets = [], dict(zip(lives.lower[own].tolist(), packing.offsets.tolist(), strict=True))
-        for i in range(first, first + found.length):
+        steps, offsets = [], dict(zip(lives.lower[inner].tolist(), packing.offsets.tolist(), strict=True))
+        for i in range(first, first + iteration.length):
             malloc = stream.kind[i] == MALLOC
             steps.append(("malloc", int(stream.nbytes[i])) if malloc else ("free", int(i - stream.mallocs[i])))
         return SmartPool(first, steps, offsets, packing.footprint)
@@ -209,19 +209,19 @@ class Device:
 
 def train(device: Device, program: Program, iterations: int) -> Iterator[int]:
     """Executes iterations of a program on a device; yields the peak of reserved bytes after each."""
-    held = {t: device.malloc(tensor.nbytes) for t, tensor in enumerate(program.tensors) if tensor.persistent}
+    blocks = {t: device.malloc(tensor.nbytes) for t, tensor in enumerate(program.tensors) if tensor.persistent}
     for _ in range(iterations):
         device.peak_bytes = device.reserved_bytes
         for k, kernel in enumerate(program.kernels):
             workspace = [device.malloc(kernel.workspace)] if kernel.workspace else []
             for t in dict.fromkeys(kernel.outputs):
-                if t not in held:
-                    held[t] = device.malloc(program.tensors[t].nbytes)
-            read, write = ([held[t] for t in dict.fromkeys(uses)] for uses in (kernel.inputs, kernel.outputs))
+                if t not in blocks:
+                    blocks[t] = device.malloc(program.tensors[t].nbytes)
+            read, write = ([blocks[t] for t in dict.fromkeys(uses)] for uses in (kernel.inputs, kernel.outputs))
             device.exec(lambda: None, read, [*write, *workspace])
             for t in kernel.accesses:
                 if not program.tensors[t].persistent and program.accesses[t][-1] == k:
-                    device.free(held.pop(t))
+                    device.free(blocks.pop(t))
             for block in workspace:
                 device.free(block)
         yield device.peak_bytes

@@ -115,8 +115,8 @@ def _csv(lines: list[str], iteration: bool | None) -> Buffers:
             header = [_COLUMNS.get(cell.lower(), cell.lower()) for cell in cells]
             for name in dict.fromkeys(_COLUMNS.values()):
                 if header.count(name) != 1:
-                    many = "no" if name not in header else "more than one"
-                    raise FormatError(f"line {rows.line_num}: {many} column {name!r}")
+                    count = "no" if name not in header else "more than one"
+                    raise FormatError(f"line {rows.line_num}: {count} column {name!r}")
             continue
         if len(cells) != len(header):
             raise FormatError(f"line {rows.line_num}: expected {len(header)} cells, got {len(cells)}")
@@ -135,41 +135,41 @@ def _csv(lines: list[str], iteration: bool | None) -> Buffers:
     return Buffers(tuple(ids), Intervals(columns[0], columns[1], columns[2]))
 
 
-def _integer(text: str, where: str, most: int) -> int:
+def _integer(text: str, where: str, maximum: int) -> int:
     """Parses a decimal integer, or a hexadecimal one after 0x."""
     # Every valid number has fewer digits.
     if not re.fullmatch(r"[+-]?(0[xX][0-9a-fA-F]{1,20}|[0-9]{1,20})", text):
         raise FormatError(f"{where}: expected an integer, got {text[:40]!r}")
-    return _amount(int(text, 16 if "x" in text.lower() else 10), where, most)
+    return _amount(int(text, 16 if "x" in text.lower() else 10), where, maximum)
 
 
-def _amount(value: int, where: str, most: int) -> int:
-    if not 0 <= value <= most:
-        raise FormatError(f"{where}: expected an integer from 0 to {most}, got {value}")
+def _amount(value: int, where: str, maximum: int) -> int:
+    if not 0 <= value <= maximum:
+        raise FormatError(f"{where}: expected an integer from 0 to {maximum}, got {value}")
     return value
 
 
 _Lines = list[tuple[str, int, int]]  # kind, block, bytes
 
 
-def _stream(lines: _Lines, where: Callable[[int], str], shown: Callable[[int], str], iteration: bool | None) -> Buffers:
-    """Returns buffers from operations. ``where`` formats the location of an operation, ``shown`` a block."""
+def _stream(lines: _Lines, place: Callable[[int], str], name: Callable[[int], str], iteration: bool | None) -> Buffers:
+    """Returns buffers from operations. ``place`` formats the location of an operation, ``name`` a block."""
     try:
-        stream = Stream.of(lines)
+        stream = Stream.from_operations(lines)
     except StreamError as error:
         i = error.operation
-        raise FormatError(f"{where(i)}: {error.reason}, {shown(lines[i][1])}") from None
+        raise FormatError(f"{place(i)}: {error.reason}, {name(lines[i][1])}") from None
     intervals, source = stream.intervals()
     if iteration is not False:
         try:
-            found = detect(stream)
-            intervals, source = found.intervals, found.source
+            detected = detect(stream)
+            intervals, source = detected.intervals, detected.source
         except NoIteration as error:
             if iteration:
                 raise FormatError(str(error)) from None
     names = [lines[i][1] for i in source.tolist()]
     times = Counter(names)
-    ids = (shown(b) + f"@{i}" * (times[b] > 1) for b, i in zip(names, source.tolist(), strict=True))
+    ids = (name(b) + f"@{i}" * (times[b] > 1) for b, i in zip(names, source.tolist(), strict=True))
     return Buffers(tuple(ids), intervals)
 
 
@@ -224,7 +224,7 @@ def _refused(raw: bytes) -> str:
     stack: list[bool | None] = []  # whether each object is a tuple; None: a MARK opcode
     memo: dict[int, bool] = {}
     for opcode, argument, position in pickletools.genops(raw):
-        name, before = opcode.name, opcode.stack_before
+        name, popped = opcode.name, opcode.stack_before
         if name == "DUP" or name.startswith("EXT"):
             return f"{position}: {'DUP' if name == 'DUP' else f'extension code {argument}'}"
         if name in ("GET", "BINGET", "LONG_BINGET"):
@@ -235,14 +235,14 @@ def _refused(raw: bytes) -> str:
                 return f"{position}: {argument} shared objects do not come before it"
             memo[len(memo) if argument is None else argument] = bool(stack and stack[-1])
             continue
-        taken = len(before)
-        if pickletools.markobject in before:
-            taken = stack[::-1].index(None) + 1 + before.index(pickletools.markobject)
-        made = pickletools.pytuple in opcode.stack_after
-        if made and any(stack[len(stack) - taken :]):
+        n_popped = len(popped)
+        if pickletools.markobject in popped:
+            n_popped = stack[::-1].index(None) + 1 + popped.index(pickletools.markobject)
+        is_tuple = pickletools.pytuple in opcode.stack_after
+        if is_tuple and any(stack[len(stack) - n_popped :]):
             return f"{position}: a tuple in a tuple"
-        del stack[len(stack) - taken :]
-        stack += [None if one is pickletools.markobject else made for one in opcode.stack_after]
+        del stack[len(stack) - n_popped :]
+        stack += [None if item is pickletools.markobject else is_tuple for item in opcode.stack_after]
     return ""
 
 
@@ -255,15 +255,15 @@ def _snapshot(raw: bytes, iteration: bool | None) -> Buffers:
     device = max(range(len(traces)), key=lambda i: len(events[i]), default=-1)
     if device < 0 or not events[device]:
         raise FormatError("device_traces: no alloc and no free_completed; was _record_memory_history() called first?")
-    before: dict[int, int] = {}  # bytes by address
+    initial: dict[int, int] = {}  # bytes by address
     seen = set()
     for _, alloc, address, nbytes in events[device]:
         if address not in seen and not alloc:
-            before[address] = nbytes
+            initial[address] = nbytes
         seen.add(address)
     # Persistent blocks first, as if recorded from the start.
-    stay = {a: n for a, n in _held(data, device) if a not in seen}
-    lines: _Lines = [("malloc", address, nbytes) for address, nbytes in (stay | before).items()]
+    persistent = {a: n for a, n in _allocated_blocks(data, device) if a not in seen}
+    lines: _Lines = [("malloc", address, nbytes) for address, nbytes in (persistent | initial).items()]
     setup = len(lines)
     lines += [("malloc" if alloc else "free", address, nbytes) for _, alloc, address, nbytes in events[device]]
     return _stream(lines, lambda i: f"device_traces[{device}][{events[device][i - setup][0]}]", hex, iteration)
@@ -274,28 +274,28 @@ def _events(trace: Any, where: str) -> Iterator[tuple[int, bool, int, int]]:
     if not isinstance(trace, list):
         raise FormatError(f"{where}: expected a list, got {type(trace).__name__}")
     for i, entry in enumerate(trace):
-        at = f"{where}[{i}]"
-        action = _item(entry, "action", str, at)
+        path = f"{where}[{i}]"
+        action = _item(entry, "action", str, path)
         if action in ("alloc", "free_completed"):
-            address = _amount(_item(entry, "addr", int, at), f"{at}.addr", 2**64 - 1)
-            yield i, action == "alloc", address, _amount(_item(entry, "size", int, at), f"{at}.size", MAX_BYTES)
+            address = _amount(_item(entry, "addr", int, path), f"{path}.addr", 2**64 - 1)
+            yield i, action == "alloc", address, _amount(_item(entry, "size", int, path), f"{path}.size", MAX_BYTES)
 
 
-def _held(data: dict[Any, Any], device: int) -> Iterator[tuple[int, int]]:
+def _allocated_blocks(data: dict[Any, Any], device: int) -> Iterator[tuple[int, int]]:
     """Yields address and requested bytes of the blocks in a device's segments."""
     for i, segment in enumerate(_item(data, "segments", list, "snapshot")):
-        at = f"segments[{i}]"
-        blocks = _item(segment, "blocks", list, at)
+        path = f"segments[{i}]"
+        blocks = _item(segment, "blocks", list, path)
         if segment.get("device", 0) != device:
             continue
-        address = _item(segment, "address", int, at)
+        address = _item(segment, "address", int, path)
         for j, block in enumerate(blocks):
-            at = f"segments[{i}].blocks[{j}]"
-            size = _amount(_item(block, "size", int, at), f"{at}.size", MAX_BYTES)
-            if _item(block, "state", str, at) != "inactive":  # active_allocated, or its free has not completed
-                requested = _item(block, "requested_size", int, at) if "requested_size" in block else size
-                here = _item(block, "address", int, at) if "address" in block else address
-                yield here, _amount(requested, f"{at}.requested_size", MAX_BYTES)
+            path = f"segments[{i}].blocks[{j}]"
+            size = _amount(_item(block, "size", int, path), f"{path}.size", MAX_BYTES)
+            if _item(block, "state", str, path) != "inactive":  # active_allocated, or its free has not completed
+                requested = _item(block, "requested_size", int, path) if "requested_size" in block else size
+                block_address = _item(block, "address", int, path) if "address" in block else address
+                yield block_address, _amount(requested, f"{path}.requested_size", MAX_BYTES)
             address += size  # older snapshots store only the segment's address
 
 

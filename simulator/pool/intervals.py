@@ -39,12 +39,12 @@ class Intervals:
     @property
     def peak_bytes(self) -> int:
         """Peak load: maximum bytes held at once, a lower bound on every footprint (omega of section III-B)."""
-        over = self.upper > self.period
-        frees = np.where(over, self.upper - self.period, self.upper)
+        wraps = self.upper > self.period
+        frees = np.where(wraps, self.upper - self.period, self.upper)
         times = np.concatenate((frees, self.lower))
         changes = np.concatenate((-self.nbytes, self.nbytes))  # frees first: half-open
-        held = np.cumsum(changes[np.argsort(times, kind="stable")])
-        return int(self.nbytes[over].sum() + held.max(initial=0))
+        load = np.cumsum(changes[np.argsort(times, kind="stable")])
+        return int(self.nbytes[wraps].sum() + load.max(initial=0))
 
     def rounded(self, alignment: int) -> Intervals:
         """Returns the same blocks with sizes rounded up to a multiple of ``alignment``; raises ValueError below 1."""
@@ -52,7 +52,7 @@ class Intervals:
             raise ValueError(f"alignment: expected at least 1, got {alignment}")
         return Intervals(self.lower, self.upper, -(-self.nbytes // alignment) * alignment, self.period)
 
-    def above_always(self) -> tuple[Intervals, Ints, Ints, int]:
+    def above_permanent(self) -> tuple[Intervals, Ints, Ints, int]:
         """Places permanent blocks at the bottom of memory.
 
         This makes no packing worse, since they overlap in time with every other block.
@@ -61,11 +61,11 @@ class Intervals:
             The m temporary blocks of nonzero size; int64[m], their indices; int64[n], offsets of the permanent blocks
             (0 for others); and the bytes of the permanent blocks.
         """
-        always = self.upper - self.lower == self.period
-        held = np.where(always, self.nbytes, 0)
-        rest = np.flatnonzero(~always & (self.nbytes > 0))
-        others = Intervals(self.lower[rest], self.upper[rest], self.nbytes[rest], self.period)
-        return others, rest, np.where(always, np.cumsum(held) - held, 0), int(held.sum())
+        permanent = self.upper - self.lower == self.period
+        sizes = np.where(permanent, self.nbytes, 0)
+        index = np.flatnonzero(~permanent & (self.nbytes > 0))
+        blocks = Intervals(self.lower[index], self.upper[index], self.nbytes[index], self.period)
+        return blocks, index, np.where(permanent, np.cumsum(sizes) - sizes, 0), int(sizes.sum())
 
     def unrolled(self, iterations: int) -> tuple[Intervals, Ints]:
         """Returns the blocks of several iterations on a line, for allocators that do not know that time repeats.
@@ -82,17 +82,17 @@ class Intervals:
         if self.period == NEVER:
             raise ValueError("expected blocks on a circle: blocks on a line cannot be unrolled")
         end = iterations * self.period
-        always = self.upper - self.lower == self.period
-        source = [np.flatnonzero(always)]
+        is_permanent = self.upper - self.lower == self.period
+        source = [np.flatnonzero(is_permanent)]
         lower, upper = [np.zeros_like(source[0])], [np.full_like(source[0], end)]
         for shift in range(-self.period, end, self.period):
-            here = np.flatnonzero(~always & (self.upper + shift > 0))
-            lower.append(np.maximum(self.lower[here] + shift, 0))
-            upper.append(np.minimum(self.upper[here] + shift, end))
-            source.append(here)
+            indices = np.flatnonzero(~is_permanent & (self.upper + shift > 0))
+            lower.append(np.maximum(self.lower[indices] + shift, 0))
+            upper.append(np.minimum(self.upper[indices] + shift, end))
+            source.append(indices)
         order = np.argsort(np.concatenate(lower), kind="stable")
-        which = np.concatenate(source)[order]
-        return Intervals(np.concatenate(lower)[order], np.concatenate(upper)[order], self.nbytes[which]), which
+        index = np.concatenate(source)[order]
+        return Intervals(np.concatenate(lower)[order], np.concatenate(upper)[order], self.nbytes[index]), index
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,17 @@ def overlap(intervals: Intervals, offsets: Ints) -> tuple[int, int] | None:
         events += [(lower[i], 1, i), (min(upper[i], intervals.period), 0, i)]
         if upper[i] > intervals.period:  # the part beyond the period wraps to the start of the circle
             events += [(0, 1, i), (upper[i] - intervals.period, 0, i)]
-    held: list[tuple[int, int]] = []  # (offset, block), ascending
+    live: list[tuple[int, int]] = []  # (offset, block), ascending
     for _, malloc, i in sorted(events):
         block = (offset[i], i)
         if not malloc:
-            del held[bisect(held, block) - 1]
+            del live[bisect(live, block) - 1]
             continue
-        at = bisect(held, block)
-        for _, j in held[max(at - 1, 0) : at + 1]:
+        position = bisect(live, block)
+        for _, j in live[max(position - 1, 0) : position + 1]:
             if max(offset[i], offset[j]) < min(ends[i], ends[j]):
                 return min(i, j), max(i, j)
-        insort(held, block)
+        insort(live, block)
     return None
 
 
@@ -150,8 +150,8 @@ class Lifetimes:
     def addresses(self, packing: Packing) -> dict[int, dict[int, int]]:
         """Returns an executor's address table (SmartPool, section V): event -> owner -> offset, for every malloc."""
         table: dict[int, dict[int, int]] = {}
-        for event, who, offset in zip(self.intervals.lower, self.owner, packing.offsets, strict=True):
-            table.setdefault(int(event), {})[int(who)] = int(offset)
+        for event, owner, offset in zip(self.intervals.lower, self.owner, packing.offsets, strict=True):
+            table.setdefault(int(event), {})[int(owner)] = int(offset)
         return table
 
 
@@ -181,33 +181,33 @@ def timeline_lifetimes(timeline: Timeline) -> Lifetimes:
     if len(timeline.boundaries) < 2:
         raise ValueError("timeline: expected at least two iterations, because the first is not in the steady state")
     times: list[int] = []
-    begin, before = 0, (-1, False)
-    since: dict[int, int] = {}  # block in memory -> event of its malloc
+    begin, previous = 0, (-1, False)
+    starts: dict[int, int] = {}  # block in memory -> event of its malloc
     owner: dict[int, int] = {}
     nbytes: dict[int, int] = {}
-    left: list[tuple[int, int, int]] = []  # (block, from, to) of blocks freed in the last iteration
+    freed: list[tuple[int, int, int]] = []  # (block, from, to) of blocks freed in the last iteration
     for i, event in enumerate(timeline.events):
         if i == timeline.events_until[-2]:
-            begin, before = len(times), (-1, False)
-        here = (event.time_ns, event.nbytes > 0)
-        if here != before:
+            begin, previous = len(times), (-1, False)
+        current = (event.time_ns, event.nbytes > 0)
+        if current != previous:
             times.append(event.time_ns)
-        before, at = here, len(times) - 1
+        previous, index = current, len(times) - 1
         if event.nbytes > 0:
-            since[event.block], owner[event.block], nbytes[event.block] = at, event.owner, event.nbytes
+            starts[event.block], owner[event.block], nbytes[event.block] = index, event.owner, event.nbytes
         elif i < timeline.events_until[-2]:
-            del since[event.block]
+            del starts[event.block]
         else:
-            left.append((event.block, since.pop(event.block), at))
+            freed.append((event.block, starts.pop(event.block), index))
     if len(times) == begin:  # no mallocs or frees
         times.append(timeline.last_start_ns)
     period = len(times) - begin
     blocks = []
-    for block, lower, upper in left:
-        if lower < begin and block in since:  # crosses the boundary: merged with the block present at the end
-            lower, upper = since.pop(block), upper + period
+    for block, lower, upper in freed:
+        if lower < begin and block in starts:  # crosses the boundary: merged with the block present at the end
+            lower, upper = starts.pop(block), upper + period
         blocks.append((max(lower - begin, 0), upper - begin, nbytes[block], owner[block], block))
-    blocks += [(max(lower - begin, 0), period, nbytes[block], owner[block], block) for block, lower in since.items()]
+    blocks += [(max(lower - begin, 0), period, nbytes[block], owner[block], block) for block, lower in starts.items()]
     return _lifetimes(blocks, period, [t - timeline.last_start_ns for t in times[begin:]])
 
 

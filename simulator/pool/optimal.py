@@ -53,23 +53,23 @@ def pack(
     best = portfolio.pack(blocks, seconds=0.01 * seconds if small else seconds, seed=seed)
     if best.proven or not small:
         return best
-    others, rest, offsets, base = blocks.above_always()
-    search = _Search(others, seed, workers)
-    unit = math.gcd(*others.nbytes.tolist())
+    temps, index, offsets, base = blocks.above_permanent()
+    search = _Search(temps, seed, workers)
+    unit = math.gcd(*temps.nbytes.tolist())
 
     low, high = blocks.peak_bytes - base, best.footprint - base  # bounds on the footprint of the temporary blocks
-    packing, aim = best, 0.0  # position of the capacity between low and high
-    while low < high and (left := deadline - time.monotonic()) > 0:
-        capacity = low + int(aim * (high - low)) // unit * unit
-        answer, found = search.fits(capacity, min(left, seconds / 10 if aim else max(left / 2, seconds / 10)))
-        if answer == FITS:
-            offsets[rest] = found + base
-            high = int((found + others.nbytes).max())
+    packing, bias = best, 0.0  # position of the capacity between low and high
+    while low < high and (budget := deadline - time.monotonic()) > 0:
+        capacity = low + int(bias * (high - low)) // unit * unit
+        verdict, packed = search.fits(capacity, min(budget, seconds / 10 if bias else max(budget / 2, seconds / 10)))
+        if verdict == FITS:
+            offsets[index] = packed + base
+            high = int((packed + temps.nbytes).max())
             packing = Packing(offsets.copy(), high + base, steps=best.steps)
-        elif answer == DOES_NOT_FIT:
+        elif verdict == DOES_NOT_FIT:
             low = capacity + unit
         else:
-            aim = (1 + aim) / 2 if aim < 0.9 else 0.0
+            bias = (1 + bias) / 2 if bias < 0.9 else 0.0
     return Packing(packing.offsets, packing.footprint, low >= high, packing.steps)
 
 
@@ -99,28 +99,28 @@ class _Search:
             if capacity > self.capacity:  # infeasible under one capacity implies infeasible under a smaller one
                 x.failed[:] = x.counters[FAILED] = 0
         self.capacity, self.stop[0] = capacity, 0
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         with ThreadPoolExecutor(len(self.states)) as pool:
-            answers = [pool.submit(self._runs, x, rng, until) for x, rng in zip(self.states, self.rngs, strict=True)]
+            futures = [pool.submit(self._runs, x, rng, deadline) for x, rng in zip(self.states, self.rngs, strict=True)]
             try:
-                found = {answer.result(): x.offsets for answer, x in zip(answers, self.states, strict=True)}
+                offsets = {verdict.result(): x.offsets for verdict, x in zip(futures, self.states, strict=True)}
             finally:
                 self.stop[0] = 1  # the threads end even after an exception
-        answer = next(kind for kind in (FITS, DOES_NOT_FIT, GAVE_UP) if kind in found)
-        return answer, found[answer]
+        verdict = next(kind for kind in (FITS, DOES_NOT_FIT, GAVE_UP) if kind in offsets)
+        return verdict, offsets[verdict]
 
-    def _runs(self, x: State, rng: np.random.Generator, until: float) -> int:
+    def _runs(self, x: State, rng: np.random.Generator, deadline: float) -> int:
         """Executes the runs of one thread until any thread has the answer."""
         for run in itertools.count(1):
-            if self.stop[0] or time.monotonic() > until:
+            if self.stop[0] or time.monotonic() > deadline:
                 break
             x.priority[:] = rng.choice(MIXES) @ self.shape + rng.choice(NOISE) * rng.standard_normal(len(x.size))
             x.weight[:] = 0.8 * x.weight + 0.2
             x.counters[NODES], x.counters[BUDGET] = 0, max(RUN, len(x.size) // 2) * luby(run)
-            answer = skyline.fits(x, self.capacity, 0, len(x.skyline), 0, bool(rng.random() < 2 / 3))
-            if answer != GAVE_UP:
+            verdict = skyline.fits(x, self.capacity, 0, len(x.skyline), 0, bool(rng.random() < 2 / 3))
+            if verdict != GAVE_UP:
                 self.stop[0] = 1
-                return int(answer)
+                return int(verdict)
             skyline.undo(x, 0, 0)
         return GAVE_UP
 

@@ -80,11 +80,11 @@ def pack(
     _compile()
     deadline = time.monotonic() + seconds if work is None else math.inf
     rounded = intervals.rounded(alignment)
-    others, rest, offsets, footprint = rounded.above_always()
-    if len(rest):
-        found = _search(rounded, others, rest, deadline, work, seed)
-        offsets[rest] = footprint + found
-        footprint += int((found + others.nbytes).max())
+    temps, index, offsets, footprint = rounded.above_permanent()
+    if len(index):
+        packed = _search(rounded, temps, index, deadline, work, seed)
+        offsets[index] = footprint + packed
+        footprint += int((packed + temps.nbytes).max())
     # Addresses are precomputed: a malloc looks its address up, a free does nothing.
     return Packing(offsets, footprint, footprint == rounded.peak_bytes, steps=len(rounded))
 
@@ -99,37 +99,37 @@ def _compile() -> None:
     _search(HARD, HARD, np.arange(3), math.inf, 3 * BURST, 0)
 
 
-def _search(blocks: Intervals, others: Intervals, rest: Ints, deadline: float, work: int | None, seed: int) -> Ints:
-    """Returns offsets of ``others``, the temporary blocks with indices ``rest``."""
-    unit = math.gcd(*others.nbytes.tolist())
-    x = _blocks(Intervals(others.lower, others.upper, others.nbytes // unit, others.period))
+def _search(blocks: Intervals, temps: Intervals, index: Ints, deadline: float, work: int | None, seed: int) -> Ints:
+    """Returns offsets of ``temps``, the temporary blocks with indices ``index``."""
+    unit = math.gcd(*temps.nbytes.tolist())
+    x = _blocks(Intervals(temps.lower, temps.upper, temps.nbytes // unit, temps.period))
     load = int(x.load.max())
     best = _Best(np.empty(0, np.int64), int(NOTHING_WAITS))
 
-    def over() -> bool:
+    def is_over() -> bool:
         return best.footprint == load or time.monotonic() > deadline
 
-    offsets = np.empty(len(rest), np.int64)
+    offsets = np.empty(len(index), np.int64)
     for by_duration, by_size in MIXES:
         footprint, _ = _skyline(x, _priority(x, by_duration, by_size), best.footprint - 1, offsets)
         best.offer(offsets, footprint)
-        if over():
+        if is_over():
             break
     for fit in smartpool.FITS:
         if best.footprint > load:
-            found, always = smartpool.pack(blocks, fit=fit).offsets, blocks.upper - blocks.lower == blocks.period
-            order = np.argsort(found[always])  # offsets without the permanent blocks below
-            below = np.cumsum(np.append(0, blocks.nbytes[always][order]))
-            offsets = (found[rest] - below[np.searchsorted(found[always][order], found[rest])]) // unit
+            packed, is_permanent = smartpool.pack(blocks, fit=fit).offsets, blocks.upper - blocks.lower == blocks.period
+            order = np.argsort(packed[is_permanent])  # offsets without the permanent blocks below
+            bases = np.cumsum(np.append(0, blocks.nbytes[is_permanent][order]))
+            offsets = (packed[index] - bases[np.searchsorted(packed[is_permanent][order], packed[index])]) // unit
             best.offer(offsets, int((offsets + x.size).max()))
     rng = np.random.default_rng(seed)
     searches = [_squeaky_wheel(x, best, rng)]
-    if best.footprint.bit_length() + len(rest).bit_length() < 63:
+    if best.footprint.bit_length() + len(index).bit_length() < 63:
         searches.append(_ejection(x, best, rng, load))
     spent = [0.0] * len(searches)
-    while not over() and (work is None or sum(spent) < work):
-        turn = min(range(len(searches)), key=lambda i: spent[i] / SHARES[i])
-        spent[turn] += next(searches[turn], 0)  # 0: the footprint equals the load
+    while not is_over() and (work is None or sum(spent) < work):
+        search = min(range(len(searches)), key=lambda i: spent[i] / SHARES[i])
+        spent[search] += next(searches[search], 0)  # 0: the footprint equals the load
     return best.offsets * unit
 
 
@@ -143,9 +143,9 @@ def _squeaky_wheel(x: Blocks, best: _Best, rng: np.random.Generator) -> Iterator
         priority = _priority(x, by_duration, rng.random())
         priority *= np.exp(rng.choice(NOISE) * rng.standard_normal(len(priority)))
         for _ in range(TURNS):
-            footprint, looked = _skyline(x, priority, best.footprint - 1, offsets)
+            footprint, visited = _skyline(x, priority, best.footprint - 1, offsets)
             best.offer(offsets, footprint)
-            work += looked
+            work += visited
             if work > BURST:
                 yield work
                 work = 0
@@ -155,19 +155,19 @@ def _ejection(x: Blocks, best: _Best, rng: np.random.Generator, load: int) -> It
     """Tries targets between the load and the best footprint; yields the work of each burst."""
     area: Any = x.size * x.covers.astype(np.float64)
     area /= area.mean()
-    weight, way = area.copy(), 0.5
+    weight, step = area.copy(), 0.5
     while best.footprint > load:
-        target = max(load, math.floor(best.footprint - 1 - (best.footprint - load) * way))
+        target = max(load, math.floor(best.footprint - 1 - (best.footprint - load) * step))
         offsets = best.offsets.copy()
         offsets[offsets + x.size > target] = -1
         state = np.array([np.count_nonzero(offsets < 0), 0])
         while state[0] and state[1] < PATIENCE:
             yield _eject(x, offsets, weight, target, rng, state)
         if state[0]:
-            way = way / 2 if way > 0.02 else 0.5
+            step = step / 2 if step > 0.02 else 0.5
         else:
             best.offer(offsets, int((offsets + x.size).max()))
-            way = min(1.0, 2 * way)
+            step = min(1.0, 2 * step)
         weight = (weight + area) / 2
 
 
@@ -199,9 +199,9 @@ def sections(blocks: Intervals) -> tuple[Ints, Ints, int]:
     """
     n = len(blocks)
     ends = blocks.upper if blocks.upper.max() <= blocks.period else (blocks.upper - 1) % blocks.period + 1
-    when = np.concatenate((blocks.lower, ends))
+    times = np.concatenate((blocks.lower, ends))
     is_malloc = np.arange(2 * n) < n
-    order = np.lexsort((is_malloc, when))  # frees come first
+    order = np.lexsort((is_malloc, times))  # frees come first
     opens = is_malloc[order] & ~np.roll(is_malloc[order], 1)
     section = np.empty(2 * n, np.int64)
     # A free before the first malloc belongs to a block of the previous round's last section.
@@ -215,10 +215,10 @@ def _skyline(x, priority, limit, offsets):
     """Fills basins until no block waits; returns the footprint and the work."""
     # If the footprint would exceed ``limit``, it is NOTHING_WAITS, and the blocks of the failing section gain priority.
     m = len(x.load)
-    left = x.load.copy()  # bytes that wait
-    height = np.where(left > 0, np.int64(0), NOTHING_WAITS)
+    waiting_bytes = x.load.copy()  # bytes that wait
+    height = np.where(waiting_bytes > 0, np.int64(0), NOTHING_WAITS)
     waiting = x.begin.copy()  # per section, waiting blocks first
-    held = x.begin_at[1:] - x.begin_at[:-1]
+    n_waiting = x.begin_at[1:] - x.begin_at[:-1]
     footprint, work, s, scanned = np.int64(0), 0, 0, 0
     while True:
         if height[s] == NOTHING_WAITS:
@@ -234,41 +234,41 @@ def _skyline(x, priority, limit, offsets):
         while length < m and height[end] == ground:
             end = end + 1 if end + 1 < m else 0
             length += 1
-        bank = NOTHING_WAITS
+        rim = NOTHING_WAITS
         if length < m:  # downhill
             before = begin - 1 if begin else m - 1
             if height[before] < ground or height[end] < ground:
                 s = before if height[before] < ground else end
                 continue
-            bank = min(height[before], height[end])
+            rim = min(height[before], height[end])
         work += length
-        block, place, at = -1, 0, begin
+        block, place, section = -1, 0, begin
         for i in range(length):
-            for k in range(x.begin_at[at], x.begin_at[at] + held[at]):
+            for k in range(x.begin_at[section], x.begin_at[section] + n_waiting[section]):
                 j = waiting[k]
                 if (i + x.covers[j] <= length or length == m) and (block < 0 or priority[j] > priority[block]):
                     block, place = j, k
-            work += held[at]
-            at = at + 1 if at + 1 < m else 0
-        s, at, top, covered = begin, begin, bank, length
+            work += n_waiting[section]
+            section = section + 1 if section + 1 < m else 0
+        s, section, top, covered = begin, begin, rim, length
         if block >= 0:
-            at, top, covered = x.first[block], ground + x.size[block], x.covers[block]
-            held[at] -= 1
-            waiting[place] = waiting[x.begin_at[at] + held[at]]
+            section, top, covered = x.first[block], ground + x.size[block], x.covers[block]
+            n_waiting[section] -= 1
+            waiting[place] = waiting[x.begin_at[section] + n_waiting[section]]
             offsets[block] = ground
             footprint = max(footprint, top)
-            if at == begin:  # continue with the rest of the basin
+            if section == begin:  # continue with the rest of the basin
                 s = end - 1 if end else m - 1
         for _ in range(covered):
             if block >= 0:
-                left[at] -= x.size[block]
-            height[at] = top if left[at] else NOTHING_WAITS
-            if (left[at] and top + left[at] > limit) or footprint > limit:
+                waiting_bytes[section] -= x.size[block]
+            height[section] = top if waiting_bytes[section] else NOTHING_WAITS
+            if (waiting_bytes[section] and top + waiting_bytes[section] > limit) or footprint > limit:
                 for j in range(len(priority)):
-                    if (at - x.first[j]) % m < x.covers[j]:
+                    if (section - x.first[j]) % m < x.covers[j]:
                         priority[j] *= BLAME
                 return NOTHING_WAITS, work + len(priority)
-            at = at + 1 if at + 1 < m else 0
+            section = section + 1 if section + 1 < m else 0
 
 
 @jit
@@ -284,29 +284,29 @@ def _sort(keys, n):
 def _neighbours(x, offsets, block, bits, begins):
     """Writes offset << bits | index of the placed neighbors of a block, ascending; returns number and work."""
     m, first, covers = len(x.load), x.first[block], x.covers[block]
-    d, looked = 0, 0
+    d, visited = 0, 0
     for k in range(len(x.kin_at)):
         low, high = first - (2 << k) + 2, first + covers  # sections in which they begin
         if high - low >= m:
             low, high = 0, m
-        at = x.kin_at[k]
-        for part in range(2):  # the part inside [0, m), and the part that wraps around
-            if part == 0:
-                a, b = at[max(low, 0)], at[min(high, m)]
+        kin_at = x.kin_at[k]
+        for half in range(2):  # the part inside [0, m), and the part that wraps around
+            if half == 0:
+                a, b = kin_at[max(low, 0)], kin_at[min(high, m)]
             elif low < 0:
-                a, b = at[low + m], at[m]
+                a, b = kin_at[low + m], kin_at[m]
             elif high > m:
-                a, b = at[0], at[high - m]
+                a, b = kin_at[0], kin_at[high - m]
             else:
                 break
-            looked += b - a
+            visited += b - a
             for j in x.kin[a:b]:
                 begins[d] = offsets[j] << bits | j
                 after = x.first[j] - first
                 after += m if after < 0 else 0
                 d += (offsets[j] >= 0) & ((after < covers) | (m - after < x.covers[j]))
     _sort(begins, d)
-    return d, looked
+    return d, visited
 
 
 @jit
@@ -314,14 +314,14 @@ def _cheapest(begins, ends, bits, size, target, weight, rng):
     """Returns the offset below target - size where overlapping blocks weigh least in total; random ties."""
     d, mask = len(begins), (np.int64(1) << bits) - 1
     best, least, ties = np.int64(0), np.inf, 0
-    cost, entered, gone, offset = 0.0, 0, 0, np.int64(0)
+    cost, n_entered, left_behind, offset = 0.0, 0, 0, np.int64(0)
     while True:
-        while entered < d and begins[entered] >> bits < offset + size:
-            cost += weight[begins[entered] & mask]
-            entered += 1
-        while gone < d and ends[gone] >> bits <= offset:
-            cost -= weight[ends[gone] & mask]
-            gone += 1
+        while n_entered < d and begins[n_entered] >> bits < offset + size:
+            cost += weight[begins[n_entered] & mask]
+            n_entered += 1
+        while left_behind < d and ends[left_behind] >> bits <= offset:
+            cost -= weight[ends[left_behind] & mask]
+            left_behind += 1
         if cost < least - 1e-9:
             best, least, ties = offset, cost, 1
         elif cost < least + 1e-9:
@@ -331,12 +331,12 @@ def _cheapest(begins, ends, bits, size, target, weight, rng):
         if offset >= target - size:
             return best
         # The next one on top of a block or right below one.
-        k = entered
+        k = n_entered
         while k < d and begins[k] >> bits == offset + size:
             k += 1
         offset = target - size
-        if gone < d:
-            offset = min(offset, ends[gone] >> bits)
+        if left_behind < d:
+            offset = min(offset, ends[left_behind] >> bits)
         if k < d:
             offset = min(offset, (begins[k] >> bits) - size)
 
@@ -361,8 +361,8 @@ def _eject(x, offsets, weight, target, rng, state):
         block, n_out = out[i], n_out - 1
         out[i] = out[n_out]
         size = x.size[block]
-        d, looked = _neighbours(x, offsets, block, bits, begins)
-        work += looked + 16 * d
+        d, visited = _neighbours(x, offsets, block, bits, begins)
+        work += visited + 16 * d
         # The smallest hole, the block at one of its ends.
         top, offset, hole = np.int64(0), np.int64(-1), np.int64(0)
         for k in range(d + 1):

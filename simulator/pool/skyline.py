@@ -38,7 +38,7 @@ class State(NamedTuple):
     # the c-th section it covers: place[place_at[j] + c].
     members: Ints
     members_at: Ints  # [m + 1]
-    held: Ints  # [m]
+    n_waiting: Ints  # [m]
     place: Ints
     place_at: Ints  # [n + 1]
     skyline: Ints  # [m]
@@ -91,23 +91,23 @@ def undo(x, placed, changed):
             s = (x.first[j] + c) % m
             x.load[s] += x.size[j]
             x.crossed[s] += c + 1 < x.width[j]
-            x.held[s] += 1
+            x.n_waiting[s] += 1
     while x.counters[CHANGED] > changed:
         x.counters[CHANGED] -= 1
-        at = x.changes[0, x.counters[CHANGED]]
-        before = x.changes[1, x.counters[CHANGED]]
-        if at < m:
-            x.skyline[at] = before
+        index = x.changes[0, x.counters[CHANGED]]
+        value = x.changes[1, x.counters[CHANGED]]
+        if index < m:
+            x.skyline[index] = value
         else:
-            x.lowest[at - m] = before
+            x.lowest[index - m] = value
 
 
 @jit(nogil=True)
-def _log(x, index, before):
-    at = x.counters[CHANGED]
-    x.changes[0, at] = index
-    x.changes[1, at] = before
-    x.counters[CHANGED] = at + 1
+def _log(x, index, value):
+    position = x.counters[CHANGED]
+    x.changes[0, position] = index
+    x.changes[1, position] = value
+    x.counters[CHANGED] = position + 1
 
 
 @jit(nogil=True)
@@ -129,20 +129,20 @@ def _settle(x, capacity, n_raised):
         stamp = x.counters[STAMP]
         for s in x.raised[:n_raised]:
             x.stamped[s] = stamp
-            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
+            for j in x.members[x.members_at[s] : x.members_at[s] + x.n_waiting[s]]:
                 if x.lowest[j] < x.skyline[s]:
                     _log(x, m + j, x.lowest[j])
                     x.lowest[j] = x.skyline[s]
-                    at = x.first[j]
+                    section = x.first[j]
                     for _ in range(x.width[j]):
-                        x.stamped[at] = stamp
-                        at = at + 1 if at + 1 < m else 0
+                        x.stamped[section] = stamp
+                        section = section + 1 if section + 1 < m else 0
         n_raised = 0
         for s in range(m):
-            if x.stamped[s] != stamp or x.held[s] == 0:
+            if x.stamped[s] != stamp or x.n_waiting[s] == 0:
                 continue
             height = NOWHERE
-            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
+            for j in x.members[x.members_at[s] : x.members_at[s] + x.n_waiting[s]]:
                 height = min(height, x.lowest[j])
             if height > x.skyline[s]:
                 _lift(x, s, height)
@@ -166,11 +166,11 @@ def _place(x, capacity, j, ground):
         s = (x.first[j] + c) % m
         x.load[s] -= x.size[j]
         x.crossed[s] -= c + 1 < x.width[j]
-        x.held[s] -= 1  # swap with the last waiting block
-        here, last = x.place[x.place_at[j] + c], x.members_at[s] + x.held[s]
+        x.n_waiting[s] -= 1  # swap with the last waiting block
+        place, last = x.place[x.place_at[j] + c], x.members_at[s] + x.n_waiting[s]
         other = x.members[last]
-        x.members[last], x.members[here] = j, other
-        x.place[x.place_at[other] + (s - x.first[other]) % m] = here
+        x.members[last], x.members[place] = j, other
+        x.place[x.place_at[other] + (s - x.first[other]) % m] = place
         x.place[x.place_at[j] + c] = last
         _lift(x, s, ground + x.size[j])
         x.raised[c] = s
@@ -202,29 +202,29 @@ def _key(x, begin, length):
 def _find(table, key):
     """Returns the free slot for a key; negative if the table contains it."""
     mask = len(table) - 1
-    at = np.int64(key >> np.uint64(8)) & mask
-    while table[at] != 0:
-        if table[at] == key:
+    slot = np.int64(key >> np.uint64(8)) & mask
+    while table[slot] != 0:
+        if table[slot] == key:
             return np.int64(-1)
-        at = (at + 1) & mask
-    return np.int64(at)
+        slot = (slot + 1) & mask
+    return np.int64(slot)
 
 
 @jit(nogil=True)
 def _resting(x, section):
     """Returns the blocks that can rest on a basin's ground in this section, by descending priority, and their count."""
-    members = x.members[x.members_at[section] : x.members_at[section] + x.held[section]]
-    found = np.empty(len(members), np.int64)
+    members = x.members[x.members_at[section] : x.members_at[section] + x.n_waiting[section]]
+    resting = np.empty(len(members), np.int64)
     n = 0
     for j in members:
         if x.lowest[j] == x.skyline[section]:
-            at = n
-            while at > 0 and x.priority[found[at - 1]] < x.priority[j]:
-                found[at] = found[at - 1]
-                at -= 1
-            found[at] = j
+            position = n
+            while position > 0 and x.priority[resting[position - 1]] < x.priority[j]:
+                resting[position] = resting[position - 1]
+                position -= 1
+            resting[position] = j
             n += 1
-    return found, n
+    return resting, n
 
 
 @jit(nogil=True)
@@ -236,7 +236,7 @@ def _branch(x, capacity, begin, length, closed, by_weight):
             if x.skyline[(begin + i - 1) % m] != x.skyline[(begin + i) % m]:
                 begin = (begin + i) % m
                 break
-    best, best_score, best_beside = -1, np.inf, NOWHERE
+    best, best_score, best_height = -1, np.inf, NOWHERE
     inside = np.empty(len(x.size), np.int64)
     i = 0
     while i < length:
@@ -249,30 +249,30 @@ def _branch(x, capacity, begin, length, closed, by_weight):
         if left <= ground or right <= ground:
             continue
         n_inside = 0
-        for at in range(basin, i):
-            s = (begin + at) % m
-            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
+        for offset in range(basin, i):
+            s = (begin + offset) % m
+            for j in x.members[x.members_at[s] : x.members_at[s] + x.n_waiting[s]]:
                 if x.first[j] == s and x.lowest[j] == ground:
                     inside[n_inside] = j
                     n_inside += 1
-        for at in range(basin, i):
-            s = (begin + at) % m
-            beside, branches = min(left, right), 0
+        for offset in range(basin, i):
+            s = (begin + offset) % m
+            height, branches = min(left, right), 0
             for j in inside[:n_inside]:
                 if (s - x.first[j]) % m < x.width[j]:
                     branches += 1
                 else:
-                    beside = min(beside, ground + x.size[j])
-            if beside < NOWHERE and beside + x.load[s] <= capacity:
+                    height = min(height, ground + x.size[j])
+            if height < NOWHERE and height + x.load[s] <= capacity:
                 branches += 1
             else:
-                beside = NOWHERE
+                height = NOWHERE
             score = branches / x.weight[s] if by_weight else branches + ground / capacity
             if branches == 1:
-                return s, beside
+                return s, height
             if score < best_score:
-                best, best_score, best_beside = s, score, beside
-    return best, best_beside
+                best, best_score, best_height = s, score, height
+    return best, best_height
 
 
 @jit(nogil=True)
@@ -301,24 +301,24 @@ def fits(x, capacity, begin, length, depth, by_weight):
                 begin, closed = (s + 1) % m, False
                 break
     if not closed:  # parts not joined by a waiting block are independent problems
-        whole, i = False, 0
+        is_whole, i = False, 0
         while i < length:
-            part = i
+            start = i
             while x.crossed[(begin + i) % m]:
                 i += 1
             i += 1
-            whole = i - part == length
-            if not whole and x.load[(begin + part) % m]:
-                answer = fits(x, capacity, (begin + part) % m, i - part, depth + 1, by_weight)
+            is_whole = i - start == length
+            if not is_whole and x.load[(begin + start) % m]:
+                answer = fits(x, capacity, (begin + start) % m, i - start, depth + 1, by_weight)
                 if answer != FITS:
                     return answer
-        if not whole or x.load[begin] == 0:
+        if not is_whole or x.load[begin] == 0:
             return FITS
 
     key = _key(x, begin, length)
     if _find(x.failed, key) < 0:
         return DOES_NOT_FIT
-    section, beside = _branch(x, capacity, begin, length, closed, by_weight)
+    section, height = _branch(x, capacity, begin, length, closed, by_weight)
     ground = x.skyline[section]
     resting, n_resting = _resting(x, section)
     placed, changed = x.counters[PLACED], x.counters[CHANGED]
@@ -332,8 +332,8 @@ def fits(x, capacity, begin, length, depth, by_weight):
             if twin:
                 continue
             possible = _place(x, capacity, j, ground)
-        elif beside < NOWHERE:
-            _lift(x, section, beside)
+        elif height < NOWHERE:
+            _lift(x, section, height)
             x.raised[0] = section
             possible = _settle(x, capacity, 1)
         else:

@@ -57,21 +57,21 @@ def _colour(lower, upper, size, order, period, best_fit):
         n_neighbours = 0
         for j in range(placed):  # branch-free, since the branch is unpredictable
             neighbours[n_neighbours] = j
-            meets = (a < uppers[j]) & (lowers[j] < b) | (a + period < uppers[j]) | (lowers[j] + period < b)
-            n_neighbours += meets
+            overlaps = (a < uppers[j]) & (lowers[j] < b) | (a + period < uppers[j]) | (lowers[j] + period < b)
+            n_neighbours += overlaps
         top, hole_at, hole = np.int64(0), np.int64(-1), np.int64(0)  # end of the neighbours so far; the hole to take
         for j in neighbours[:n_neighbours]:
-            room = begins[j] - top
-            if room >= nbytes and (hole_at < 0 or (best_fit and room < hole)):
-                hole_at, hole = top, room
+            gap = begins[j] - top
+            if gap >= nbytes and (hole_at < 0 or (best_fit and gap < hole)):
+                hole_at, hole = top, gap
                 if not best_fit:
                     break
             top = max(top, ends[j])
         offset = top if hole_at < 0 else hole_at
         offsets[i] = offset
-        at = np.searchsorted(begins[:placed], offset)
+        position = np.searchsorted(begins[:placed], offset)
         for column, value in ((begins, offset), (ends, offset + nbytes), (lowers, a), (uppers, b)):
-            for j in range(placed, at, -1):
+            for j in range(placed, position, -1):
                 column[j] = column[j - 1]
-            column[at] = value
+            column[position] = value
     return offsets

@@ -53,7 +53,7 @@ class Stream:
         return len(self.kind)
 
     @classmethod
-    def of(cls, operations: Iterable[tuple[str, Hashable, int]]) -> Stream:
+    def from_operations(cls, operations: Iterable[tuple[str, Hashable, int]]) -> Stream:
         """Builds a stream from (one of KINDS, block, bytes) per operation; bytes matter for mallocs only."""
         rows = list(operations)
         names: dict[Hashable, int] = {}
@@ -66,12 +66,12 @@ class Stream:
         """int64[n], index of the malloc of each operation's block."""
         order = np.argsort(self.block, kind="stable")  # groups operations by block, in time order
         block, kind = self.block[order], self.kind[order]
-        absent = np.ones(len(self), bool)  # the block is not live
-        absent[1:] = (block[1:] != block[:-1]) | (kind[:-1] == FREE)
+        is_free = np.ones(len(self), bool)  # the block is not live
+        is_free[1:] = (block[1:] != block[:-1]) | (kind[:-1] == FREE)
         malloc = kind == MALLOC
-        wrong = order[malloc != absent]
-        if len(wrong):
-            i = int(wrong.min())
+        invalid = order[malloc != is_free]
+        if len(invalid):
+            i = int(invalid.min())
             reason = "is held already" if self.kind[i] == MALLOC else "is not held"
             raise StreamError(i, f"{KINDS[self.kind[i]]} of a block that {reason}")
         out = np.empty(len(self), np.int64)
@@ -122,12 +122,12 @@ def detect(stream: Stream) -> Iteration:
     stays = held_for >= half  # choice 2
 
     size = np.unique(stream.nbytes[mallocs], return_inverse=True)[1]
-    whom = np.unique(np.where(stays & (kind != MALLOC), -1 - mallocs, age), return_inverse=True)[1]
-    begins, ends = _repeating(((whom * n + size) * len(KINDS) + kind)[setup:])  # below 4 n², each a symbol
+    identity = np.unique(np.where(stays & (kind != MALLOC), -1 - mallocs, age), return_inverse=True)[1]
+    begins, ends = _repeating(((identity * n + size) * len(KINDS) + kind)[setup:])  # below 4 n², each a symbol
     begins, ends = begins + setup, ends + setup
     length = np.where(ends - begins >= 2 * np.arange(1, len(begins) + 1), ends - begins, 0)  # if it repeats at all
     if length.max(initial=0) < max(half, 1):
-        raise NoIteration(_nothing(n - setup, length))
+        raise NoIteration(_no_repetition(n - setup, length))
 
     reason = ""
     while length.max() >= half:
@@ -137,15 +137,15 @@ def detect(stream: Stream) -> Iteration:
             if p <= too_short or not length[p - 1]:
                 continue
             begin, end = int(begins[p - 1]), int(ends[p - 1])
-            here = np.arange(begin, end)
-            late = np.where(kind[here] == MALLOC, held_for[here] >= p, ~stays[here] & (age[here] >= p))
-            late[-p:] &= kind[here[-p:]] != MALLOC  # their frees may lie beyond it
-            late = here[late]
-            first = int(late[-1]) + 1 if len(late) else begin
+            index = np.arange(begin, end)
+            young = np.where(kind[index] == MALLOC, held_for[index] >= p, ~stays[index] & (age[index] >= p))
+            young[-p:] &= kind[index[-p:]] != MALLOC  # their frees may lie beyond it
+            young = index[young]
+            first = int(young[-1]) + 1 if len(young) else begin
             if end - first >= max(2 * p, half):
                 return _iteration(stream, first, end, p)
             # The first range that no later start excludes; it is too late for all shorter or equal periods.
-            i = int(late[np.searchsorted(late, end - max(2 * p, half))])
+            i = int(young[np.searchsorted(young, end - max(2 * p, half))])
             too_short = int(held_for[i])
             reason = reason or (
                 f"no iteration: {(end - begin) // p} times {p} operations repeat from operation {begin} on, but the "
@@ -156,7 +156,7 @@ def detect(stream: Stream) -> Iteration:
     raise NoIteration(reason)
 
 
-def _nothing(n: int, length: Ints) -> str:
+def _no_repetition(n: int, length: Ints) -> str:
     if not length.any():
         return (
             f"no iteration: after the set-up, no two consecutive subsequences in the middle of {n} operations are equal"
@@ -175,15 +175,15 @@ def _iteration(stream: Stream, begin: int, end: int, period: int) -> Iteration:
     held = np.cumsum(change) - change  # before each operation
     begin += int(held[begin : begin + min(period, end - begin - 2 * period + 1)].argmin())  # choice 7
     malloc = np.flatnonzero(stream.kind == MALLOC)
-    always = malloc[(malloc < begin) & (stream.frees[malloc] >= end)]
-    own = malloc[(malloc >= begin) & (malloc < begin + period)]
-    source = np.concatenate((always, own))
-    lower = np.concatenate((np.zeros(len(always), np.int64), own - begin))
-    upper = np.concatenate((np.full(len(always), period), stream.frees[own] - begin))
+    permanent = malloc[(malloc < begin) & (stream.frees[malloc] >= end)]
+    inside = malloc[(malloc >= begin) & (malloc < begin + period)]
+    source = np.concatenate((permanent, inside))
+    lower = np.concatenate((np.zeros(len(permanent), np.int64), inside - begin))
+    upper = np.concatenate((np.full(len(permanent), period), stream.frees[inside] - begin))
     index = np.full(len(stream), -1)
     index[source] = np.arange(len(source))
-    on = stream.mallocs[begin : begin + period]
-    block = np.where(index[on] < 0, index[on + period], index[on])  # malloc'ed before begin, so it recurs
+    starts = stream.mallocs[begin : begin + period]
+    block = np.where(index[starts] < 0, index[starts + period], index[starts])  # malloc'ed before begin, so it recurs
     intervals = Intervals(lower, upper, stream.nbytes[source], period)
     return Iteration(begin, period, (end - begin) // period, intervals, source, block)
 
@@ -192,20 +192,20 @@ def _repeating(symbols: Ints) -> tuple[Ints, Ints]:
     """Returns, per period p from 1 to half, the range [begin, end) around the middle in which p repeats (choice 4)."""
     n = len(symbols)
     middle = n // 2
-    begin, end = _around(symbols, middle)
-    back_end, back_begin = (n - x for x in _around(symbols[::-1], n - middle))
+    begin, end = _repetition_at(symbols, middle)
+    back_end, back_begin = (n - x for x in _repetition_at(symbols[::-1], n - middle))
     forward = end - begin >= back_end - back_begin
     return np.where(forward, begin, back_begin), np.where(forward, end, back_end)
 
 
-def _around(symbols: Ints, at: int) -> tuple[Ints, Ints]:
+def _repetition_at(symbols: Ints, position: int) -> tuple[Ints, Ints]:
     """Returns, per period p, the longest range [begin, end) that repeats with p and contains [at, at + p)."""
     n = len(symbols)
     p = np.arange(1, n // 2 + 1)
-    back = symbols[::-1]
-    right = np.append(_z_function(symbols[at:].copy()), 0)[p]
-    left = _z_function(np.concatenate((back[n - at :], [-1], back)))[n + 1 - p]
-    return at - left, at + right + p
+    reversed_symbols = symbols[::-1]
+    right = np.append(_z_function(symbols[position:].copy()), 0)[p]
+    left = _z_function(np.concatenate((reversed_symbols[n - position :], [-1], reversed_symbols)))[n + 1 - p]
+    return position - left, position + right + p
 
 
 @jit

@@ -90,7 +90,7 @@ def test_jobs_within_their_limits_do_not_take_from_each_other() -> None:
     programs = [PROGRAM] * 3
     limit = int(0.55 * sum(program.peak_bytes for program in programs))
     limited = jobs_of(programs, Split("autoswap_doa").plan_jobs(programs, MACHINE, limit))
-    free = [replace(job, within=False) for job in limited]
+    free = [replace(job, within_limit=False) for job in limited]
     separate, shared = (simulate_jobs(jobs, MACHINE, limit) for jobs in (limited, free))
     assert not separate.evictions and shared.evictions
     assert separate.end_ns < shared.end_ns

@@ -58,7 +58,7 @@ def test_a_plan_that_moves_nothing_is_code_for_plain_pytorch() -> None:
     assert step(model).program.peak_bytes == pytest.approx(
         found.peak_bytes, rel=0.1
     )  # as captured with the checkpoints
-    text = found.describe(Unit.of(limit))
+    text = found.describe(Unit.for_sizes(limit))
     assert f"checkpoints of {len(found.names)} modules" in text and f"{found.overhead:+.1%}" in text
     swaps = replace(plan, decisions=(Swap(*program.gaps(1024)[0]),))
     for nothing in ((swaps, captured.origins, paths), (plan, None, paths), (plan, captured.origins, [])):

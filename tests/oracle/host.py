@@ -13,21 +13,21 @@ class Host:
     Args:
         timed: Per step of an iteration, whether it takes time.
         costs: Per step, ns from the issue of the previous step.
-        ahead: Whether the queue is full before the first iteration.
+        is_full: Whether the queue is full before the first iteration.
     """
 
-    def __init__(self, timed: Sequence[bool], costs: Sequence[int], depth: int, ahead: bool):
-        self.timed, self.costs, self.depth, self.ahead = timed, costs, depth, ahead
+    def __init__(self, timed: Sequence[bool], costs: Sequence[int], depth: int, is_full: bool):
+        self.timed, self.costs, self.depth, self.is_full = timed, costs, depth, is_full
         self.times: list[int] = []
         self.ends: list[int] = []  # of timed steps
         self.issued = 0  # number of timed steps
-        self.started, self.waited = 0, False
+        self.started, self.has_waited = 0, False
         self.last = self._lead(0)
 
     def _earliest(self) -> int:
         """Returns the issue time of the next unissued step in an unbounded queue."""
         first = self.issued <= self.depth and (not self.times or self.times[-1] == 0)
-        if self.ahead and first:
+        if self.is_full and first:
             return 0
         return (self.times[-1] if self.times else 0) + self.costs[len(self.times) % len(self.costs)]
 
@@ -35,10 +35,10 @@ class Host:
         """Returns the issue time of a step; None if it depends on an unfinished step."""
         while len(self.times) <= step:
             timed, earliest = self.timed[len(self.times) % len(self.timed)], self._earliest()
-            before = self.issued - self.depth if timed else -1
-            if before >= len(self.ends):
+            freed_by = self.issued - self.depth if timed else -1
+            if freed_by >= len(self.ends):
                 return None
-            self.times.append(max(earliest, self.ends[before]) if before >= 0 else earliest)
+            self.times.append(max(earliest, self.ends[freed_by]) if freed_by >= 0 else earliest)
             self.issued += timed
         return self.times[step]
 
@@ -51,7 +51,7 @@ class Host:
     def lead(self, now: int, iterations: int, last: bool) -> tuple[int, int]:
         """Returns the lead at a boundary; a gain without a wait counts as none."""
         lead = self._lead(now)
-        if (self.waited or lead < self.last) and not (last and iterations >= MAX_ITERATIONS):
+        if (self.has_waited or lead < self.last) and not (last and iterations >= MAX_ITERATIONS):
             self.last = lead
-        self.waited = False
+        self.has_waited = False
         return self.last

@@ -40,19 +40,19 @@ def wrong_events(
     Args:
         persistent: Indices of the persistent tensors.
     """
-    ours = groupby(ledger, lambda c: (c.time_ns, c.nbytes > 0))
-    theirs = groupby(events, lambda e: (e.time_ns, e.nbytes > 0))
+    expected = groupby(ledger, lambda c: (c.time_ns, c.nbytes > 0))
+    recorded = groupby(events, lambda e: (e.time_ns, e.nbytes > 0))
     index = {(t, -1): i for i, t in enumerate(persistent)}
     block = {i: copy for copy, i in index.items()}
-    for mine, other in zip_longest(ours, theirs):
+    for group, other in zip_longest(expected, recorded):
         # The sort is stable: changes of one owner stay in order.
-        right = sorted(mine[1], key=lambda c: c.owner) if mine else []
-        says = sorted(other[1], key=lambda e: e.owner) if other else []
-        if [(c.time_ns, c.owner, c.nbytes) for c in right] != [(e.time_ns, e.owner, e.nbytes) for e in says]:
-            first = (mine or other)[0][0]
-            yield Violation("memory", first, f"events are {_text(says)}, the ledger says {_text(right)}")
+        changes = sorted(group[1], key=lambda c: c.owner) if group else []
+        group_events = sorted(other[1], key=lambda e: e.owner) if other else []
+        if [(c.time_ns, c.owner, c.nbytes) for c in changes] != [(e.time_ns, e.owner, e.nbytes) for e in group_events]:
+            time_ns = (group or other)[0][0]
+            yield Violation("memory", time_ns, f"events are {_text(group_events)}, the ledger says {_text(changes)}")
             return
-        for c, e in zip(right, says, strict=True):
+        for c, e in zip(changes, group_events, strict=True):
             copy = c.owner, c.born
             if index.setdefault(copy, e.block) != e.block or block.setdefault(e.block, copy) != copy:
                 yield Violation("memory", e.time_ns, f"block {e.block} of tensor {c.owner} is another copy of it")

@@ -22,7 +22,7 @@ def test_presets(name):
     assert machine.memory_bytes_per_s > machine.h2d_bytes_per_s >= 10**9
     assert 10**12 <= machine.flops_per_s["float32"] < 10**16
     assert machine.malloc_ns > 0 and machine.free_ns > 0 and machine.malloc_bytes_per_s > 0
-    assert machine.one_copy_stream() == replace(machine, copy_engines=1)
+    assert machine.with_one_copy_stream() == replace(machine, copy_engines=1)
 
 
 def test_every_figure_of_a_preset_has_its_source():

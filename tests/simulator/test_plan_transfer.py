@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 
 from simulator import Kernel, Plan, Program, Recompute, Rerun, Swap, Tensor
-from simulator.plan_transfer import adapted
+from simulator.plan_transfer import transfer_plan
 from simulator.schedule import lower
 from tests.random_cases import plan_of, program_of
 
@@ -15,12 +15,12 @@ def test_adapted_plans_are_valid():
         program = program_of(rng)
         plan = replace(plan_of(rng, program), limit=7, planner="p", machine="m")
         other = program_of(rng) if seed % 2 else replace(program, kernels=program.kernels[:-1])
-        found = adapted(plan, program, other)
+        found = transfer_plan(plan, program, other)
         found.check(other)
         lower(other, found)
         assert (found.fingerprint, found.limit, found.planner, found.machine) == (other.fingerprint, 7, "p", "m")
         assert len(found.decisions) <= len(plan.decisions), f"seed {seed}"
-        assert adapted(plan, program, program) == replace(plan, fingerprint=program.fingerprint), f"seed {seed}"
+        assert transfer_plan(plan, program, program) == replace(plan, fingerprint=program.fingerprint), f"seed {seed}"
 
 
 def layers(*names: str) -> Program:
@@ -44,7 +44,7 @@ def test_a_layer_keeps_its_decisions_where_another_is_missing():
     """The gap of a's output opens after c's kernel 2, as b's is missing. Decisions and prefetches of b are dropped."""
     program, other = layers("a", "b", "c"), layers("a", "c")
     plan = Plan((Swap(4, 2, 8, prefetch=7, copy=1), Swap(6, 4, 7), Swap(0, 1, 8, copy=2)), program.fingerprint)
-    found = adapted(plan, program, other)
+    found = transfer_plan(plan, program, other)
     assert [t.name for t in (program.tensors[4], other.tensors[3])] == ["mm_1", "mm_1"]
     assert found == Plan((Swap(3, 2, 5, copy=1), Swap(0, 1, 5)), other.fingerprint)
 
@@ -61,17 +61,17 @@ def test_a_step_by_other_kernels_is_matched_by_the_order_of_accesses():
 
     program, other = step(together=False), step(together=True)
     plan = Plan((Swap(1, 4, 7, prefetch=6), Swap(0, 0, 5)), program.fingerprint)
-    assert adapted(plan, program, other).decisions == (Swap(1, 4, 6), Swap(0, 0, 5))
-    assert adapted(plan, program, program).decisions == plan.decisions
+    assert transfer_plan(plan, program, other).decisions == (Swap(1, 4, 6), Swap(0, 0, 5))
+    assert transfer_plan(plan, program, program).decisions == plan.decisions
 
 
 def test_untransferable_decisions_are_dropped():
     program, other = layers("a", "b"), layers("a")
-    assert adapted(Plan((Rerun(0, 4), Rerun(1, 4))), program, other).decisions == ()
-    kept = adapted(Plan((Rerun(0, 4), Rerun(1, 4))), program, layers("a", "b", "c"))
+    assert transfer_plan(Plan((Rerun(0, 4), Rerun(1, 4))), program, other).decisions == ()
+    kept = transfer_plan(Plan((Rerun(0, 4), Rerun(1, 4))), program, layers("a", "b", "c"))
     assert kept.decisions == (Rerun(0, 7), Rerun(1, 7))
     recompute = Plan((Recompute(3, 2, 5, at=4),))
-    assert adapted(recompute, program, layers("c", "a", "b")).decisions == (Recompute(6, 4, 7, at=6),)
+    assert transfer_plan(recompute, program, layers("c", "a", "b")).decisions == (Recompute(6, 4, 7, at=6),)
 
 
 def test_variants_go_with_their_kernels():
@@ -80,5 +80,5 @@ def test_variants_go_with_their_kernels():
     third = replace(third, variants=((5, 1), (6, 0)))
     with_algorithms = replace(program, kernels=(first, second, third, *others))
     less = replace(other, kernels=(replace(other.kernels[0], variants=((5, 1),)), *other.kernels[1:]))
-    assert adapted(Plan(variants=((2, 0),)), with_algorithms, less).variants == ((0, 0),)
-    assert adapted(Plan(variants=((2, 1),)), with_algorithms, less).variants == ()
+    assert transfer_plan(Plan(variants=((2, 0),)), with_algorithms, less).variants == ((0, 0),)
+    assert transfer_plan(Plan(variants=((2, 1),)), with_algorithms, less).variants == ()

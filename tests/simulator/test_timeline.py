@@ -34,8 +34,8 @@ def test_when_the_peak_is_and_what_runs_then(timeline):
     """The first instant with 150 bytes is 90: a4 is freed, b3 (kernel 5) and a1's swap-in allocate their memory."""
     time_ns, held = timeline.peak
     assert time_ns == 90 and held == {0: 10, 1: 40, 2: 40, 3: 40, 5: 10, 6: 10}
-    assert [timeline.running(t).index for t in (0, 39, 60, 69, 90, 120)] == [0, 2, 3, 3, 5, 5]
-    assert timeline.running(-1).index == 0
+    assert [timeline.span_at(t).index for t in (0, 39, 60, 69, 90, 120)] == [0, 2, 3, 3, 5, 5]
+    assert timeline.span_at(-1).index == 0
 
 
 def test_overhead(timeline):

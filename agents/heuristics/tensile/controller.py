@@ -152,7 +152,7 @@ class _JobSet:
         for j, plan in zip(order, plans, strict=True):
             self.plan_times[j] = self.times[j]
             if j not in self.planned:
-                self.planned[j] = replace(self.jobs[j], plan=plan, switches=(), within=True)
+                self.planned[j] = replace(self.jobs[j], plan=plan, switches=(), within_limit=True)
             elif plan.decisions != (job := self.planned[j]).plans[-1].decisions:
                 switches = tuple(switch for switch in job.switches if switch[0] < now)
                 self.planned[j] = replace(job, switches=(*switches, (now, plan)))

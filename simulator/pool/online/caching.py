@@ -101,8 +101,8 @@ def _place(blocks, pool, m, nbytes, offset):
     low, high = 0, m
     while low < high:
         middle = (low + high) // 2
-        here = blocks[_SIZE, pool[middle]]
-        if here < nbytes or (here == nbytes and blocks[_OFFSET, pool[middle]] < offset):
+        size = blocks[_SIZE, pool[middle]]
+        if size < nbytes or (size == nbytes and blocks[_OFFSET, pool[middle]] < offset):
             low = middle + 1
         else:
             high = middle
@@ -112,17 +112,17 @@ def _place(blocks, pool, m, nbytes, offset):
 @jit
 def _insert(blocks, pool, m, block):
     """Inserts a block into a pool of m; returns the new m."""
-    at = _place(blocks, pool, m, blocks[_SIZE, block], blocks[_OFFSET, block])
-    for j in range(m, at, -1):
+    index = _place(blocks, pool, m, blocks[_SIZE, block], blocks[_OFFSET, block])
+    for j in range(m, index, -1):
         pool[j] = pool[j - 1]
-    pool[at] = block
+    pool[index] = block
     return m + 1
 
 
 @jit
-def _remove(pool, m, at):
-    """Removes the block at index ``at`` from a pool of m; returns the new m."""
-    for j in range(at, m - 1):
+def _remove(pool, m, index):
+    """Removes the block at index ``index`` from a pool of m; returns the new m."""
+    for j in range(index, m - 1):
         pool[j] = pool[j + 1]
     return m - 1
 
@@ -131,16 +131,16 @@ def _remove(pool, m, at):
 def _released(blocks, pools, counts):
     """Removes free blocks that are whole segments from both pools; returns their bytes."""
     nbytes = 0
-    for which in range(2):
-        kept = 0
-        for j in range(counts[which]):
-            block = pools[which, j]
+    for pool in range(2):
+        n_kept = 0
+        for j in range(counts[pool]):
+            block = pools[pool, j]
             if blocks[_PREV, block] < 0 and blocks[_NEXT, block] < 0:
                 nbytes += blocks[_SIZE, block]
             else:
-                pools[which, kept] = block
-                kept += 1
-        counts[which] = kept
+                pools[pool, n_kept] = block
+                n_kept += 1
+        counts[pool] = n_kept
     return nbytes
 
 
@@ -149,84 +149,84 @@ def _serve(order, size, limit, expandable):
     """Returns offsets, peak reserved bytes, tree entries visited, number of segments, and whether all were served."""
     # The two pools of expandable segments lie _ENDLESS bytes apart.
     n = len(size)
-    offsets, holds = np.zeros(n, np.int64), np.empty(n, np.int64)  # holds: row of the block that a request got
+    offsets, block_of = np.zeros(n, np.int64), np.empty(n, np.int64)  # holds: row of the block that a request got
     blocks, n_blocks = np.empty((5, 2 * n + 1), np.int64), 0
     pools, counts = np.empty((2, 2 * n + 1), np.int64), np.zeros(2, np.int64)  # free blocks, small and large
-    reserved, most, steps, segments = 0, 0, 0, 0
+    reserved, peak, steps, segments = 0, 0, 0, 0
     ends, tails = np.zeros(2, np.int64), np.full(2, -1, np.int64)  # expandable segments: end and last block
     for event in order:
         request = event if event >= 0 else ~event
         nbytes = size[request]
-        which = 0 if nbytes <= SMALL_SIZE else 1
-        pool, m = pools[which], counts[which]
+        pool_index = 0 if nbytes <= SMALL_SIZE else 1
+        pool, m = pools[pool_index], counts[pool_index]
         if event >= 0:
             steps += _depth(m)
-            at = _place(blocks, pool, m, nbytes, -1)
-            if at < m:
+            index = _place(blocks, pool, m, nbytes, -1)
+            if index < m:
                 steps += _depth(m)
-                block = pool[at]
-                m = _remove(pool, m, at)
+                block = pool[index]
+                m = _remove(pool, m, index)
             elif expandable:
-                tail = tails[which]
-                page = SMALL_BUFFER if which == 0 else LARGE_BUFFER
+                tail = tails[pool_index]
+                page = SMALL_BUFFER if pool_index == 0 else LARGE_BUFFER
                 free = blocks[_SIZE, tail] if tail >= 0 and blocks[_FREE, tail] else 0
                 grown = (nbytes - free + page - 1) // page * page
                 if reserved + grown > limit:
-                    return offsets, max(most, reserved), steps, segments, False
+                    return offsets, max(peak, reserved), steps, segments, False
                 if free:
                     block = tail
                     m = _remove(pool, m, _place(blocks, pool, m, free, blocks[_OFFSET, tail]))
                     blocks[_SIZE, block] += grown
                 else:
                     block, n_blocks = n_blocks, n_blocks + 1
-                    _fill(blocks, block, grown, which * _ENDLESS + ends[which], tail, -1)
+                    _fill(blocks, block, grown, pool_index * _ENDLESS + ends[pool_index], tail, -1)
                     if tail >= 0:
                         blocks[_NEXT, tail] = block
-                tails[which] = block
-                ends[which] += grown
+                tails[pool_index] = block
+                ends[pool_index] += grown
                 reserved += grown
                 segments += 1
             else:
                 segment = _segment(nbytes)
                 if reserved + segment > limit:
-                    most = max(most, reserved)
+                    peak = max(peak, reserved)
                     reserved -= _released(blocks, pools, counts)
-                    m = counts[which]
+                    m = counts[pool_index]
                     if reserved + segment > limit:
-                        return offsets, most, steps, segments, False
+                        return offsets, peak, steps, segments, False
                 block, n_blocks = n_blocks, n_blocks + 1
                 _fill(blocks, block, segment, ends[0], -1, -1)
                 ends[0] += segment
                 reserved += segment
                 segments += 1
-            left = blocks[_SIZE, block] - nbytes
-            if (which == 0 and left >= MIN_BLOCK_SIZE) or left > SMALL_SIZE:
-                rest, n_blocks = n_blocks, n_blocks + 1
+            remainder = blocks[_SIZE, block] - nbytes
+            if (pool_index == 0 and remainder >= MIN_BLOCK_SIZE) or remainder > SMALL_SIZE:
+                remainder_block, n_blocks = n_blocks, n_blocks + 1
                 after = blocks[_NEXT, block]
-                _fill(blocks, rest, left, blocks[_OFFSET, block] + nbytes, block, after)
+                _fill(blocks, remainder_block, remainder, blocks[_OFFSET, block] + nbytes, block, after)
                 if after >= 0:
-                    blocks[_PREV, after] = rest
-                blocks[_NEXT, block] = rest
+                    blocks[_PREV, after] = remainder_block
+                blocks[_NEXT, block] = remainder_block
                 blocks[_SIZE, block] = nbytes
-                if expandable and tails[which] == block:
-                    tails[which] = rest
+                if expandable and tails[pool_index] == block:
+                    tails[pool_index] = remainder_block
                 steps += _depth(m)
-                m = _insert(blocks, pool, m, rest)
+                m = _insert(blocks, pool, m, remainder_block)
             blocks[_FREE, block] = 0
-            holds[request], offsets[request] = block, blocks[_OFFSET, block]
+            block_of[request], offsets[request] = block, blocks[_OFFSET, block]
         else:
-            block = holds[request]
+            block = block_of[request]
             before, after = blocks[_PREV, block], blocks[_NEXT, block]
             for other in (before, after):
                 if other >= 0 and blocks[_FREE, other]:
                     steps += _depth(m)
                     m = _remove(pool, m, _place(blocks, pool, m, blocks[_SIZE, other], blocks[_OFFSET, other]))
                     low, high = (block, other) if other == after else (other, block)
-                    if tails[which] == high:
-                        tails[which] = low
+                    if tails[pool_index] == high:
+                        tails[pool_index] = low
                     block = _join(blocks, low, high)
             blocks[_FREE, block] = 1
             steps += _depth(m)
             m = _insert(blocks, pool, m, block)
-        counts[which] = m
-    return offsets, max(most, reserved), steps, segments, True
+        counts[pool_index] = m
+    return offsets, max(peak, reserved), steps, segments, True

@@ -72,14 +72,14 @@ def _serve(order, size, reserve):
             n_used += 1
         else:
             block = ~event
-            at = n_used - 1
-            while used[at] != block:
-                at -= 1
-            steps += n_used - at
+            index = n_used - 1
+            while used[index] != block:
+                index -= 1
+            steps += n_used - index
             n_used -= 1
-            for j in range(at, n_used):
+            for j in range(index, n_used):
                 used[j] = used[j + 1]
-            below = np.searchsorted(free[BEGIN, :m], offsets[block])
-            steps += min(below + 1, m)
-            m = give_back(free, m, below, offsets[block], offsets[block] + size[block], head[block])
+            index_below = np.searchsorted(free[BEGIN, :m], offsets[block])
+            steps += min(index_below + 1, m)
+            m = give_back(free, m, index_below, offsets[block], offsets[block] + size[block], head[block])
     return offsets, reserved, steps, mallocs

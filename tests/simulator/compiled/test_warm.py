@@ -108,10 +108,10 @@ def test_waiting_for_the_lock_times_out(monkeypatch: pytest.MonkeyPatch) -> None
     """A stopped process keeps the lock; others must not wait forever."""
     slept: list[float] = []
     monkeypatch.setattr(jit, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
-    with jit._alone(warm.score_plans._cache, "of a test"):
+    with jit._compile_lock(warm.score_plans._cache, "of a test"):
         assert not slept
-        with jit._alone(warm.score_plans._cache, "of a test"):
-            assert sum(slept) == pytest.approx(jit.PATIENCE, abs=0.1)
+        with jit._compile_lock(warm.score_plans._cache, "of a test"):
+            assert sum(slept) == pytest.approx(jit.LOCK_TIMEOUT_S, abs=0.1)
 
 
 @pytest.mark.nightly

@@ -20,7 +20,7 @@ from tests.strategies import programs
 def stream(text: str) -> Stream:
     """Builds a stream from words: "+a8" mallocs a with 8 bytes, "-a" frees it, "<a" reads it, ">a" writes it."""
     kinds = {"+": "malloc", "-": "free", "<": "read", ">": "write"}
-    return Stream.of((kinds[w[0]], w[1:2], int(w[2:] or 0)) for w in text.split())
+    return Stream.from_operations((kinds[w[0]], w[1:2], int(w[2:] or 0)) for w in text.split())
 
 
 def blocks(found: Iteration) -> list[tuple[int, int, int]]:
@@ -162,7 +162,7 @@ def test_the_iteration_of_a_program_is_found_again(program: Program, seed: int, 
     program = Program("own bytes", tensors, tuple(replace(k, workspace=0) for k in program.kernels))
     operations = program.operations()
     assume(any(x.kind == "malloc" for x in operations))
-    recorded = Stream.of(unrolled(program, 6, np.random.default_rng(seed), changed))
+    recorded = Stream.from_operations(unrolled(program, 6, np.random.default_rng(seed), changed))
     found = detect(recorded)
     assert found.length == len(operations)
     assert found.repetitions >= (4 if changed else 6)
