@@ -30,9 +30,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
-from executor.capture.as_cuda import operators_of_cuda
 from executor.capture.batches import BatchError, Loss, arguments, called, flatten, structure
 from executor.capture.captured import Captured, Returned, Source
+from executor.capture.cuda_semantics import operators_of_cuda
 from executor.capture.effects import Effects, rebind
 from executor.capture.operators import Places, users
 from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, fixed, options
@@ -99,8 +99,8 @@ def capture(
         bucket_bytes: A multi-tensor update (``foreach``, ``fused``) is one kernel that needs all its parameters,
             gradients and state in memory. This limit in bytes splits it into several kernels, each for at most so many
             bytes of parameters (or for one parameter). Results are bit-identical. None does not split it.
-        as_cuda: Captures a CPU model with the operators that the machine's GPU would run (as_cuda.py). The result can
-            be planned but not executed.
+        as_cuda: Captures a CPU model with the operators that the machine's GPU would run (cuda_semantics.py). It
+            can be planned but not executed.
         check: Whether to compare the step with its capture on a few examples of the batch
             (executor/training/check.py). Skipped for models or batches on the meta device and with ``as_cuda``.
 

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from executor.capture.as_cuda import Attention, backend
 from executor.capture.capture import capture
 from executor.capture.captured import Captured
+from executor.capture.cuda_semantics import Attention, backend
 from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.reach import CaptureError
 from experiments.validate_gpu.networks import build
