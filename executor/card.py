@@ -159,7 +159,7 @@ def stream(
             line.give(*old)
         here: dict[int, int] = {}
         for k, kernel in enumerate(program.kernels):
-            if k == holds.until:
+            if k == holds.outputs_end:
                 line.give(*(block for block, _ in held))
                 held = []
             if k == zero:
@@ -191,7 +191,7 @@ def stream(
                     line.give(block)
         if zero == end_of_step:
             zero_grad()
-        if holds.until == end_of_step:
+        if holds.outputs_end == end_of_step:
             line.give(*(block for block, since in held if since < iteration))
             held = [(block, since) for block, since in held if since == iteration]
     return line.intervals()

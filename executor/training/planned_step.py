@@ -111,8 +111,8 @@ class PlannedStep:
         self, captured: Captured, plan: Plan, machine: Machine | None = None, limit: int | None = None,
         undo: bool = False, graph: bool | None = None,
     ) -> None:  # fmt: skip
-        if captured.python.undone:
-            raise StepError(captured.python.undone)
+        if captured.python.unrepeatable:
+            raise StepError(captured.python.unrepeatable)
         self.captured, self.plan = captured, plan
         machine = machine or Machine.load(plan.machine or "gtx1080ti")
         self.limit = limit or plan.limit or captured.program.peak_bytes
@@ -222,10 +222,10 @@ class PlannedStep:
         present = [option() for option in numbers.options]
         if list(map(type, present)) == self._types and present == self._numbers:
             return
-        if wrong := numbers.broken(dict(zip(numbers.options, present, strict=True))):
+        if wrong := numbers.first_violation(dict(zip(numbers.options, present, strict=True))):
             raise StepError(
-                f"the optimizer's {wrong.key} was {wrong.was} at the capture and is {wrong()} now, which changes the "
-                "operations of its step; capture the step again"
+                f"the optimizer's {wrong.key} was {wrong.captured} at the capture and is {wrong()} now, which "
+                "changes the operations of its step; capture the step again"
             )
         for out, function, get, options in self.calls.numbers:
             table[out] = function(*get(table), **options)
@@ -374,7 +374,7 @@ class PlannedStep:
             self.grad_norm = outputs[end]
         for effect in returned.effects:
             effect.apply(outputs[end + returned.norm :])
-        for values in self.captured.python.once:
+        for values in self.captured.python.first_run_values:
             values.restore()
         self._references = [held(home) for home in self._rebound]
         for optimizer in self._optimizers:
