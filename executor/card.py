@@ -159,7 +159,7 @@ def stream(
             trace.free(*last_batch)
         live: dict[int, int] = {}
         for k, kernel in enumerate(program.kernels):
-            if k == holds.until:
+            if k == holds.outputs_end:
                 trace.free(*(block for block, _ in held_outputs))
                 held_outputs = []
             if k == zero:
@@ -191,7 +191,7 @@ def stream(
                     trace.free(block)
         if zero == end_of_step:
             zero_grad()
-        if holds.until == end_of_step:
+        if holds.outputs_end == end_of_step:
             trace.free(*(block for block, since in held_outputs if since < iteration))
             held_outputs = [(block, since) for block, since in held_outputs if since == iteration]
     return trace.intervals()

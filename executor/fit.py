@@ -204,7 +204,7 @@ class FittedSteps(PlannedSteps):
         # The loop holds returned tensors until the next return, and gradients until the next step.
         outputs = captured.outputs[1 : sum(captured.returned.tensors)]
         returned = tuple({captured.values[node] for node in outputs if node in captured.values})
-        holds = captured.holds._replace(outputs=returned, until=len(captured.program.kernels))
+        holds = captured.holds._replace(outputs=returned, outputs_end=len(captured.program.kernels))
         loop = Loop("start" if captured.returned.gradients else None, keeps_outputs=bool(returned))
         return card_peak(replace(captured, holds=holds), self.machine, loop, memory).limit
 

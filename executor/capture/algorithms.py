@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from executor.capture.operators import named
+from executor.capture.operators import bind_arguments
 from simulator.machine import Machine
 from simulator.program import Program
 
@@ -61,44 +61,44 @@ class Algorithm:
         return sum(machine.kernel_ns("conv", round(flops), round(nbytes), dtype) for flops, nbytes in self.stages)
 
 
-def algorithms(conv: Convolution, what: Pass) -> list[Algorithm]:
+def algorithms(conv: Convolution, conv_pass: Pass) -> list[Algorithm]:
     """Returns all algorithms that apply to one pass."""
     n, c, k, item = conv.batch, conv.channels, conv.filters, conv.itemsize
     taps, pixels = prod(conv.filter), prod(conv.output)
     tensors = item * n * c * prod(conv.image), item * c * k * taps, item * n * k * pixels  # images, filters, outputs
     flops = 2 * n * k * pixels * c * taps
     # For the gradient of images, the outputs are unrolled, and the input channels are those of the result.
-    unrolled, result = (k, c) if what == "images" else (c, k)
+    unrolled, result = (k, c) if conv_pass == "images" else (c, k)
     indexing = 2 * INDEXING * n * pixels * taps * unrolled * -(-result // TILE)
-    found = [Algorithm("implicit GEMM", 0, ((flops + indexing, sum(tensors)),))]
+    candidates = [Algorithm("implicit GEMM", 0, ((flops + indexing, sum(tensors)),))]
 
     matrix = item * n * pixels * c * taps
     if taps == 1 and conv.stride == (1, 1) and conv.padding == (0, 0):
-        found.append(Algorithm("GEMM", 0, ((flops, sum(tensors)),)))
+        candidates.append(Algorithm("GEMM", 0, ((flops, sum(tensors)),)))
     else:  # the matrix is unrolled from the images and read, or written and summed into their gradient
         product = flops, matrix + tensors[1] + tensors[2]
-        found.append(Algorithm("GEMM", matrix, ((0, tensors[0] + matrix), product)))
+        candidates.append(Algorithm("GEMM", matrix, ((0, tensors[0] + matrix), product)))
 
     padded = [size + 2 * p for size, p in zip(conv.image, conv.padding, strict=True)]
-    narrow = all(p < r for p, r in zip(conv.padding, conv.filter, strict=True))
-    if conv.stride == (1, 1) and narrow and max(padded) <= 256:
+    pads_within_filter = all(p < r for p, r in zip(conv.padding, conv.filter, strict=True))
+    if conv.stride == (1, 1) and pads_within_filter and max(padded) <= 256:
         height, width = (1 << (size - 1).bit_length() for size in padded)
         planes = n * c, c * k, n * k
         bins = height * (width // 2 + 1)
         spectra = [2 * item * bins * count for count in planes]
-        work = [2.5 * height * width * log2(height * width) * count for count in planes]
-        found.append(_transformed("FFT", tensors, spectra, work, 8 * bins * n * c * k))
+        transform_flops = [2.5 * height * width * log2(height * width) * count for count in planes]
+        candidates.append(_transformed("FFT", tensors, spectra, transform_flops, 8 * bins * n * c * k))
 
     if conv.stride == (1, 1) and conv.filter == (3, 3):
-        cut = conv.image if what == "images" else conv.output
-        tiles = n * prod(-(-size // 4) for size in cut)
+        tiled = conv.image if conv_pass == "images" else conv.output
+        tiles = n * prod(-(-size // 4) for size in tiled)
         counts = tiles * c, c * k, tiles * k
         spectra = [36 * item * count for count in counts]
         # The gradient of images is a convolution of the outputs' gradient, so the transforms swap roles.
-        each = (100.0, 72.0, 144.0) if what == "images" else (144.0, 72.0, 100.0)
-        work = [flop * count for flop, count in zip(each, counts, strict=True)]
-        found.append(_transformed("Winograd", tensors, spectra, work, 2 * 36 * tiles * c * k))
-    return found
+        tile_flops = (100.0, 72.0, 144.0) if conv_pass == "images" else (144.0, 72.0, 100.0)
+        transform_flops = [flop * count for flop, count in zip(tile_flops, counts, strict=True)]
+        candidates.append(_transformed("Winograd", tensors, spectra, transform_flops, 2 * 36 * tiles * c * k))
+    return candidates
 
 
 def _transformed(name: str, tensors: tuple[int, ...], spectra: list[int], work: list[float], product: int) -> Algorithm:
@@ -107,17 +107,17 @@ def _transformed(name: str, tensors: tuple[int, ...], spectra: list[int], work: 
     return Algorithm(name, sum(spectra), (*transforms, (product, sum(spectra))))
 
 
-def front(
+def pareto_front(
     conv: Convolution, passes: tuple[Pass, ...], machine: Machine, dtype: str = "float32"
 ) -> list[tuple[int, int]]:
     """Returns the Pareto front of (time in ns, workspace in bytes) over algorithms of all passes, by workspace."""
-    every = [[(a.time_ns(machine, dtype), a.workspace) for a in algorithms(conv, what)] for what in passes]
-    out: list[tuple[int, int]] = []
-    for room in sorted({w for choices in every for _, w in choices}):
-        time = sum(min(t for t, w in choices if w <= room) for choices in every)
-        if not out or time < out[-1][0]:
-            out.append((time, room))
-    return out
+    fronts = [[(a.time_ns(machine, dtype), a.workspace) for a in algorithms(conv, conv_pass)] for conv_pass in passes]
+    points: list[tuple[int, int]] = []
+    for limit in sorted({w for choices in fronts for _, w in choices}):
+        time = sum(min(t for t, w in choices if w <= limit) for choices in fronts)
+        if not points or time < points[-1][0]:
+            points.append((time, limit))
+    return points
 
 
 def with_algorithms(
@@ -135,19 +135,19 @@ def with_algorithms(
         program: A program with durations for ``machine``.
         convolutions: The convolution and its passes for each kernel.
     """
-    choices = {k: front(*asked, machine, dtype) for k, asked in sorted(convolutions.items())}
-    now = sum(program.kernels[k].duration_ns for k in choices)
-    modelled = sum(every[-1][0] for every in choices.values())
+    choices = {k: pareto_front(*conv_and_passes, machine, dtype) for k, conv_and_passes in sorted(convolutions.items())}
+    captured_ns = sum(program.kernels[k].duration_ns for k in choices)
+    modeled_ns = sum(points[-1][0] for points in choices.values())
     kernels = [replace(kernel, workspace=0, variants=()) for kernel in program.kernels]
     clock = 0
-    for k, every in choices.items():
-        fastest, workspace = every[-1]
+    for k, points in choices.items():
+        fastest, workspace = points[-1]
         # Rounding ends, not durations, keeps the sum exact.
         begin, clock = clock, clock + fastest
-        own = clock * now // modelled - begin * now // modelled, workspace
-        slower = [(t * now // modelled, w) for t, w in every[:-1]]
-        variants = (*(v for v in slower if v[0] > own[0]), own)
-        kernels[k] = replace(kernels[k], duration_ns=own[0], workspace=workspace,
+        best = clock * captured_ns // modeled_ns - begin * captured_ns // modeled_ns, workspace
+        slower = [(t * captured_ns // modeled_ns, w) for t, w in points[:-1]]
+        variants = (*(variant for variant in slower if variant[0] > best[0]), best)
+        kernels[k] = replace(kernels[k], duration_ns=best[0], workspace=workspace,
                              variants=variants if len(variants) > 1 else ())  # fmt: skip
     return Program(program.name, program.tensors, tuple(kernels))
 
@@ -157,16 +157,16 @@ def convolution_of(node: fx.Node) -> tuple[Convolution, tuple[Pass, ...]] | None
     aten = torch.ops.aten
     if node.target not in (aten.convolution.default, aten.convolution_backward.default):
         return None
-    given = named(node.target, node.args, node.kwargs)
+    arguments = bind_arguments(node.target, node.args, node.kwargs)
     passes: list[Pass] = ["forward"]
-    if "output_mask" in given:
-        both: tuple[Pass, Pass] = ("images", "filters")
-        passes = [what for what, asked in zip(both, given["output_mask"], strict=False) if asked]
-    x, weight = (given[key].meta.get("tensor_meta") for key in ("input", "weight"))
-    known = passes and x is not None and weight is not None and len(x.shape) == 4
-    if not known or given["transposed"] or given["groups"] != 1 or any(d != 1 for d in given["dilation"]):
+    if "output_mask" in arguments:
+        gradients: tuple[Pass, Pass] = ("images", "filters")
+        passes = [name for name, is_needed in zip(gradients, arguments["output_mask"], strict=False) if is_needed]
+    x, weight = (arguments[key].meta.get("tensor_meta") for key in ("input", "weight"))
+    is_2d = passes and x is not None and weight is not None and len(x.shape) == 4
+    if not is_2d or arguments["transposed"] or arguments["groups"] != 1 or any(d != 1 for d in arguments["dilation"]):
         return None
-    padding, stride = (tuple(given[key]) * (2 // len(given[key])) for key in ("padding", "stride"))
+    padding, stride = (tuple(arguments[key]) * (2 // len(arguments[key])) for key in ("padding", "stride"))
     (batch, channels, *image), (filters, _, *size) = x.shape, weight.shape
-    item = x.dtype.itemsize
-    return Convolution(batch, channels, tuple(image), filters, tuple(size), padding, stride, item), tuple(passes)
+    itemsize = x.dtype.itemsize
+    return Convolution(batch, channels, tuple(image), filters, tuple(size), padding, stride, itemsize), tuple(passes)

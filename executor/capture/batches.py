@@ -26,7 +26,7 @@ class BatchError(ValueError):
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Flattens like ``tree_flatten``, and also opens all dataclasses and mappings; ``tree_unflatten`` inverts it."""
     leaves, spec = tree_flatten(tree)
-    return tree_flatten(tree_map(_opened, tree)) if any(map(_opens, map(type, leaves))) else (leaves, spec)
+    return tree_flatten(tree_map(_open, tree)) if any(map(_is_openable, map(type, leaves))) else (leaves, spec)
 
 
 def structure(tree: Any) -> TreeSpec:
@@ -39,11 +39,11 @@ def arguments(batch: Any) -> tuple[Any, ...]:
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
-def called(model: Callable[..., Any], loss_fn: Loss | None, noted: Callable[[Any], Any], *batch: Any) -> Any:
+def compute_loss(model: Callable[..., Any], loss_fn: Loss | None, hook: Callable[[Any], Any], *batch: Any) -> Any:
     """Returns the loss function's result for a batch (``arguments``); the model's own loss if ``loss_fn`` is None.
 
     Args:
-        noted: Receives the model's result and returns it.
+        hook: Receives the model's result and returns it.
 
     Raises:
         BatchError: If the model returns no loss, or the batch has no model inputs.
@@ -51,13 +51,13 @@ def called(model: Callable[..., Any], loss_fn: Loss | None, noted: Callable[[Any
     if len(batch) > 1:
         *inputs, target = batch
         if loss_fn is None:
-            return _own(noted(model(*batch)))
-        return loss_fn(noted(model(*inputs)), target)
+            return _loss_of(hook(model(*batch)))
+        return loss_fn(hook(model(*inputs)), target)
     if not batch:
         raise BatchError("the batch is empty: expected (inputs…, target), a mapping or one object")
-    (whole,) = batch
-    named, rest = (whole, ()) if isinstance(whole, Mapping) else ({}, (whole,))
-    return _own(noted(model(*rest, **named))) if loss_fn is None else loss_fn(noted(model(*rest, **named)), whole)
+    (data,) = batch
+    kwargs, args = (data, ()) if isinstance(data, Mapping) else ({}, (data,))
+    return _loss_of(hook(model(*args, **kwargs))) if loss_fn is None else loss_fn(hook(model(*args, **kwargs)), data)
 
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
@@ -74,7 +74,7 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
         yield from tensors_in(vars(value), depth - 1)
 
 
-def _own(result: Any) -> Any:
+def _loss_of(result: Any) -> Any:
     """Returns the loss in a model's result: the result itself, its ``loss``, or the first element of a tuple."""
     loss = result[0] if isinstance(result, (tuple, list)) and result else getattr(result, "loss", result)
     loss = loss.get("loss") if isinstance(loss, Mapping) else loss
@@ -89,7 +89,7 @@ def _own(result: Any) -> Any:
 
 
 @dataclass
-class _Record:
+class _OpenedObject:
     """An opened object; its shell represents it in a spec."""
 
     values: list[Any]
@@ -108,22 +108,22 @@ class _Shell:
         """Returns an object of this class with the given entries."""
         if issubclass(self.kind, Mapping) and not issubclass(self.kind, UserDict):
             return self.kind(zip(self.names, values, strict=True))
-        made = copy.copy(self.empty)
-        if isinstance(made, UserDict):
-            made.data = dict(zip(self.names, values, strict=True))
+        restored = copy.copy(self.empty)
+        if isinstance(restored, UserDict):
+            restored.data = dict(zip(self.names, values, strict=True))
         else:
             for name, value in zip(self.names, values, strict=True):
-                object.__setattr__(made, name, value)
-        return made
+                object.__setattr__(restored, name, value)
+        return restored
 
 
 @functools.cache
-def _opens(kind: type) -> bool:
+def _is_openable(kind: type) -> bool:
     return (issubclass(kind, Mapping) or is_dataclass(kind)) and not issubclass(kind, (Tensor, nn.Module))
 
 
-def _opened(leaf: Any) -> Any:
-    if not _opens(type(leaf)):
+def _open(leaf: Any) -> Any:
+    if not _is_openable(type(leaf)):
         return leaf
     empty = copy.copy(leaf)
     if isinstance(leaf, Mapping):
@@ -134,10 +134,10 @@ def _opened(leaf: Any) -> Any:
         table = {f.name: getattr(leaf, f.name) for f in fields(leaf) if hasattr(leaf, f.name)}
         for name in table:
             object.__setattr__(empty, name, None)
-    values = [tree_map(_opened, value) for value in table.values()]
-    return _Record(values, _Shell(type(leaf), tuple(table), empty))
+    values = [tree_map(_open, value) for value in table.values()]
+    return _OpenedObject(values, _Shell(type(leaf), tuple(table), empty))
 
 
 register_pytree_node(
-    _Record, lambda record: (record.values, record.shell), lambda values, shell: shell.with_entries(values)
+    _OpenedObject, lambda record: (record.values, record.shell), lambda values, shell: shell.with_entries(values)
 )

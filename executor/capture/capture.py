@@ -30,16 +30,16 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
-from executor.capture.as_cuda import operators_of_cuda
-from executor.capture.batches import BatchError, Loss, arguments, called, flatten, structure
+from executor.capture.batches import BatchError, Loss, arguments, compute_loss, flatten, structure
 from executor.capture.captured import Captured, Returned, Source
+from executor.capture.cuda_semantics import cuda_operators
 from executor.capture.effects import Effects, rebind
-from executor.capture.operators import Places, users
-from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, fixed, options
-from executor.capture.python_values import PythonValues, changed, untouched
+from executor.capture.operators import Places, is_user_file
+from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, constant_options, options
+from executor.capture.python_values import PythonValues, compare_constants, preserve_random_states
 from executor.capture.reach import CaptureError, hooks_of
-from executor.capture.recorder import Recorder, noted, traced_calls
-from executor.capture.state import StepState, copied
+from executor.capture.recorder import Recorder, report_outputs, traced_calls
+from executor.capture.state import StepState, copy_batch
 from simulator.machine import Machine
 
 checks: list[Callable[[Captured], None]] = []  # compare a capture with its step (executor/training/check.py)
@@ -99,8 +99,8 @@ def capture(
         bucket_bytes: A multi-tensor update (``foreach``, ``fused``) is one kernel that needs all its parameters,
             gradients and state in memory. This limit in bytes splits it into several kernels, each for at most so many
             bytes of parameters (or for one parameter). Results are bit-identical. None does not split it.
-        as_cuda: Captures a CPU model with the operators that the machine's GPU would run (as_cuda.py). The result can
-            be planned but not executed.
+        as_cuda: Captures a CPU model with the operators that the machine's GPU would run (cuda_semantics.py). It
+            can be planned but not executed.
         check: Whether to compare the step with its capture on a few examples of the batch
             (executor/training/check.py). Skipped for models or batches on the meta device and with ``as_cuda``.
 
@@ -116,32 +116,32 @@ def capture(
         )
     if accumulate < 1 or (optimizer is None and (accumulate > 1 or clip_norm is not None)):
         raise CaptureError("accumulate must be at least 1; accumulate > 1 and clip_norm need an optimizer")
-    rest = (example_batch,) * (accumulate - 1) if others is None else others
-    parts = [arguments(batch) for batch in (example_batch, *rest)]
-    if loss_fn is not None and len(parts[0]) == 1 and isinstance(parts[0][0], Tensor):
+    other_batches = (example_batch,) * (accumulate - 1) if others is None else others
+    batch_args = [arguments(batch) for batch in (example_batch, *other_batches)]
+    if loss_fn is not None and len(batch_args[0]) == 1 and isinstance(batch_args[0][0], Tensor):
         raise CaptureError("example_batch is a tensor, not a pair (x, y) or an object that has both")
-    if len(parts) != accumulate or len(set(map(structure, parts))) > 1:
+    if len(batch_args) != accumulate or len(set(map(structure, batch_args))) > 1:
         raise CaptureError("others: expected accumulate - 1 batches with the structure of example_batch")
 
     norms: list[Tensor] = []
     device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
 
-    def part(batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
+    def run_batch(batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
         """Runs forward and backward for one batch and returns the loss and any extra results of the loss function."""
         with torch.autocast(device, autocast) if autocast is not None else nullcontext():
-            result = called(model, loss_fn, noted, *batch)
-        loss, more = (result[0], tuple(result[1:])) if isinstance(result, tuple) and result else (result, ())
+            result = compute_loss(model, loss_fn, report_outputs, *batch)
+        loss, extras = (result[0], tuple(result[1:])) if isinstance(result, tuple) and result else (result, ())
         del result
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise CaptureError(f"the loss is {what}, not a tensor of one element")
-        if more and accumulate > 1:
+            description = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise CaptureError(f"the loss is {description}, not a tensor of one element")
+        if extras and accumulate > 1:
             raise CaptureError("loss_fn returns more than the loss, which a step of micro-batches does not support")
         if average and accumulate > 1:
             loss = loss / accumulate
         if optimizer is not None:
             (loss if scaler is None else scaler.scale(loss)).backward()
-        return loss, more
+        return loss, extras
 
     def update() -> None:
         if clip_norm is not None:
@@ -158,16 +158,16 @@ def capture(
                 optimizer.zero_grad(set_to_none=True)
 
     def step(*batch: Any) -> Any:
-        loss, more = part(batch)
+        loss, extras = run_batch(batch)
         update()
-        return (loss, *more) if more else loss
+        return (loss, *extras) if extras else loss
 
-    def several(*batches: tuple[Any, ...]) -> Generator[Tensor, None, Tensor]:
-        total = loss = part(batches[0])[0].detach()
+    def run_micro_batches(*batches: tuple[Any, ...]) -> Generator[Tensor, None, Tensor]:
+        total = loss = run_batch(batches[0])[0].detach()
         yield loss
         for batch in batches[1:]:
             del loss  # dies as early as in a loop that only accumulates it
-            loss = part(batch)[0].detach()
+            loss = run_batch(batch)[0].detach()
             total = total + loss
             yield loss
         del loss
@@ -175,17 +175,17 @@ def capture(
         return total
 
     roots = [(model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer"), (scaler, "scaler")]
-    captured_as = partial(
+    capture_with = partial(
         _capture, roots=roots, machine=machine, name=name or type(model).__name__, algorithms=algorithms,
         bucket_bytes=bucket_bytes, outside="loss_fn", as_cuda=as_cuda, keep_grads=keep_grads, norms=norms,
     )  # fmt: skip
     if accumulate == 1:
-        return _checked(captured_as(step, parts[0]), check and not as_cuda)
+        return _checked(capture_with(step, batch_args[0]), check and not as_cuda)
     # Micro-batches are distinct tensors even if the examples are the same object: copy, then map each copy back.
-    copies = [copied(part) for part in parts]
+    copies = [copy_batch(batch) for batch in batch_args]
     examples = {id(copy): original for _, pairs in copies for copy, original in pairs}
     batches = tuple(batch for batch, _ in copies)
-    captured = captured_as(several, batches, several=True)
+    captured = capture_with(run_micro_batches, batches, is_generator=True)
     captured = replace(captured, sources=tuple(examples.get(id(s), s) for s in captured.sources))
     return _checked(captured, check and not as_cuda)
 
@@ -224,20 +224,20 @@ def _checked(captured: Captured, check: bool) -> Captured:
 
 def _capture(
     step: Callable[..., Any], args: tuple[Any, ...], roots: list[tuple[Any, str]], machine: Machine | None, name: str,
-    algorithms: bool, bucket_bytes: int | None, outside: str, several: bool = False, as_capturable: bool = False,
+    algorithms: bool, bucket_bytes: int | None, outside: str, is_generator: bool = False, as_capturable: bool = False,
     as_cuda: bool = False, keep_grads: bool = False, norms: list[Tensor] | None = None,
 ) -> Captured:  # fmt: skip
     """Captures ``step(*args)``; both public functions end here.
 
     Args:
         outside: Name of the place of operators that run in no module.
-        several: Whether the step is a generator that yields at the end of each micro-batch.
+        is_generator: Whether the step is a generator that yields at the end of each micro-batch.
         norms: List whose last element is the gradient norm at the end of the step.
     """
-    given = dict(locals())
+    params = dict(locals())
 
     def with_args(other: Any) -> Captured:
-        return _capture(**{**given, "args": other, "roots": [(other if v is args else v, label) for v, label in roots]})
+        return _capture(**{**params, "args": other, "roots": [(other if v is args else v, k) for v, k in roots]})
 
     # Sizes are those of the example. Only numbers that an optimizer reads may be symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
@@ -252,7 +252,7 @@ def _capture(
         assert mode.shape_env is not None
         numbers = Numbers(mode.shape_env)
         recorder = Recorder(numbers, as_cuda)
-        found: list[tuple[Returned, Effects]] = []
+        results: list[tuple[Returned, Effects]] = []
 
         def traced(*flat: Tensor) -> tuple[Tensor, ...]:
             # `flat` holds the entries' own fake tensors, which the step reaches through its own objects.
@@ -260,88 +260,88 @@ def _capture(
             example = {id(e.fake): e.real for e in state.entries if e.kind == "input" and e.real is not None}
             recorder.begin(flat, places, example)
             torch.set_autocast_cache_enabled(weights_cast_once)  # the tracer turns it off
-            with recorder, operators_of_cuda(machine.capability) if as_cuda else nullcontext():
+            with recorder, cuda_operators(machine.capability) if as_cuda else nullcontext():
                 result = step(*batch)
-                if several:
-                    result = _parts(result, recorder)
+                if is_generator:
+                    result = _drive_micro_batches(result, recorder)
                 leaves, spec = flatten(result)
-                effects = state.effects(recorder.used)
+                effects = state.effects(recorder.is_used)
                 rebind(effects, leaves)
             torch.clear_autocast_cache()
             for leaf in leaves:
                 if leaf is not None and not isinstance(leaf, Tensor):
-                    what = _article(type(leaf).__name__)
-                    raise CaptureError(f"the step returns {what}, which the graph cannot recompute: return tensors")
+                    kind = _with_article(type(leaf).__name__)
+                    raise CaptureError(f"the step returns {kind}, which the graph cannot recompute: return tensors")
             outputs = [leaf for leaf in leaves if leaf is not None]
-            place = {id(e.fake): i for i, e in enumerate(state.entries)}
+            positions = {id(e.fake): i for i, e in enumerate(state.entries)}
             parameters = [e.fake for e in state.entries if keep_grads and e.kind == "parameter"]
-            kept = {place[id(p)]: p.grad for p in parameters if p.grad is not None}
-            rebound = tuple(place[id(was)] for _, was, _ in effects.rebound)
+            gradients = {positions[id(p)]: p.grad for p in parameters if p.grad is not None}
+            rebound = tuple(positions[id(old)] for _, old, _ in effects.rebound)
             tensors = tuple(leaf is not None for leaf in leaves)
-            returned = Returned(spec, tensors, tuple(kept), bool(norms), tuple(effects.found), rebound)
-            outputs += [*kept.values(), *(norms or ())[-1:], *effects.tensors]
-            found.append((returned, effects))
+            returned = Returned(spec, tensors, tuple(gradients), bool(norms), tuple(effects.repeatable), rebound)
+            outputs += [*gradients.values(), *(norms or ())[-1:], *effects.tensors]
+            results.append((returned, effects))
             recorder.reap()
             return tuple(outputs)
 
-        state.ran = lambda: len(recorder.ops)
+        state.count_operators = lambda: len(recorder.ops)
         state.begin()
-        with traced_calls(recorder, groups, bucket_bytes, state.undone), mode:
+        with traced_calls(recorder, groups, bucket_bytes, state.unrepeatable), mode:
             graph = make_fx(traced, tracing_mode="real")(*(e.fake for e in state.entries))
-        return _Trace(graph, recorder, numbers, *found[0])
+        return _Trace(graph, recorder, numbers, *results[0])
 
     try:
-        with untouched() as drawn, warnings.catch_warnings():
+        with preserve_random_states() as drawn_from, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for value, label in roots:
                 state.add(value, label)
-            given_leaves, spec = flatten(args)
+            values, spec = flatten(args)
             leaves = [
-                state.fake(v, f"input{i}" if len(given_leaves) > 1 else "input", "input") if isinstance(v, Tensor)
-                else v for i, v in enumerate(given_leaves)
+                state.fake(v, f"input{i}" if len(values) > 1 else "input", "input") if isinstance(v, Tensor)
+                else v for i, v in enumerate(values)
             ]  # fmt: skip
             batch = tree_unflatten(leaves, spec)
             groups.update((o, tuple(map(options, o.param_groups))) for o in state.optimizers)
             modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
             hooks = sum(map(len, hooks_of(state.modules)))
             with state.installed():
-                made = trace(batch)
-                changes = changed(state.watched)
-                set_now = (*changes.now, *made.effects.added)
-                if made.effects.found or set_now:  # trace a second time to see if the effects repeat
-                    made.effects.put_back()
-                    made = made.steady(trace(batch))
-                again = changed(set_now).first
-                if again is None:
-                    state.once = set_now
+                trace_result = trace(batch)
+                changes = compare_constants(state.watched)
+                set_values = (*changes.updated, *trace_result.effects.new_constants)
+                if trace_result.effects.repeatable or set_values:  # trace a second time to see if the effects repeat
+                    trace_result.effects.restore_rebound()
+                    trace_result = trace_result.with_repeated_effects(trace(batch))
+                unstable = compare_constants(set_values).first
+                if unstable is None:
+                    state.first_run_values = set_values
                 else:
-                    state.written = changes.first or again
-            undone = _undone(state, drawn())
+                    state.written = changes.first or unstable
+            unrepeatable = _unrepeatable(state, drawn_from())
     except CaptureError:
         raise
     except Exception as error:
         if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
-            return _capture(**{**given, "as_capturable": True})
-        raise CaptureError(_sentence(error, state)) from error
-    recorder, graph = made.recorder, made.graph
-    made.effects.forget()
+            return _capture(**{**params, "as_capturable": True})
+        raise CaptureError(_explain(error, state)) from error
+    recorder, graph = trace_result.recorder, trace_result.graph
+    trace_result.effects.clear()
     if norms:
         norms.clear()
     if not recorder.ops:
         raise CaptureError("the step runs no tensor operation")
-    undone = undone or next(iter(made.effects.refused), "") or recorder.leaked()
-    made.numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
+    unrepeatable = unrepeatable or next(iter(trace_result.effects.refusals), "") or recorder.remove_leaks()
+    trace_result.numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
     captured = recorder.build(
         graph,
         state.entries,
         name,
         leaves,
         spec=spec,
-        settings=tuple((o, tuple(map(fixed, was))) for o, was in groups.items()),
+        settings=tuple((o, tuple(map(constant_options, group_options))) for o, group_options in groups.items()),
         modules=modules,
-        python=PythonValues(state.watched, undone, state.once),
+        python=PythonValues(state.watched, unrepeatable, state.first_run_values),
         hooks=hooks,
-        returned=made.returned,
+        returned=trace_result.returned,
         source=Source(step, args, tuple((v, label) for v, label in roots if v is not args), with_args),
     )
     return captured.on(machine, algorithms=algorithms)
@@ -356,57 +356,57 @@ class _Trace(NamedTuple):
     returned: Returned
     effects: Effects
 
-    def steady(self, second: _Trace) -> _Trace:
+    def with_repeated_effects(self, second: _Trace) -> _Trace:
         """Returns this trace with the effects that a second trace repeats."""
-        runs = [_signature(trace.graph) for trace in (self, second)]
-        ways = [{(id(e.owner.container), e.key): e.how for e in t.effects.found} for t in (self, second)]
+        signatures = [_signature(trace.graph) for trace in (self, second)]
+        actions = [{(id(e.owner.container), e.key): e.action for e in t.effects.repeatable} for t in (self, second)]
         # Effects that the second trace does not repeat have to bind persistent tensors.
-        kept = [e for e in self.effects.found if (id(e.owner.container), e.key) not in ways[1]]
-        constant = all(self.effects.is_persistent(e) for e in kept)
-        second.effects.forget()
-        if runs[0] != runs[1] or not ways[1].keys() <= ways[0].keys() or not constant:
-            what = [effect.owner.name(effect.key) for effect in self.effects.found] or ["a value of Python's"]
-            self.effects.refused.append(
-                f"the step does something else once {what[0]} is set: run one step without a plan first"
+        transient = [e for e in self.effects.repeatable if (id(e.owner.container), e.key) not in actions[1]]
+        is_persistent = all(self.effects.is_persistent(e) for e in transient)
+        second.effects.clear()
+        if signatures[0] != signatures[1] or not actions[1].keys() <= actions[0].keys() or not is_persistent:
+            names = [effect.owner.name(effect.key) for effect in self.effects.repeatable] or ["a value of Python's"]
+            self.effects.refusals.append(
+                f"the step does something else once {names[0]} is set: run one step without a plan first"
             )
             return self
-        found = self.effects.found
-        effects = tuple(replace(e, how=ways[1].get((id(e.owner.container), e.key), e.how)) for e in found)
+        repeatable = self.effects.repeatable
+        effects = tuple(replace(e, action=actions[1].get((id(e.owner.container), e.key), e.action)) for e in repeatable)
         return self._replace(returned=self.returned._replace(effects=effects))
 
 
 def _signature(graph: fx.GraphModule) -> list[tuple[Any, ...]]:
     """Returns a comparable form of a graph's computation, constants included."""
-    number: dict[fx.Node, int] = {}
-    found = []
+    numbers: dict[fx.Node, int] = {}
+    signature = []
     for node in graph.graph.nodes:
-        number[node] = len(number)
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
+        numbers[node] = len(numbers)
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), numbers.__getitem__)
         target = node.target.key if isinstance(node.target, Option) else str(node.target)
         value = getattr(graph, str(node.target)) if node.op == "get_attr" else None
         constant = value.tolist() if isinstance(value, Tensor) and type(value) is Tensor else str(type(value))
-        found.append((node.op, "" if node.op in ("placeholder", "get_attr") else target, repr(args), constant))
-    return found
+        signature.append((node.op, "" if node.op in ("placeholder", "get_attr") else target, repr(args), constant))
+    return signature
 
 
-def _undone(state: StepState, drawn: str) -> str:
+def _unrepeatable(state: StepState, drawn_from: str) -> str:
     """Returns a sentence about a Python side effect of the step that its graph cannot repeat, or ""."""
-    if drawn:
-        return f"the step draws from {drawn}, and its graph would repeat the same numbers: use torch's generator"
-    if state.undone:
-        return state.undone[0]
-    if state.silent:
-        return f"{state.silent[0]} runs no operator, so the graph would not call it: call it outside of the step"
+    if drawn_from:
+        return f"the step draws from {drawn_from}, and its graph would repeat the same numbers: use torch's generator"
+    if state.unrepeatable:
+        return state.unrepeatable[0]
+    if state.silent_hooks:
+        return f"{state.silent_hooks[0]} runs no operator, so the graph would not call it: call it outside of the step"
     if state.written is not None:
-        name, was, now = state.written
+        name, old, new = state.written
         return (
-            f"the step changes {name} from {was!r} to {now!r}, which the graph cannot repeat: make it a buffer, change "
+            f"the step changes {name} from {old!r} to {new!r}, which the graph cannot repeat: make it a buffer, change "
             "it outside of the step, or run one step without a plan first if it stays constant after that"
         )
     return ""
 
 
-def _parts(step: Generator[Tensor, None, Any], recorder: Recorder) -> Any:
+def _drive_micro_batches(step: Generator[Tensor, None, Any], recorder: Recorder) -> Any:
     """Runs a step that yields at the end of each micro-batch and returns its result."""
     try:
         while True:
@@ -415,47 +415,47 @@ def _parts(step: Generator[Tensor, None, Any], recorder: Recorder) -> Any:
         return end.value
 
 
-def _article(noun: str) -> str:
+def _with_article(noun: str) -> str:
     return f"an {noun}" if noun[0].lower() in "aeiou" else f"a {noun}"
 
 
-def _sentence(error: Exception, state: StepState) -> str:
+def _explain(error: Exception, state: StepState) -> str:
     """Returns a sentence that explains a failed trace, with the line of the user's code."""
-    where = ""
+    place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if users(file):
-            where = f" ({Path(file).name}:{line})"
+        if is_user_file(file):
+            place = f" ({Path(file).name}:{line})"
     text = " ".join(str(error).split())
     if isinstance(error, BatchError):
         return text
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
-        what = str(error.args[0]).splitlines()[0]
+        reason = str(error.args[0]).splitlines()[0]
         return (
-            f"the step's Python depends on the values of a tensor: {what}{where}; keep it a tensor (torch.where), or "
+            f"the step's Python depends on the values of a tensor: {reason}{place}; keep it a tensor (torch.where), or "
             "do this after the step with tensors that the step returns"
         )
     if isinstance(error, DynamicOutputShapeException):
         if "ctc_loss" in str(error.args[0]):
             return (
-                f"ctc_loss cannot be traced{where}, as PyTorch has no rule for its shapes: plan the model without it, "
+                f"ctc_loss cannot be traced{place}, as PyTorch has no rule for its shapes: plan the model without it, "
                 "with executor.compiled.compile(model, memory=...)"
             )
         return (
-            f"the shape of a result depends on the values of a tensor: {error.args[0]}{where}; its size is unknown to "
+            f"the shape of a result depends on the values of a tensor: {error.args[0]}{place}; its size is unknown to "
             "a plan: use a mask of fixed shape (torch.where), or do this before the step"
         )
     if "dynamo-optimized" in text:
-        what = "a part of the step is compiled (torch.compile), which cannot be captured"
-        return f"{what}{where}: pass the function that was compiled"
+        reason = "a part of the step is compiled (torch.compile), which cannot be captured"
+        return f"{reason}{place}: pass the function that was compiled"
     if "convert all Tensors to FakeTensors" in text:
         operator = text.partition("Found in ")[2].partition("(")[0]
         return (
             f"the step uses a tensor in {operator} that is not in its arguments, modules, optimizers or closure"
-            f"{where}: make it a buffer (register_buffer), or pass it to the step"
+            f"{place}: make it a buffer (register_buffer), or pass it to the step"
         )
     if "SparseTensorImpl" in text:
         names = [state.paths[id(m)] for m in state.modules if getattr(m, "sparse", False)]
-        of = " and ".join(names) or "an embedding"
-        return f"the gradient of {of} is sparse, and its size is unknown to a plan{where}: remove sparse=True"
-    return f"the step cannot be traced: {type(error).__name__}: {text[:300]}{where}"
+        owners = " and ".join(names) or "an embedding"
+        return f"the gradient of {owners} is sparse, and its size is unknown to a plan{place}: remove sparse=True"
+    return f"the step cannot be traced: {type(error).__name__}: {text[:300]}{place}"

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.batches import flatten
-from executor.capture.durations import Precision, computed_in, kernel_ns
+from executor.capture.durations import Precision, compute_dtype, kernel_ns
 from executor.capture.effects import Effect
 from executor.capture.optimizers import Numbers
 from executor.capture.python_values import PythonValues
@@ -32,14 +32,14 @@ class MicroBatch(NamedTuple):
     Attributes:
         end: First kernel after the micro-batch.
         loss: Node of its contribution to the step's loss.
-        drawn: Kernel after whose draws the random state stands at this point; -1 for the state before the step.
-        put_back: Whether the random state was reset, so that ``drawn`` is not the kernel that drew last.
+        draw_kernel: Kernel after whose draws the random state stands at this point; -1 for the state before the step.
+        is_reset: Whether the random state was reset, so that ``draw_kernel`` is not the kernel that drew last.
     """
 
     end: int
     loss: fx.Node
-    drawn: int
-    put_back: bool
+    draw_kernel: int
+    is_reset: bool
 
 
 class UserHolds(NamedTuple):
@@ -49,14 +49,14 @@ class UserHolds(NamedTuple):
 
     Attributes:
         outputs: Tensors of the model's result.
-        until: First kernel after the model's next result replaces ``outputs``.
+        outputs_end: First kernel after the model's next result replaces ``outputs``.
         gradients: Tensors that are ``.grad`` of parameters when an optimizer steps.
         zero_grad: First kernel after ``zero_grad`` (the number of kernels if it is called at the step's end); -1 if it
             is not called and gradients accumulate.
     """
 
     outputs: tuple[int, ...]
-    until: int
+    outputs_end: int
     gradients: tuple[int, ...]
     zero_grad: int
 
@@ -95,7 +95,7 @@ class Source(NamedTuple):
     step: Callable[..., Any]
     args: Any
     roots: tuple[tuple[Any, str], ...]
-    again: Callable[[Any], Captured]
+    recapture: Callable[[Any], Captured]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,20 +122,20 @@ class HostRead:
         """Placeholders of the tensors that it depends on."""
         return {n for node in self.nodes for n in node.all_input_nodes if n.op == "placeholder"}
 
-    def of(self, batch: Mapping[fx.Node, Tensor]) -> Any:
+    def evaluate(self, batch: Mapping[fx.Node, Tensor]) -> Any:
         """Returns the number for a batch, given as tensors by placeholder."""
-        return number(self.nodes, {**self.constants, **batch})
+        return evaluate_number(self.nodes, {**self.constants, **batch})
 
 
-def number(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
+def evaluate_number(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
     """Evaluates graph nodes on given input values and returns the number that the last one computes.
 
     If an operator writes in place, the input tensors are cloned first.
     """
     table = dict(values)
     if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in nodes):
-        for given in {n for node in nodes for n in node.all_input_nodes} & table.keys():
-            table[given] = table[given].clone() if isinstance(table[given], Tensor) else table[given]
+        for operand in {n for node in nodes for n in node.all_input_nodes} & table.keys():
+            table[operand] = table[operand].clone() if isinstance(table[operand], Tensor) else table[operand]
     last: Any = None
     with torch.no_grad():
         for node in nodes:
@@ -167,8 +167,8 @@ class Captured:
     leaves: tuple[Any, ...]  # the arguments, flat; placeholders replace tensors
     settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # constant options per optimizer and group
     numbers: Numbers  # optimizer options that may change between steps
-    asked: frozenset[fx.Node]  # numbers that skip the kernels in ``left_out`` if nonzero (GradScaler)
-    left_out: frozenset[int]  # kernels that a GradScaler may skip
+    skip_flags: frozenset[fx.Node]  # numbers that skip the kernels in ``skippable`` if nonzero (GradScaler)
+    skippable: frozenset[int]  # kernels that a GradScaler may skip
     # Kernel (or number of kernels: step end) -> kernel after whose draws its random state begins, if not the last.
     draws: dict[int, int]
     modules: tuple[tuple[nn.Module, bool, tuple[nn.Module | None, ...]], ...]  # training mode and submodules
@@ -193,8 +193,8 @@ class Captured:
     def numbers_of(self, args: Any) -> tuple[Any, ...]:
         """Returns the numbers that the step's Python code would read from these arguments (``reads``)."""
         leaves, _ = flatten(args)
-        batch = {want: leaf for want, leaf in zip(self.leaves, leaves, strict=True) if isinstance(want, fx.Node)}
-        return tuple(read.of(batch) for read in self.reads)
+        batch = {leaf: value for leaf, value in zip(self.leaves, leaves, strict=True) if isinstance(leaf, fx.Node)}
+        return tuple(read.evaluate(batch) for read in self.reads)
 
     def on(self, machine: Machine, iteration_ns: int | None = None, algorithms: bool = False) -> Captured:
         """Returns this capture with durations for another machine (see ``kernel_ns``).
@@ -208,32 +208,32 @@ class Captured:
             FormatError: If the machine has no rate for float32.
             ValueError: If ``iteration_ns`` is not positive, or no kernel takes time.
         """
-        many = self._multi_tensor
-        durations = [kernel_ns(k, nodes, machine, self.precision, many and k.kind == "optimizer")
+        is_multi_tensor = self._is_multi_tensor
+        durations = [kernel_ns(k, nodes, machine, self.precision, is_multi_tensor and k.kind == "optimizer")
                      for k, nodes in zip(self.program.kernels, self.nodes, strict=True)]  # fmt: skip
-        found = {k: convolution_of(nodes[0]) for k, nodes in enumerate(self.nodes) if nodes and algorithms}
-        known = {k: convolution for k, convolution in found.items() if convolution is not None}
+        candidates = {k: convolution_of(nodes[0]) for k, nodes in enumerate(self.nodes) if nodes and algorithms}
+        convolutions = {k: convolution for k, convolution in candidates.items() if convolution is not None}
         program = self.program.with_durations(scaled(durations, iteration_ns))
-        return replace(self, program=with_algorithms(program, known, machine))
+        return replace(self, program=with_algorithms(program, convolutions, machine))
 
-    def types(self, machine: Machine) -> tuple[str, ...]:
+    def dtypes(self, machine: Machine) -> tuple[str, ...]:
         """Returns each kernel's compute dtype, as named in ``flops_per_s``; "" for a marker."""
         pairs = zip(self.program.kernels, self.nodes, strict=True)
-        return tuple(computed_in(kernel, nodes, machine, self.precision) for kernel, nodes in pairs)
+        return tuple(compute_dtype(kernel, nodes, machine, self.precision) for kernel, nodes in pairs)
 
     def arithmetic(self, machine: Machine) -> str:
         """Returns a sentence about the dtypes in which convolutions and matrix products are timed, or ""."""
-        found: dict[str, set[str]] = {}
-        for kernel, name in zip(self.program.kernels, self.types(machine), strict=True):
+        dtypes: dict[str, set[str]] = {}
+        for kernel, name in zip(self.program.kernels, self.dtypes(machine), strict=True):
             if kernel.flops and name:
                 kind = "convolutions" if kernel.kind == "conv" else "matrix products"
-                found.setdefault(kind, set()).add(name.replace("tf32", "TF32"))
-        parts = [f"{kind} in {' and '.join(sorted(names, key=str.lower))}" for kind, names in sorted(found.items())]
-        timed = ", ".join(parts)
-        return f"They are timed with {timed}, as the step's types and PyTorch's flags have it." if parts else ""
+                dtypes.setdefault(kind, set()).add(name.replace("tf32", "TF32"))
+        parts = [f"{kind} in {' and '.join(sorted(names, key=str.lower))}" for kind, names in sorted(dtypes.items())]
+        listing = ", ".join(parts)
+        return f"They are timed with {listing}, as the step's types and PyTorch's flags have it." if parts else ""
 
     @property
-    def _multi_tensor(self) -> bool:
+    def _is_multi_tensor(self) -> bool:
         """Whether all optimizers use multi-tensor updates, which are PyTorch's default on a GPU."""
         return all(
             type(optimizer).__module__.startswith("torch.optim") and group.get("foreach", False) is not False

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from executor.capture.algorithms import Convolution, Pass, convolution_of
-from executor.capture.operators import named
+from executor.capture.operators import bind_arguments
 from simulator.files import FormatError
 from simulator.kernel_times import KernelTimes, scaled
 from simulator.machine import Machine
@@ -49,7 +49,7 @@ class Precision:
     matmul_tf32: bool  # torch.backends.cuda.matmul.…, torch.set_float32_matmul_precision
 
     @classmethod
-    def now(cls) -> Precision:
+    def from_flags(cls) -> Precision:
         """Returns PyTorch's current flags."""
         backends: Any = torch.backends
         return cls(backends.cudnn.conv.fp32_precision == "tf32", backends.cuda.matmul.fp32_precision == "tf32")
@@ -82,7 +82,7 @@ def kernel_ns(
     Raises:
         FormatError: If the machine has no rate for float32.
     """
-    dtype = computed_in(kernel, nodes, machine, precision)
+    dtype = compute_dtype(kernel, nodes, machine, precision)
     if not dtype:
         return 0  # an allocation or a marker launches nothing
     node, times, bandwidth = nodes[0], machine.kernel_times, machine.memory_bytes_per_s
@@ -92,38 +92,38 @@ def kernel_ns(
     if multi_tensor:
         launch_ns = times.launch_ns if name.startswith(("_foreach", "_fused")) else 0
         return launch_ns + round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
-    backward, tensor_cores = "backward" in name, dtype in TENSOR_CORES
+    is_backward, tensor_cores = "backward" in name, dtype in TENSOR_CORES
     rate = _rate(machine, dtype) if kernel.flops else 0
-    matmul = times.matmul if tensor_cores else times.matmul_float32
+    matmul_share = times.matmul if tensor_cores else times.matmul_float32
     if kernel.kind == "conv":
         seconds = _convolution(kernel, node, times, rate, bandwidth, tensor_cores)
     elif kernel.kind == "matmul":
-        share = matmul
+        share = matmul_share
         if "attention" in name and tensor_cores:
-            share = times.attention_backward or times.attention if backward else times.attention
+            share = times.attention_backward or times.attention if is_backward else times.attention
         elif name in PRODUCTS:
-            share *= _occupied(node, times, TILE if tensor_cores else TILE_FLOAT32)
-            if times.unaligned and tensor_cores and not _rows_aligned(node):
+            share *= _occupancy(node, times, TILE if tensor_cores else TILE_FLOAT32)
+            if times.unaligned and tensor_cores and not _has_aligned_rows(node):
                 share *= times.unaligned
         seconds = max(kernel.flops / (rate * share), kernel.bytes / (bandwidth * times.elementwise))
     elif kernel.kind == "norm":
-        seconds = _norm(kernel, node, times, bandwidth, backward)
+        seconds = _norm(kernel, node, times, bandwidth, is_backward)
     elif times.row_ns and "softmax" in name and (length := _softmax_length(node)) > PERSISTENT:
-        seconds = _row_passes(kernel, node, times, bandwidth, 4 if backward else 3, length)
+        seconds = _row_passes(kernel, node, times, bandwidth, 4 if is_backward else 3, length)
     elif times.columns and kernel.kind == "reduce" and _keeps_contiguous(node):
         seconds = kernel.bytes / (bandwidth * times.columns)
     elif kernel.kind == "pool" and "adaptive" not in name:
-        share = times.pool_backward if backward else times.pool
-        window = prod(_given(node).get("kernel_size", (3, 3)))
+        share = times.pool_backward if is_backward else times.pool
+        window = prod(_bound_arguments(node).get("kernel_size", (3, 3)))
         seconds = kernel.bytes / bandwidth * max(window / (WINDOW * share), 1 / times.elementwise)
     else:
-        moved = 2 * _nbytes(node) if name in LOOKUPS else kernel.bytes
-        seconds = moved / (bandwidth * times.elementwise)
-        if times.element_flops and kernel.kind in POINTWISE and not _vectorised(node):
-            elements = prod(_largest(node).shape)
+        moved_bytes = 2 * _nbytes(node) if name in LOOKUPS else kernel.bytes
+        seconds = moved_bytes / (bandwidth * times.elementwise)
+        if times.element_flops and kernel.kind in POINTWISE and not _is_vectorized(node):
+            elements = prod(_largest_meta(node).shape)
             seconds = max(seconds, elements * times.element_flops / _rate(machine, "float32"))
         if kernel.flops:
-            seconds = max(seconds, kernel.flops / (rate * matmul))
+            seconds = max(seconds, kernel.flops / (rate * matmul_share))
     return times.launch_ns + round(seconds * 1e9)
 
 
@@ -150,7 +150,7 @@ def with_roofline(
     return program.with_durations(scaled(durations, iteration_ns))
 
 
-def computed_in(kernel: Kernel, nodes: Sequence[fx.Node], machine: Machine, precision: Precision) -> str:
+def compute_dtype(kernel: Kernel, nodes: Sequence[fx.Node], machine: Machine, precision: Precision) -> str:
     """Returns a kernel's compute dtype (``Precision.arithmetic``); "" if it launches nothing."""
     if not nodes or not (kernel.flops or kernel.bytes):
         return ""
@@ -168,82 +168,82 @@ def _convolution(
     kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, tensor_cores: bool
 ) -> float:
     """Returns the duration of all passes of a convolution in seconds."""
-    found = convolution_of(node)
-    if found is None:  # grouped, transposed, 1-D or 3-D: one pass over the operands, no tensor cores
+    convolution_and_passes = convolution_of(node)
+    if convolution_and_passes is None:  # grouped, transposed, 1-D or 3-D: one pass over the operands, no tensor cores
         return max(kernel.flops / (rate * times.conv_float32), kernel.bytes / (bandwidth * times.conv_bandwidth))
-    convolution, passes = found
-    nhwc = _channels_last(node)
+    convolution, passes = convolution_and_passes
+    is_nhwc = _is_channels_last(node)
     seconds = 0.0
-    for what in passes:
-        arithmetic, traffic, converted = _pass(convolution, what, times, tensor_cores, nhwc)
+    for conv_pass in passes:
+        arithmetic, traffic, converted_bytes = _pass(convolution, conv_pass, times, tensor_cores, is_nhwc)
         seconds += max(arithmetic / rate, traffic / (bandwidth * times.conv_bandwidth))
-        if not nhwc:
-            seconds += converted / (bandwidth * times.conv_bandwidth)
+        if not is_nhwc:
+            seconds += converted_bytes / (bandwidth * times.conv_bandwidth)
     return seconds
 
 
-def _pass(c: Convolution, what: Pass, times: KernelTimes, tensor_cores: bool, nhwc: bool) -> tuple[float, int, int]:
+def _pass(c: Convolution, part: Pass, times: KernelTimes, tensor_cores: bool, is_nhwc: bool) -> tuple[float, int, int]:
     """Returns a pass's FLOPs divided by their share of the rate, and the bytes of operands and layout conversions."""
     images = c.itemsize * c.batch * c.channels * prod(c.image)
     outputs = c.itemsize * c.batch * c.filters * prod(c.output)
     filters = c.itemsize * c.channels * c.filters * prod(c.filter)
     flops = 2 * c.batch * c.filters * prod(c.output) * c.channels * prod(c.filter)
     traffic = images + outputs + filters
-    forward = what == "forward"
+    is_forward = part == "forward"
     if not tensor_cores:
-        winograd = c.filter == (3, 3) and c.stride == (1, 1)
-        share = times.winograd if winograd else times.conv_float32 if forward else times.conv_float32_backward
+        is_winograd = c.filter == (3, 3) and c.stride == (1, 1)
+        share = times.winograd if is_winograd else times.conv_float32 if is_forward else times.conv_float32_backward
         return flops / share, traffic, 0
     if c.filter == (1, 1) and c.stride == (1, 1):
-        share = times.conv_1x1 if forward else times.conv_1x1_backward
-        converted = what == "filters" and c.channels > c.filters
-        return flops / share, traffic, 2 * (images + outputs) * converted
-    share = times.conv if forward else times.conv_backward
-    narrow = min(c.channels, c.filters)
-    if times.unaligned and nhwc and c.itemsize * narrow % ALIGNMENT:  # conversions pad the channels
-        share, narrow = share * times.unaligned, max(c.channels, c.filters)
-    idle = 1 + times.conv_channels / narrow
-    return flops / share * idle, traffic, 2 * (images + outputs)
+        share = times.conv_1x1 if is_forward else times.conv_1x1_backward
+        is_converted = part == "filters" and c.channels > c.filters
+        return flops / share, traffic, 2 * (images + outputs) * is_converted
+    share = times.conv if is_forward else times.conv_backward
+    fewest_channels = min(c.channels, c.filters)
+    if times.unaligned and is_nhwc and c.itemsize * fewest_channels % ALIGNMENT:  # conversions pad the channels
+        share, fewest_channels = share * times.unaligned, max(c.channels, c.filters)
+    idle_factor = 1 + times.conv_channels / fewest_channels
+    return flops / share * idle_factor, traffic, 2 * (images + outputs)
 
 
-def _norm(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, backward: bool) -> float:
+def _norm(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, is_backward: bool) -> float:
     """Returns the duration of a normalization in seconds."""
     if "batch_norm" not in str(node.target):
-        return _row_passes(kernel, node, times, bandwidth, 5 if backward else 2, _normalised_length(node))
-    meta = _largest(node)
+        return _row_passes(kernel, node, times, bandwidth, 5 if is_backward else 2, _normalized_length(node))
+    meta = _largest_meta(node)
     nbytes = prod(meta.shape) * meta.dtype.itemsize
-    if times.columns and meta.dtype == torch.bfloat16 and _channels_last(node):  # PyTorch's kernels, not cuDNN's
-        summed, mapped = (2, 3) if backward else (WELFORD, 2)
+    if times.columns and meta.dtype == torch.bfloat16 and _is_channels_last(node):  # PyTorch's kernels, not cuDNN's
+        summed, mapped = (2, 3) if is_backward else (WELFORD, 2)
         return nbytes / bandwidth * (summed / times.columns + mapped / times.elementwise)
-    moved = max(nbytes * (5 if backward else 3), kernel.bytes)
+    moved_bytes = max(nbytes * (5 if is_backward else 3), kernel.bytes)
     blocks = meta.shape[1] / times.multiprocessors if len(meta.shape) > 1 else float("inf")
-    return moved / (bandwidth * times.norm * (1 - exp(-blocks / times.norm_channels)))
+    return moved_bytes / (bandwidth * times.norm * (1 - exp(-blocks / times.norm_channels)))
 
 
 def _row_passes(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, passes: int, length: int) -> float:
     """Returns the seconds of ``passes`` over a tensor with one block per row of ``length`` elements (0: no rows)."""
-    meta = _largest(node)
+    meta = _largest_meta(node)
     elements = prod(meta.shape)
-    moved = max(passes * elements * meta.dtype.itemsize, kernel.bytes)
+    moved_bytes = max(passes * elements * meta.dtype.itemsize, kernel.bytes)
     rows = elements // length if length else 0
-    return max(moved / (bandwidth * times.norm), passes * rows * times.row_ns / times.multiprocessors * 1e-9)
+    return max(moved_bytes / (bandwidth * times.norm), passes * rows * times.row_ns / times.multiprocessors * 1e-9)
 
 
-def _normalised_length(node: fx.Node) -> int:
+def _normalized_length(node: fx.Node) -> int:
     """Returns the row length of layer norm or RMS norm; 0 for other normalizations."""
-    sizes = _given(node).get("normalized_shape", ())
+    sizes = _bound_arguments(node).get("normalized_shape", ())
     return prod(sizes) if sizes and all(isinstance(size, int) for size in sizes) else 0
 
 
 def _softmax_length(node: fx.Node) -> int:
     """Returns the row length of softmax; 0 if it is not over the last dimension."""
-    shape, dim = _largest(node).shape, _given(node)["dim"]
+    shape, dim = _largest_meta(node).shape, _bound_arguments(node)["dim"]
     return shape[-1] if shape and dim % len(shape) == len(shape) - 1 else 0
 
 
 def _keeps_contiguous(node: fx.Node) -> bool:
     """Returns whether a reduction keeps the dimension in which its input is contiguous."""
-    source, dims = _metas(node)[0], _given(node).get("dim")
+    source, dims = _metas(node)[0], _bound_arguments(node).get("dim")
     if not isinstance(dims, (list, tuple)) or not dims:
         return False
     reduced = {dim % len(source.shape) for dim in dims}
@@ -251,7 +251,7 @@ def _keeps_contiguous(node: fx.Node) -> bool:
     return any(stride == 1 and size > 1 and i not in reduced for i, (size, stride) in sizes)
 
 
-def _vectorised(node: fx.Node) -> bool:
+def _is_vectorized(node: fx.Node) -> bool:
     """Returns whether an element-wise kernel loads several elements per instruction.
 
     PyTorch does so for dense tensors of one layout and one type, and for the conversion from float32 to half precision.
@@ -259,8 +259,8 @@ def _vectorised(node: fx.Node) -> bool:
     metas = [meta for meta in _metas(node) if prod(meta.shape) > 1]
     name = node.target._overloadpacket.__name__
     if name in JOINS:
-        return all(map(_contiguous, metas))
-    if not all(map(_dense, metas)):
+        return all(map(_is_contiguous, metas))
+    if not all(map(_is_dense, metas)):
         return False
     layouts = {tuple((n, s) for n, s in zip(m.shape, m.stride, strict=True) if n > 1) for m in metas}
     floats = {meta.dtype for meta in metas if meta.dtype.is_floating_point}
@@ -270,40 +270,40 @@ def _vectorised(node: fx.Node) -> bool:
     return is_narrowed and node.all_input_nodes[-1].meta["tensor_meta"].dtype == torch.float32
 
 
-def _dense(meta: Any) -> bool:
+def _is_dense(meta: Any) -> bool:
     """Returns whether a tensor's elements fill a range of memory."""
     return sum((n - 1) * s for n, s in zip(meta.shape, meta.stride, strict=True)) + 1 == prod(meta.shape)
 
 
-def _contiguous(meta: Any) -> bool:
+def _is_contiguous(meta: Any) -> bool:
     """Returns whether a tensor is dense, its last dimension the fastest."""
     strides = [stride for size, stride in zip(meta.shape, meta.stride, strict=True) if size > 1]
-    return _dense(meta) and strides == sorted(strides, reverse=True)
+    return _is_dense(meta) and strides == sorted(strides, reverse=True)
 
 
-def _rows_aligned(node: fx.Node) -> bool:
+def _has_aligned_rows(node: fx.Node) -> bool:
     """Returns whether the rows of a product's operands and result begin at multiples of ALIGNMENT."""
     strides = ((stride, meta.dtype.itemsize) for meta in _metas(node) for stride in meta.stride)
     return all(stride * itemsize % ALIGNMENT == 0 for stride, itemsize in strides if stride > 1)
 
 
-def _occupied(node: fx.Node, times: KernelTimes, tile: int) -> float:
+def _occupancy(node: fx.Node, times: KernelTimes, tile: int) -> float:
     """Returns the fraction of multiprocessors that a matrix product's tiles occupy."""
     *batch, m, n = node.meta["tensor_meta"].shape
     return min(1.0, prod(batch) * ceil(m / tile) * ceil(n / tile) / times.multiprocessors)
 
 
-def _given(node: fx.Node) -> dict[str, Any]:
-    return named(node.target, node.args, node.kwargs)
+def _bound_arguments(node: fx.Node) -> dict[str, Any]:
+    return bind_arguments(node.target, node.args, node.kwargs)
 
 
 def _metas(node: fx.Node) -> list[Any]:
     """Returns metadata of the tensors among a node's arguments, including those in lists, and of a single result."""
-    found = (n.meta.get("tensor_meta") for n in (*node.all_input_nodes, node))
-    return [meta for meta in found if hasattr(meta, "dtype")]
+    metas = (n.meta.get("tensor_meta") for n in (*node.all_input_nodes, node))
+    return [meta for meta in metas if hasattr(meta, "dtype")]
 
 
-def _largest(node: fx.Node) -> Any:
+def _largest_meta(node: fx.Node) -> Any:
     return max(_metas(node), key=lambda meta: prod(meta.shape))
 
 
@@ -314,5 +314,5 @@ def _nbytes(node: fx.Node) -> int:
     return prod(meta.shape) * meta.dtype.itemsize if hasattr(meta, "dtype") else 0
 
 
-def _channels_last(node: fx.Node) -> bool:
-    return bool(_given(node)["input"].meta["tensor_meta"].memory_format == torch.channels_last)
+def _is_channels_last(node: fx.Node) -> bool:
+    return bool(_bound_arguments(node)["input"].meta["tensor_meta"].memory_format == torch.channels_last)

@@ -62,10 +62,10 @@ def kind_of(func: OpOverload, phase: Phase) -> KernelKind:
     return "elementwise" if torch.Tag.pointwise in func.tags else "other"
 
 
-def for_profiler(node: fx.Node) -> bool:
+def is_profiler_node(node: fx.Node) -> bool:
     """Returns whether a node only marks a range for PyTorch's profiler, or is a constant used only by such calls."""
     if node.op == "get_attr":
-        return all(map(for_profiler, node.users))
+        return all(map(is_profiler_node, node.users))
     return node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler"
 
 
@@ -83,7 +83,7 @@ def arguments(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[Any, A
             yield argument, kwargs[argument.name]
 
 
-def named(func: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
+def bind_arguments(func: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
     """Returns the arguments of a call by their names in the schema."""
     return {argument.name: value for argument, value in arguments(func, args, kwargs)}
 
@@ -94,21 +94,21 @@ def flops_of(func: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
     It corrects PyTorch's formulas, which omit the CPU's fused attention and count the half of causal attention that
     kernels skip.
     """
-    given = named(func, args, kwargs)
+    bound = bind_arguments(func, args, kwargs)
     if func._overloadpacket in _CPU_ATTENTION:
-        shapes = [given[name].shape for name in ("grad_out", "query", "key", "value") if name in given]
-        found = int((sdpa_backward_flop_count if "grad_out" in given else sdpa_flop_count)(*shapes))
+        shapes = [bound[name].shape for name in ("grad_out", "query", "key", "value") if name in bound]
+        flops = int((sdpa_backward_flop_count if "grad_out" in bound else sdpa_flop_count)(*shapes))
     else:
         formula = flop_registry.get(func._overloadpacket)
-        found = int(formula(*args, **kwargs, out_val=out)) if formula else 0
-    return found // 2 if given.get("is_causal") else found
+        flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
+    return flops // 2 if bound.get("is_causal") else flops
 
 
 _CPU_ATTENTION = (aten._scaled_dot_product_flash_attention_for_cpu,
                   aten._scaled_dot_product_flash_attention_for_cpu_backward)  # fmt: skip
 
 
-def mutated(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
+def written_tensors(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the tensor arguments that the schema declares as written."""
     if not func._schema.is_mutable:
         return []
@@ -130,10 +130,10 @@ def running_statistics(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]
     name = func._overloadpacket.__name__
     if "batch_norm" not in name or "backward" in name or "stats" in name:
         return []
-    given = named(func, args, kwargs)
-    if not given.get("training", given.get("train", "with_update" in name)):
+    bound = bind_arguments(func, args, kwargs)
+    if not bound.get("training", bound.get("train", "with_update" in name)):
         return []
-    return [given[key] for key in ("running_mean", "running_var") if isinstance(given.get(key), Tensor)]
+    return [bound[key] for key in ("running_mean", "running_var") if isinstance(bound.get(key), Tensor)]
 
 
 def half_statistics(func: OpOverload, args: Any, kwargs: Any, as_cuda: bool) -> tuple[int, ...]:
@@ -145,12 +145,12 @@ def half_statistics(func: OpOverload, args: Any, kwargs: Any, as_cuda: bool) -> 
     name = func._overloadpacket.__name__
     if "backward" in name or not any(f"native_{norm}_norm" in name for norm in ("batch", "layer", "group")):
         return ()
-    given = named(func, args, kwargs)
-    x = given["input"]
-    others = [given.get(k) for k in ("weight", "bias", "running_mean", "running_var")]
-    mixed = any(isinstance(v, Tensor) and v.dtype == torch.float32 for v in others)
-    half = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
-    return (1, 2) if half and (mixed or (as_cuda and "group" not in name)) else ()
+    bound = bind_arguments(func, args, kwargs)
+    x = bound["input"]
+    parameters = [bound.get(k) for k in ("weight", "bias", "running_mean", "running_var")]
+    is_mixed = any(isinstance(v, Tensor) and v.dtype == torch.float32 for v in parameters)
+    is_half = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+    return (1, 2) if is_half and (is_mixed or (as_cuda and "group" not in name)) else ()
 
 
 def adds_gradients(func: OpOverload, args: Any, kwargs: Any) -> bool:
@@ -200,33 +200,33 @@ class Places:
         self.modules, self.parameters, self.outside = modules, parameters, outside
         self._task = -1  # backward pass of the last operator; -1 if none
         self._parent: dict[int, int] = {}  # backward pass -> backward pass in which its nodes were created
-        self._made: dict[int, dict[int, Place]] = {-1: {}}  # per backward pass: sequence number -> place of creation
+        self._created: dict[int, dict[int, Place]] = {-1: {}}  # per backward pass: sequence number -> place of creation
         self._next = 0  # sequence number of the next node
         self._last = Place(outside, "")
 
-    def of(self, phase: Phase) -> Place:
+    def locate(self, phase: Phase) -> Place:
         """Returns the source location of the operator being dispatched; must be called once per operator, in order."""
-        before, self._task = self._task, torch._C._current_graph_task_id()
+        outer_task, self._task = self._task, torch._C._current_graph_task_id()
         task = self._task
         if task != -1:
-            self._parent.setdefault(task, before)
-        module, line = self._stack(task != -1)
+            self._parent.setdefault(task, outer_task)
+        module, line = self._walk_stack(task != -1)
         if phase == "optimizer":
             place = Place("optimizer", line)
         elif task == -1:
             place = Place(self.outside if module is None else module, line)
         else:
-            place = self._of_node(task)
+            place = self._locate_node(task)
             if module is not None:  # of a checkpoint
                 place = Place(module, line or place.line)
         # The engine's GPU threads have their own counters, so existing entries are kept.
-        made, now = self._made.setdefault(task, {}), torch.autograd._get_sequence_nr()
-        for number in range(self._next if self._next <= now else now - 1, now):
-            made.setdefault(number, place)
-        self._next, self._last = now, place
+        created, next_number = self._created.setdefault(task, {}), torch.autograd._get_sequence_nr()
+        for number in range(self._next if self._next <= next_number else next_number - 1, next_number):
+            created.setdefault(number, place)
+        self._next, self._last = next_number, place
         return place
 
-    def _stack(self, backward: bool) -> tuple[str | None, str]:
+    def _walk_stack(self, backward: bool) -> tuple[str | None, str]:
         """Returns the innermost module's path (or None) and the user's line (or ""), within the current engine."""
         module, line = None, ""
         frame = sys._getframe(3)
@@ -234,7 +234,7 @@ class Places:
             code = frame.f_code
             owner = _owner(code.co_filename)
             if owner == "user":
-                line = line or f"{_named(frame)}:{frame.f_lineno}"
+                line = line or f"{_display_name(frame)}:{frame.f_lineno}"
             elif owner == "capture":
                 break  # outer frames belong to the caller of the capture
             elif code is _CALL and module is None:
@@ -244,7 +244,7 @@ class Places:
             frame = frame.f_back
         return module, line
 
-    def _of_node(self, task: int) -> Place:
+    def _locate_node(self, task: int) -> Place:
         """Returns the source location of the executing autograd node, or of the last one if none is executing."""
         node = torch._C._current_autograd_node()
         if node is None:
@@ -252,20 +252,20 @@ class Places:
         if (variable := getattr(node, "variable", None)) is not None:  # it accumulates a leaf's gradient
             return Place(self.parameters.get(id(variable), self.outside), "")
         number = node._sequence_nr()
-        for made in (self._made.get(self._parent[task], {}), *self._made.values()):
-            if number in made:
-                return made[number]
+        for created in (self._created.get(self._parent[task], {}), *self._created.values()):
+            if number in created:
+                return created[number]
         return self._last
 
 
-def _named(frame: FrameType) -> str:
+def _display_name(frame: FrameType) -> str:
     """Returns a frame's file relative to its package's parent ("transformers/models/…"), or a script's name."""
     file = frame.f_code.co_filename.rpartition("/")[2]
     packages = str(frame.f_globals.get("__package__") or "").split(".")
     return "/".join([*filter(None, packages), file])
 
 
-def users(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Returns whether this file is the user's own code."""
     return _owner(file) == "user"
 
@@ -274,8 +274,8 @@ def users(file: str) -> bool:
 def _owner(file: str) -> str:
     if file == _CAPTURE:
         return "capture"
-    library = file.startswith(_LIBRARY) and not any(part in file for part in ("site-packages", "dist-packages"))
-    return "known" if library or file.startswith((_TORCH, _HERE)) or "<" in file else "user"
+    is_library = file.startswith(_LIBRARY) and not any(part in file for part in ("site-packages", "dist-packages"))
+    return "known" if is_library or file.startswith((_TORCH, _HERE)) or "<" in file else "user"
 
 
 _TORCH = str(Path(torch.__file__).parent) + "/"

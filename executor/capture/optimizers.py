@@ -32,7 +32,7 @@ STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
 @contextmanager
-def patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+def patch_attrs(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Sets attributes (object, name, value) and restores them on exit."""
     before = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in changes]
     try:
@@ -58,14 +58,14 @@ def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
     """
     if isinstance(group.get("lr"), Tensor) and not group.get("capturable"):
         return False
-    wanted = [p for p in group["params"] if p.requires_grad]
+    trainable = [p for p in group["params"] if p.requires_grad]
     if on_cuda:
-        return not group.get("differentiable") and all(type(p) in (Tensor, nn.Parameter) for p in wanted)
-    return bool(_default_to_fused_or_foreach(wanted, group.get("differentiable", False), False)[1])
+        return not group.get("differentiable") and all(type(p) in (Tensor, nn.Parameter) for p in trainable)
+    return bool(_default_to_fused_or_foreach(trainable, group.get("differentiable", False), False)[1])
 
 
 @contextmanager
-def bucketed(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
+def split_groups(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
     """Splits every parameter group into groups of at most ``nbytes`` of parameters (or of one parameter)."""
     buckets: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -76,31 +76,31 @@ def bucketed(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
                 bucket = []
             bucket.append(param)
         buckets.append({**group, "params": bucket})
-    with patched((optimizer, "param_groups", buckets)):
+    with patch_attrs((optimizer, "param_groups", buckets)):
         yield
 
 
 def numbers_of(optimizer: Optimizer) -> dict[tuple[Any, ...], Any]:
     """Returns an optimizer's Python numbers (attributes, options, state), keyed by their location."""
-    found: dict[tuple[Any, ...], Any] = {(key,): value for key, value in vars(optimizer).items() if key not in FLAGS}
-    found |= {(g, key): value for g, group in enumerate(optimizer.param_groups) for key, value in group.items()}
-    found |= {(id(p), key): value for p, values in optimizer.state.items() if isinstance(values, dict)
-              for key, value in values.items()}  # fmt: skip
-    return {key: value for key, value in found.items() if is_scalar(value) or isinstance(value, SymFloat)}
+    numbers: dict[tuple[Any, ...], Any] = {(key,): value for key, value in vars(optimizer).items() if key not in FLAGS}
+    numbers |= {(g, key): value for g, group in enumerate(optimizer.param_groups) for key, value in group.items()}
+    numbers |= {(id(p), key): value for p, values in optimizer.state.items() if isinstance(values, dict)
+                for key, value in values.items()}  # fmt: skip
+    return {key: value for key, value in numbers.items() if is_scalar(value) or isinstance(value, SymFloat)}
 
 
-def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, ...] | None:
+def changed_number(before: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, ...] | None:
     """Returns the location of a changed number of an optimizer, or None."""
     for key, value in numbers_of(optimizer).items():
-        before = was.get(key, was)
-        if value is not before and (isinstance(value, SymFloat) or type(value) is not type(before) or value != before):
+        old = before.get(key, before)
+        if value is not old and (isinstance(value, SymFloat) or type(value) is not type(old) or value != old):
             return key
     return None
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
     """Runs an optimizer's step in the form that is captured, without the user's hooks."""
-    with captured_form(optimizer), patched(*((optimizer, which, OrderedDict()) for which in STEP_HOOKS)):
+    with captured_form(optimizer), patch_attrs(*((optimizer, hooks, OrderedDict()) for hooks in STEP_HOOKS)):
         type(optimizer).step(optimizer)
 
 
@@ -116,14 +116,14 @@ def captured_form(optimizer: Optimizer) -> Iterator[None]:
         return lambda *args: (symbolic if any(isinstance(a, SymFloat) for a in args) else plain)(*args)
 
     extremes = ("max", choose(max, torch.sym_max)), ("min", choose(min, torch.sym_min))
-    allowed = any(group.get("capturable") for group in optimizer.param_groups)
-    with capturable(allowed), patched(*((_adafactor, name, function) for name, function in extremes)):
+    is_allowed = any(group.get("capturable") for group in optimizer.param_groups)
+    with capturable(is_allowed), patch_attrs(*((_adafactor, name, function) for name, function in extremes)):
         yield
 
 
-def capturable(allowed: bool = True) -> AbstractContextManager[None]:
+def capturable(is_allowed: bool = True) -> AbstractContextManager[None]:
     """Lets optimizers use their ``capturable`` form on any device, as under torch.compile."""
-    return patched((torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag or allowed))
+    return patch_attrs((torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag or is_allowed))
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
     return {**plain, "params": len(group["params"])}
 
 
-def fixed(options: dict[str, Any]) -> dict[str, Any]:
+def constant_options(options: dict[str, Any]) -> dict[str, Any]:
     """Returns the options that are constants of the graph (``Numbers`` has the others)."""
     return {k: v for k, v in options.items() if not is_number(k, v) and not
             (isinstance(v, tuple) and any(is_number(k, part) for part in v))}  # fmt: skip
@@ -148,11 +148,11 @@ class Option:
 
     Attributes:
         key, part: Name of the parameter group's option, and the index if it is a tuple.
-        was: Value at capture time.
+        captured: Value at capture time.
     """
 
-    def __init__(self, optimizer: Optimizer, group: int, key: str, part: int | None, was: float):
-        self.optimizer, self.group, self.key, self.part, self.was = optimizer, group, key, part, was
+    def __init__(self, optimizer: Optimizer, group: int, key: str, part: int | None, value: float):
+        self.optimizer, self.group, self.key, self.part, self.captured = optimizer, group, key, part, value
         self.__name__ = self.__qualname__ = key if part is None else f"{key}_{part}"  # shown in generated code
         self.__module__ = "option"
 
@@ -171,7 +171,7 @@ class Numbers:
 
     def __init__(self, shapes: ShapeEnv):
         self._shapes = shapes
-        self._known: dict[tuple[int, int, str, int | None], tuple[Option, sympy.Symbol, SymFloat, fx.Proxy]] = {}
+        self._entries: dict[tuple[int, int, str, int | None], tuple[Option, sympy.Symbol, SymFloat, fx.Proxy]] = {}
         self._fused: dict[int, dict[str, fx.Node]] = {}  # id of a parameter -> nodes of its group's options
         self._zeros: list[sympy.Basic] = []
         self.options: tuple[Option, ...] = ()
@@ -187,8 +187,8 @@ class Numbers:
         """
         tables = optimizer.param_groups
         before = [{key: value for key, value in table.items() if key != "params"} for table in tables]
-        for g, (table, was) in enumerate(zip(tables, groups, strict=True)):
-            for key, value in was.items():
+        for g, (table, captured) in enumerate(zip(tables, groups, strict=True)):
+            for key, value in captured.items():
                 now = table.get(key, table)
                 # A wrapping optimizer already installed symbols, or the step has changed the option.
                 if any(isinstance(v, SymFloat) for v in (now if isinstance(now, tuple) else (now,))) or now != value:
@@ -210,12 +210,12 @@ class Numbers:
 
     def _name(self, optimizer: Optimizer, g: int, key: str, part: int | None, params: list[Tensor]) -> None:
         """Records the argument name of a number in a group's fused updates."""
-        option, symbol, _, proxy = self._known[id(optimizer), g, key, part]
+        option, symbol, _, proxy = self._entries[id(optimizer), g, key, part]
         name = key if part is None else f"{key.removesuffix('s')}{part + 1}"
         for p in params:
             self._fused.setdefault(id(p), {})[name] = proxy.node
         if key != "lr":  # a learning rate never changes an update's form and may start at 0
-            self._zeros.append(sympy.Eq(symbol, 0) if option.was == 0 else sympy.Ne(symbol, 0))
+            self._zeros.append(sympy.Eq(symbol, 0) if option.captured == 0 else sympy.Ne(symbol, 0))
 
     def connect(self, node: fx.Node, first: Any) -> None:
         """Connects the numbers of a fused update, whose first parameter is ``first``, to the options."""
@@ -223,42 +223,42 @@ class Numbers:
         node.kwargs = {key: names.get(key, value) for key, value in node.kwargs.items()}
 
     def _symbol(self, optimizer: Optimizer, group: int, key: str, part: int | None, value: float) -> SymFloat:
-        where = id(optimizer), group, key, part
-        if where not in self._known:
+        location = id(optimizer), group, key, part
+        if location not in self._entries:
             option = Option(optimizer, group, key, part, value)
-            source = ConstantSource(f"option{len(self._known)}")
+            source = ConstantSource(f"option{len(self._entries)}")
             symbol = self._shapes.create_unspecified_symbol(float(value), source, DimDynamic.DYNAMIC)
             number = self._shapes.create_symfloatnode(symbol, hint=float(value), source=source)
             mode = get_proxy_mode()
             assert mode is not None
             proxy = mode.tracer.create_proxy("call_function", option, (), {})
             track_tensor_tree(number, proxy, constant=None, tracer=mode.tracer)
-            self._known[where] = option, symbol, number, proxy
-        return self._known[where][2]
+            self._entries[location] = option, symbol, number, proxy
+        return self._entries[location][2]
 
-    def close(self, read: set[Any]) -> None:
+    def close(self, targets: set[Any]) -> None:
         """Collects conditions and options at the end of the trace.
 
         Args:
-            read: Targets of the graph's nodes.
+            targets: Targets of the graph's nodes.
         """
-        by_symbol = {symbol: option for option, symbol, *_ in self._known.values()}
+        by_symbol = {symbol: option for option, symbol, *_ in self._entries.values()}
         conditions = [*(guard.expr for guard in self._shapes.guards), *self._zeros]
         pairs = [(c, [by_symbol[s] for s in c.free_symbols if s in by_symbol]) for c in conditions]
-        self._conditions = [(condition, asked) for condition, asked in pairs if asked]
-        named = {option for _, asked in self._conditions for option in asked} | read
-        self._symbols = {option: symbol for symbol, option in by_symbol.items() if option in named}
+        self._conditions = [(condition, involved) for condition, involved in pairs if involved]
+        used = {option for _, involved in self._conditions for option in involved} | targets
+        self._symbols = {option: symbol for symbol, option in by_symbol.items() if option in used}
         self.options = tuple(self._symbols)
-        self._known.clear()
+        self._entries.clear()
         self._fused.clear()
 
-    def broken(self, values: dict[Option, Any]) -> Option | None:
+    def first_violation(self, values: dict[Option, Any]) -> Option | None:
         """Returns the first option whose current value needs another graph, or None."""
         for option, value in values.items():
             if type(value) not in (int, float):
                 return option
-        present = {self._symbols[option]: sympy.Float(value) for option, value in values.items()}
-        for condition, asked in self._conditions:
-            if condition.xreplace(present) != sympy.true:
-                return next((o for o in asked if values[o] != o.was), asked[0])
+        substitution = {self._symbols[option]: sympy.Float(value) for option, value in values.items()}
+        for condition, involved in self._conditions:
+            if condition.xreplace(substitution) != sympy.true:
+                return next((o for o in involved if values[o] != o.captured), involved[0])
         return None

@@ -30,8 +30,8 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
-from executor.capture.operators import arguments, for_profiler
-from executor.capture.state import over
+from executor.capture.operators import arguments, is_profiler_node
+from executor.capture.state import view_memory
 from executor.memory import cuda_index
 from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program
@@ -40,11 +40,11 @@ FORMAT = "profile/1"
 PROFILES = Path(__file__).resolve().parents[2] / "configs" / "profiles"
 WARMUP, WARMUP_STEPS = 3, 2  # unmeasured runs of a kernel and of a step
 SHORT_NS, ROW = 1_000_000, 8  # shorter kernels are timed in rows
-EMPTY = 50  # empty kernels that are timed with and without events around each
-AWAKE = 0.5  # seconds of GPU work before measuring, because an idle GPU has low clocks
+EMPTY_KERNELS = 50  # empty kernels that are timed with and without events around each
+WAKE_S = 0.5  # seconds of GPU work before measuring, because an idle GPU has low clocks
 CORE_BYTES = 2**22  # upper bound of a CPU core's private cache
 COMPUTE_BOUND = ("conv", "matmul")  # kinds of kernels whose time depends on the clock of the multiprocessors
-SLOW_NS, FEW = 50_000_000, 3  # repeats of longer runs
+SLOW_NS, FEW_REPEATS = 50_000_000, 3  # repeats of longer runs
 SEGMENT = 250  # kernels; with two events each they fit a stream's queue of about a thousand entries
 SUSTAINED_S = 0.6  # seconds of steps in a row, until clocks have settled
 CYCLES_PER_NS = 2.0  # upper bound of a GPU's clock rate, to convert ns into cycles of ``_sleep``
@@ -53,7 +53,7 @@ Cache = Literal["cold", "hot", "step"]
 
 aten = torch.ops.aten
 # Arguments of attention's backward pass that hold the forward pass's random state and are read on the host.
-_DRAWN = ("philox_seed", "philox_offset", "rng_state", "unused")
+_RNG_NAMES = ("philox_seed", "philox_offset", "rng_state", "unused")
 # Operator -> (position of the index argument, function from the arguments to the exclusive bound of the indices).
 _BOUNDS: dict[Any, tuple[int, Callable[[list[Any]], int]]] = {
     aten.embedding: (1, lambda a: a[0].shape[0]),
@@ -204,21 +204,21 @@ def measure(
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
     if cache not in get_args(Cache):
         raise ValueError(f"cache: expected one of {', '.join(get_args(Cache))}, got {cache!r}")
-    where = torch.device(device)
-    if where.type == "cuda" and not torch.cuda.is_available():
+    target = torch.device(device)
+    if target.type == "cuda" and not torch.cuda.is_available():
         raise ProfileError("there is no CUDA GPU to profile on")
-    until = time.monotonic() + seconds
-    if where.type == "cuda":
-        _awake(where)
-    run = _Runner(captured, where, repeats, until, cache)
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} ({torch.get_num_threads()})"
-    with torch.random.fork_rng([cuda_index(where)] if where.type == "cuda" else []), torch.enable_grad():
+    deadline = time.monotonic() + seconds
+    if target.type == "cuda":
+        _wake(target)
+    runner = _Runner(captured, target, repeats, deadline, cache)
+    name = torch.cuda.get_device_name(target) if target.type == "cuda" else f"{target.type} ({torch.get_num_threads()})"
+    with torch.random.fork_rng([cuda_index(target)] if target.type == "cuda" else []), torch.enable_grad():
         # oneDNN's LSTM saves values for its backward pass only in grad mode; no input requires a gradient.
-        figures = run.in_step() if cache == "step" else [run.kernel(k) for k in range(len(captured.nodes))]
+        figures = runner.in_step() if cache == "step" else [runner.kernel(k) for k in range(len(captured.nodes))]
     durations, workspaces = zip(*figures, strict=True)
     return Profile(
         captured.program.name, shape_of(captured.program).fingerprint, machine, name, str(torch.__version__),
-        durations, workspaces if where.type == "cuda" else None, cache, run.event_ns, run.step_ns,
+        durations, workspaces if target.type == "cuda" else None, cache, runner.event_ns, runner.step_ns,
     )  # fmt: skip
 
 
@@ -226,18 +226,18 @@ class _Runner:
     """Runs and times kernels; ``event_ns`` and ``step_ns`` are those of ``Profile``."""
 
     def __init__(
-        self, captured: Captured, device: torch.device, repeats: int, until: float = math.inf, cache: Cache = "hot"
+        self, captured: Captured, device: torch.device, repeats: int, deadline: float = math.inf, cache: Cache = "hot"
     ):
-        self.captured, self.device, self.repeats, self.until = captured, device, repeats, until
-        self.other: Tensor | None = None  # read to fill the cache with clean lines
+        self.captured, self.device, self.repeats, self.deadline = captured, device, repeats, deadline
+        self.flush_buffer: Tensor | None = None  # read to fill the cache with clean lines
         if cache == "cold":
-            self.other = torch.zeros(cache_bytes(device) // 2, device=device)
+            self.flush_buffer = torch.zeros(cache_bytes(device) // 2, device=device)
         self.event_ns = _events_ns(device) if device.type == "cuda" and cache != "hot" else 0
         self.step_ns = 0
-        self.known: dict[str, tuple[int, int]] = {}
-        own = [d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values]
-        main = next((d for d in own if d.type != "cpu"), torch.device("cpu"))
-        self.moved = main.type != device.type  # measured elsewhere than captured
+        self.measured: dict[str, tuple[int, int]] = {}
+        used = [d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values]
+        main = next((d for d in used if d.type != "cpu"), torch.device("cpu"))
+        self.is_moved = main.type != device.type  # measured elsewhere than captured
         self.devices = self._devices()
 
     def kernel(self, k: int) -> tuple[int, int]:
@@ -247,63 +247,63 @@ class _Runner:
             return 0, 0
         node = nodes[0]
         key = self._key(node)
-        if key not in self.known:
-            if time.monotonic() > self.until:
+        if key not in self.measured:
+            if time.monotonic() > self.deadline:
                 raise ProfileError(f"the time for profiling was over at kernel {k} of {len(self.captured.nodes)}")
             try:
                 args, kwargs = self._inputs(node)
-                self.known[key] = self._measure(partial(node.target, *args, **kwargs))
+                self.measured[key] = self._measure(partial(node.target, *args, **kwargs))
             except _ERRORS as error:
                 raise ProfileError(f"kernel {k} ({node.target}) cannot be run alone: {_reason(error)}") from error
-        return self.known[key]
+        return self.measured[key]
 
     def in_step(self) -> list[tuple[int, int]]:
         """Returns (ns, workspace in bytes) of all kernels, timed within a step."""
         try:
-            runner = StepRunner(self.captured, self.device, self.devices, self.moved)
-            durations, workspaces, segments = runner.measure(self.repeats, self.until)
+            runner = StepRunner(self.captured, self.device, self.devices, self.is_moved)
+            durations, workspaces, segments = runner.measure(self.repeats, self.deadline)
         except ProfileError:
             raise
         except _ERRORS as error:
             raise ProfileError(f"the step cannot be run to profile it: {_reason(error)}") from error
-        least = [int(bool(nodes)) for nodes in self.captured.nodes]
-        times = [max(ns - self.event_ns, some) for ns, some in zip(durations, least, strict=True)]
-        for kernels, whole in segments:
-            shorter = together([times[k] for k in kernels], whole)
+        minimums = [int(bool(nodes)) for nodes in self.captured.nodes]
+        times = [max(ns - self.event_ns, minimum) for ns, minimum in zip(durations, minimums, strict=True)]
+        for kernels, row_ns in segments:
+            shorter = limit_to_row([times[k] for k in kernels], row_ns)
             for k, ns in zip(kernels, shorter, strict=True):
                 times[k] = ns
-        self.step_ns = sum(whole for _, whole in segments)
+        self.step_ns = sum(row_ns for _, row_ns in segments)
         if self.device.type == "cuda" and (sustained := runner.sustained_ns()):
             bound = [kernel.kind in COMPUTE_BOUND for kernel in self.captured.program.kernels]
-            times = slowed(times, bound, sustained - self.step_ns)
+            times = slow_down(times, bound, sustained - self.step_ns)
             self.step_ns = max(self.step_ns, sustained)
         return list(zip(times, workspaces, strict=True))
 
     def _flush(self) -> None:
         """Evicts the kernel's data from the cache if ``cache`` is "cold"."""
-        if self.other is not None:
-            self.other.sum()
+        if self.flush_buffer is not None:
+            self.flush_buffer.sum()
 
     def _measure(self, call: Callable[[], Any]) -> tuple[int, int]:
         if self.device.type != "cuda":
             for _ in range(WARMUP):
-                out, ns = timed(call)
+                out, ns = time_call(call)
             times = []
             for _ in range(self._runs(ns)):
                 self._flush()
-                times.append(timed(call)[1])
+                times.append(time_call(call)[1])
             del out
             return round(median(times)), 0
         with torch.cuda.device(self.device):
             for _ in range(WARMUP):
                 begin = _event()
-                _, issue_ns = timed(call)
+                _, issue_ns = time_call(call)
                 end = _event()
                 torch.cuda.synchronize()
             # The second run of a row would find a warm cache.
-            row = ROW if _ns(begin, end) < SHORT_NS and self.other is None else 1
+            row = ROW if _ns(begin, end) < SHORT_NS and self.flush_buffer is None else 1
             runs = self._runs(_ns(begin, end))
-            out, nbytes = workspace(call, self.device)
+            out, nbytes = measure_workspace(call, self.device)
             torch.cuda.synchronize()
             del out
             _occupy(issue_ns * runs * (row + 1))
@@ -319,51 +319,51 @@ class _Runner:
             return max(1, round(ns / row)), nbytes
 
     def _runs(self, ns: float) -> int:
-        return self.repeats if ns < SLOW_NS else min(FEW, self.repeats)
+        return self.repeats if ns < SLOW_NS else min(FEW_REPEATS, self.repeats)
 
     def _devices(self) -> dict[fx.Node, torch.device]:
         """Returns each node's device: the one its operator names, else that of its inputs (a GPU before the host)."""
-        given = dict(zip(self.captured.placeholders, self.captured.devices, strict=True))
+        placeholder_devices = dict(zip(self.captured.placeholders, self.captured.devices, strict=True))
         out: dict[fx.Node, torch.device] = {}
         for node in self.captured.graph.graph.nodes:
             if node.op == "get_attr":
                 value = getattr(self.captured.graph, node.target, None)
-                place = value.device if isinstance(value, Tensor) else torch.device("cpu")
-            elif node in given:
-                place = given[node]
-            elif isinstance(named := node.kwargs.get("device"), torch.device):
-                place = named
+                node_device = value.device if isinstance(value, Tensor) else torch.device("cpu")
+            elif node in placeholder_devices:
+                node_device = placeholder_devices[node]
+            elif isinstance(requested := node.kwargs.get("device"), torch.device):
+                node_device = requested
             else:
-                places = [out[a] for a in node.all_input_nodes]
-                place = next((p for p in places if p.type != "cpu"), torch.device("cpu"))
-            out[node] = self.device if self.moved else place
+                inputs = [out[a] for a in node.all_input_nodes]
+                node_device = next((p for p in inputs if p.type != "cpu"), torch.device("cpu"))
+            out[node] = self.device if self.is_moved else node_device
         return out
 
     def _inputs(self, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
         """Returns fresh arguments for a kernel, one value per node."""
         values: dict[fx.Node, Any] = {}
-        drawn = set[Any]()
+        seeds = set[Any]()
         if isinstance(node.target, OpOverload):
-            drawn = {a for argument, a in arguments(node.target, node.args, node.kwargs) if argument.name in _DRAWN
+            seeds = {a for argument, a in arguments(node.target, node.args, node.kwargs) if argument.name in _RNG_NAMES
                      and isinstance(a, fx.Node)}  # fmt: skip
 
         def value(a: fx.Node) -> Any:
             if a not in values:
                 meta = a.meta.get("tensor_meta")
-                if meta is not None and (meta.dtype == torch.uint8 or a in drawn) and (maker := _maker(a)):
-                    args, kwargs = self._inputs(maker[0])
-                    values[a] = maker[0].target(*args, **kwargs)[maker[1]]
+                if meta is not None and (meta.dtype == torch.uint8 or a in seeds) and (producer := _producer(a)):
+                    args, kwargs = self._inputs(producer[0])
+                    values[a] = producer[0].target(*args, **kwargs)[producer[1]]
                 else:
-                    values[a] = _number(a) if meta is None else _fresh(meta, self.devices[a])
+                    values[a] = _number(a) if meta is None else _random_tensor(meta, self.devices[a])
             return values[a]
 
         args, kwargs = list(map_arg(node.args, value)), dict(map_arg(node.kwargs, value))
-        if self.moved and isinstance(kwargs.get("device"), torch.device):
+        if self.is_moved and isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = self.device
         packet = getattr(node.target, "overloadpacket", None)
         if packet in _BOUNDS:
-            at, bound = _BOUNDS[packet]
-            args[at].random_(max(1, bound(args)))
+            position, limit = _BOUNDS[packet]
+            args[position].random_(max(1, limit(args)))
         elif packet in (aten.index, aten.index_put, aten.index_put_):  # a list of indices, one per dimension
             for d, index in enumerate(args[1]):
                 if isinstance(index, Tensor) and index.dtype == torch.int64:
@@ -376,8 +376,8 @@ class _Runner:
 
         def describe(a: fx.Node) -> str:
             meta = a.meta.get("tensor_meta")
-            what = _number(a) if meta is None else (tuple(meta.shape), meta.stride, meta.dtype, str(self.devices[a]))
-            return f"<{order.setdefault(a, len(order))} {what}>"
+            text = _number(a) if meta is None else (tuple(meta.shape), meta.stride, meta.dtype, str(self.devices[a]))
+            return f"<{order.setdefault(a, len(order))} {text}>"
 
         return f"{node.target} {map_arg(node.args, describe)} {map_arg(node.kwargs, describe)}"
 
@@ -391,70 +391,70 @@ class StepRunner:
 
     Args:
         devices: Device of each node's value.
-        moved: Whether the device differs from the one of the capture.
+        is_moved: Whether the device differs from the one of the capture.
     """
 
     def __init__(
-        self, captured: Captured, device: torch.device, devices: dict[fx.Node, torch.device], moved: bool
+        self, captured: Captured, device: torch.device, devices: dict[fx.Node, torch.device], is_moved: bool
     ) -> None:
-        self.device, self.moved, self.count = device, moved, len(captured.nodes)
-        self.work = _work(captured)
+        self.device, self.is_moved, self.count = device, is_moved, len(captured.nodes)
+        self.schedule = _schedule(captured)
         self.start: dict[fx.Node, Any] = {}
         memory: dict[int, torch.UntypedStorage] = {}  # preserves memory sharing among the tensors
         for node, source in zip(captured.placeholders, captured.sources, strict=True):
-            where = torch.device("cpu") if moved and not node.meta["tensor_meta"].shape else devices[node]
+            target = torch.device("cpu") if is_moved and not node.meta["tensor_meta"].shape else devices[node]
             if source is None or source.device.type == "meta":
-                self.start[node] = _fresh(node.meta["tensor_meta"], where)
+                self.start[node] = _random_tensor(node.meta["tensor_meta"], target)
                 continue
             storage = source.untyped_storage()
             if storage.data_ptr() not in memory:
                 copy = torch.empty(0, dtype=torch.uint8, device=source.device).set_(storage)
-                memory[storage.data_ptr()] = copy.to(where, copy=True).untyped_storage()
-            self.start[node] = over(memory[storage.data_ptr()], source, where)
-        for node, *_ in self.work:  # once: a host copy in mid-step would wait for the stream
+                memory[storage.data_ptr()] = copy.to(target, copy=True).untyped_storage()
+            self.start[node] = view_memory(memory[storage.data_ptr()], source, target)
+        for node, *_ in self.schedule:  # once: a host copy in mid-step would wait for the stream
             if node.op == "get_attr":
                 value = getattr(captured.graph, str(node.target))
-                self.start[node] = value.to(device) if moved and isinstance(value, Tensor) else value
+                self.start[node] = value.to(device) if is_moved and isinstance(value, Tensor) else value
 
-    def measure(self, repeats: int, until: float) -> tuple[list[int], list[int], list[tuple[list[int], int]]]:
-        """Measures ``repeats`` steps, or fewer (at least one) if they take longer than ``until`` (``time.monotonic``).
+    def measure(self, repeats: int, deadline: float) -> tuple[list[int], list[int], list[tuple[list[int], int]]]:
+        """Measures ``repeats`` steps, or fewer (at least one) after ``deadline`` (``time.monotonic``).
 
         Returns:
             Median ns of each kernel including event overhead, workspace bytes of each kernel, and on CUDA for each
             segment its kernels and their median ns in a row.
 
         Raises:
-            ProfileError: If no step was measured before ``until``.
+            ProfileError: If no step was measured before ``deadline``.
         """
-        cuda, kernels = self.device.type == "cuda", [k for _, k, _ in self.work if k >= 0]
+        cuda, kernels = self.device.type == "cuda", [k for _, k, _ in self.schedule if k >= 0]
         workspaces, issue_ns = [0] * self.count, 0
         for _ in range(WARMUP_STEPS):  # the last one measures workspaces and the host's issue times
             begin = time.perf_counter_ns()
-            workspaces = self._each(lambda call: workspace(call, self.device))
+            workspaces = self._measure_each(lambda call: measure_workspace(call, self.device))
             if cuda:
                 torch.cuda.synchronize(self.device)
             issue_ns = (time.perf_counter_ns() - begin) * SEGMENT // max(self.count, 1)
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             raise ProfileError("the time for profiling was over before a step was measured")
         times: list[list[int]] = []
         rows: list[list[int]] = []
-        while len(times) < repeats and (time.monotonic() <= until or not times):
+        while len(times) < repeats and (time.monotonic() <= deadline or not times):
             if cuda:
-                rows.append([ns for _, ns in self._between(issue_ns, SEGMENT)])
-            times.append([0] * self.count if cuda else self._each(timed))
-            for k, ns in self._between(issue_ns, 1) if cuda else ():
+                rows.append([ns for _, ns in self._time_rows(issue_ns, SEGMENT)])
+            times.append([0] * self.count if cuda else self._measure_each(time_call))
+            for k, ns in self._time_rows(issue_ns, 1) if cuda else ():
                 times[-1][k] = ns
-        segments = [(kernels[i * SEGMENT : (i + 1) * SEGMENT], round(median(each)))
-                    for i, each in enumerate(zip(*rows, strict=True))]  # fmt: skip
-        return [round(median(each)) for each in zip(*times, strict=True)], workspaces, segments
+        segments = [(kernels[i * SEGMENT : (i + 1) * SEGMENT], round(median(samples)))
+                    for i, samples in enumerate(zip(*rows, strict=True))]  # fmt: skip
+        return [round(median(samples)) for samples in zip(*times, strict=True)], workspaces, segments
 
     def _run(self, around: Callable[[int, Callable[[], Any]], Any]) -> None:
         """Executes one step and passes each kernel with its call to ``around``."""
         values = dict(self.start)
-        for node, kernel, dead in self.work:
+        for node, kernel, dead in self.schedule:
             if node.op != "get_attr":
                 args, kwargs = (map_arg(a, values.__getitem__) for a in (node.args, node.kwargs))
-                if self.moved and isinstance(kwargs.get("device"), torch.device):
+                if self.is_moved and isinstance(kwargs.get("device"), torch.device):
                     kwargs = {**kwargs, "device": self.device}
                 call = partial(node.target, *args, **kwargs)
                 values[node] = around(kernel, call) if kernel >= 0 else call()
@@ -462,21 +462,21 @@ class StepRunner:
             for value in dead:
                 del values[value]
 
-    def _each(self, measured: Callable[[Callable[[], Any]], tuple[Any, int]]) -> list[int]:
+    def _measure_each(self, measure_call: Callable[[Callable[[], Any]], tuple[Any, int]]) -> list[int]:
         """Executes one step and returns the number that ``measured`` reports for each kernel."""
-        found = [0] * self.count
+        values = [0] * self.count
 
         def around(k: int, call: Callable[[], Any]) -> Any:
-            out, found[k] = measured(call)
+            out, values[k] = measure_call(call)
             return out
 
         self._run(around)
-        return found
+        return values
 
-    def _between(self, issue_ns: int, kernels: int) -> list[tuple[int, int]]:
+    def _time_rows(self, issue_ns: int, kernels: int) -> list[tuple[int, int]]:
         """Executes one step on CUDA and returns the last kernel and the ns of each row of ``kernels`` kernels."""
         spans: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
-        begin, count, last = None, 0, sum(k >= 0 for _, k, _ in self.work)
+        begin, count, last = None, 0, sum(k >= 0 for _, k, _ in self.schedule)
 
         def around(k: int, call: Callable[[], Any]) -> Any:
             nonlocal begin, count
@@ -503,12 +503,12 @@ class StepRunner:
             while len(marks) < 5 or time.perf_counter() - begin < SUSTAINED_S:
                 self._run(lambda _, call: call())
                 marks.append(_event())
-            issued = time.perf_counter() - begin
+            issued_s = time.perf_counter() - begin
             torch.cuda.synchronize()
-            ahead = time.perf_counter() - begin - issued
+            lead_s = time.perf_counter() - begin - issued_s
         times = list(map(_ns, marks, marks[1:]))
-        whole = median(times[len(times) // 2 :])
-        return round(whole) if 1e9 * ahead > whole / 4 else None
+        step_ns = median(times[len(times) // 2 :])
+        return round(step_ns) if 1e9 * lead_s > step_ns / 4 else None
 
 
 def _event() -> torch.cuda.Event:
@@ -534,14 +534,14 @@ def _reason(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def timed(call: Callable[[], Any]) -> tuple[Any, int]:
+def time_call(call: Callable[[], Any]) -> tuple[Any, int]:
     """Returns the result of a call and its host time in ns."""
     begin = time.perf_counter_ns()
     out = call()
     return out, time.perf_counter_ns() - begin
 
 
-def workspace(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
+def measure_workspace(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
     """Returns the result of a call and its workspace in bytes (0 on devices other than CUDA).
 
     The workspace is the peak of CUDA's caching allocator minus the bytes in use before or after the call.
@@ -554,10 +554,10 @@ def workspace(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
     return out, max(0, torch.cuda.max_memory_allocated(device) - max(before, torch.cuda.memory_allocated(device)))
 
 
-def _work(captured: Captured) -> list[tuple[fx.Node, int, list[fx.Node]]]:
+def _schedule(captured: Captured) -> list[tuple[fx.Node, int, list[fx.Node]]]:
     """Returns each node, its kernel (-1 if it is not a kernel's operator), and the values that die after it."""
     operators = {nodes[0]: k for k, nodes in enumerate(captured.nodes) if nodes}
-    nodes = [n for n in captured.graph.graph.nodes if n.op in ("get_attr", "call_function") and not for_profiler(n)]
+    nodes = [n for n in captured.graph.graph.nodes if n.op in ("get_attr", "call_function") and not is_profiler_node(n)]
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         last |= dict.fromkeys((node, *node.all_input_nodes), node)
@@ -573,11 +573,11 @@ def cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else CORE_BYTES
 
 
-def _awake(device: torch.device) -> None:
+def _wake(device: torch.device) -> None:
     """Keeps the GPU busy until its clocks have ramped up."""
     with torch.cuda.device(device):
-        a, until = torch.ones(1024, 1024, device=device), time.monotonic() + AWAKE
-        while time.monotonic() < until:
+        a, deadline = torch.ones(1024, 1024, device=device), time.monotonic() + WAKE_S
+        while time.monotonic() < deadline:
             a = a @ a * 0
             torch.cuda.synchronize()
 
@@ -587,37 +587,37 @@ def _events_ns(device: torch.device) -> int:
     with torch.cuda.device(device):
         spans = []
         _occupy(3_000_000)
-        for kernels in (*[1] * EMPTY, EMPTY):
+        for kernels in (*[1] * EMPTY_KERNELS, EMPTY_KERNELS):
             begin = _event()
             for _ in range(kernels):
                 torch.cuda._sleep(0)
             spans.append((begin, _event()))
         torch.cuda.synchronize()
         *single, row = starmap(_ns, spans)
-        return max(0, round(median(single) - row / EMPTY))
+        return max(0, round(median(single) - row / EMPTY_KERNELS))
 
 
-def together(times: Sequence[int], whole: int) -> list[int]:
-    """Returns kernel times (ns) corrected so that their sum is at most ``whole``, their duration in a row.
+def limit_to_row(times: Sequence[int], row_ns: int) -> list[int]:
+    """Returns kernel times (ns) corrected so that their sum is at most ``row_ns``, their duration in a row.
 
     The excess is subtracted in equal parts, at most half of each time; any rest is removed proportionally.
     """
-    excess = (sum(times) - whole) / max(1, sum(ns > 0 for ns in times))
+    excess = (sum(times) - row_ns) / max(1, sum(ns > 0 for ns in times))
     if excess <= 0:
         return list(times)
     shorter = [max(ns / 2, ns - excess) for ns in times]
-    scale = min(1.0, whole / sum(shorter))
-    return [max(round(ns * scale), min(was, 1)) for ns, was in zip(shorter, times, strict=True)]
+    scale = min(1.0, row_ns / sum(shorter))
+    return [max(round(ns * scale), min(before, 1)) for ns, before in zip(shorter, times, strict=True)]
 
 
-def slowed(times: Sequence[int], bound: Sequence[bool], excess: int) -> list[int]:
+def slow_down(times: Sequence[int], bound: Sequence[bool], excess: int) -> list[int]:
     """Returns kernel times (ns) with ``excess`` ns, if positive, spread over the ``bound`` ones in proportion."""
     total = sum(ns for ns, is_bound in zip(times, bound, strict=True) if is_bound)
     scale = 1 + max(0, excess) / max(total, 1)
     return [round(ns * scale) if is_bound else ns for ns, is_bound in zip(times, bound, strict=True)]
 
 
-def _fresh(meta: Any, device: torch.device) -> Tensor:
+def _random_tensor(meta: Any, device: torch.device) -> Tensor:
     """Returns a tensor of this shape, stride and dtype: random floats and booleans, zeros otherwise."""
     reach = 1 + sum((n - 1) * s for n, s in zip(meta.shape, meta.stride, strict=True)) if meta.shape.numel() else 0
     flat = torch.empty(reach, dtype=meta.dtype, device=device)
@@ -630,7 +630,7 @@ def _fresh(meta: Any, device: torch.device) -> Tensor:
     return flat.as_strided(tuple(meta.shape), tuple(meta.stride))
 
 
-def _maker(node: fx.Node) -> tuple[fx.Node, int] | None:
+def _producer(node: fx.Node) -> tuple[fx.Node, int] | None:
     """Returns the multi-output kernel that produces a value, and the output's index."""
     while node.target in (aten.detach.default, aten.alias.default):
         node = node.args[0]

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from executor.capture.operators import users
+from executor.capture.operators import is_user_file
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-MOST = 64  # longest list whose entries are watched
+MAX_WATCHED = 64  # longest list whose entries are watched
 
 
 def is_scalar(value: Any) -> bool:
@@ -35,7 +35,7 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, SCALARS)
 
 
-def same(a: Any, b: Any) -> bool:
+def are_equal(a: Any, b: Any) -> bool:
     """Returns whether two Python values are equal; False if they cannot be compared."""
     try:
         return a is b or bool(a == b)
@@ -49,8 +49,8 @@ class Slots(MutableMapping[str, Any]):
     def __init__(self, owner: Any, name: str = "") -> None:
         self.owner = owner
         slots = (vars(cls).get("__slots__", ()) for cls in type(owner).__mro__)
-        own = (name for of_class in slots for name in ((of_class,) if isinstance(of_class, str) else of_class))
-        self.names = [name] if name else [name for name in own if name[:2] != "__"]
+        slot_names = (name for names in slots for name in ((names,) if isinstance(names, str) else names))
+        self.names = [name] if name else [name for name in slot_names if name[:2] != "__"]
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -74,7 +74,7 @@ class Slots(MutableMapping[str, Any]):
 CELL = "cell_contents"  # the only attribute of a closure cell
 
 
-def identical(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+def have_same_objects(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
     """Returns whether two dictionaries hold the same objects as keys and values, in the same order."""
     return list(map(id, a)) == list(map(id, b)) and list(map(id, a.values())) == list(map(id, b.values()))
 
@@ -109,8 +109,8 @@ class Owner(NamedTuple):
 
     def restore(self, before: dict[Any, Any]) -> None:
         """Restores the content to ``before``."""
-        now, container = self.content(), self.container
-        if identical(now, before):
+        items, container = self.content(), self.container
+        if have_same_objects(items, before):
             return
         if isinstance(container, (list, deque)):
             container.clear()
@@ -119,7 +119,7 @@ class Owner(NamedTuple):
             container.clear()
             container.update(before)
         else:
-            for key in now.keys() - before.keys() if self.keys is not None or isinstance(container, Slots) else now:
+            for key in items.keys() - before.keys() if self.keys is not None or isinstance(container, Slots) else items:
                 del container[key]
             container.update(before)
 
@@ -128,8 +128,8 @@ class Change(NamedTuple):
     """A value that differs from its value at capture time; None stands for a missing value."""
 
     name: str
-    was: Any
-    now: Any
+    old: Any
+    new: Any
 
 
 class Watched(NamedTuple):
@@ -152,13 +152,13 @@ class Watched(NamedTuple):
 
     def changes(self) -> dict[Any, Change]:
         """Returns the changed values by key; a list counts as one value."""
-        now, was = self.owner.content(), self.before
+        current, captured = self.owner.content(), self.before
         if isinstance(self.owner.container, list):
-            now, was = {None: tuple(now.values())}, {None: tuple(was.values())}
+            current, captured = {None: tuple(current.values())}, {None: tuple(captured.values())}
         return {
-            key: Change(self.owner.name(key), was.get(key), now.get(key))
-            for key in dict.fromkeys((*was, *now))
-            if not (key in was and key in now and same(was[key], now[key]))
+            key: Change(self.owner.name(key), captured.get(key), current.get(key))
+            for key in dict.fromkeys((*captured, *current))
+            if not (key in captured and key in current and are_equal(captured[key], current[key]))
         }
 
 
@@ -170,17 +170,17 @@ def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
     """
     content = owner.content()
     if isinstance(owner.container, list):
-        few = len(content) <= MOST and all(map(is_scalar, content.values()))
-        return [Watched(owner, content, tuple, owner.container, tuple(content.values()))] if few else []
-    every = names is None or owner.keys is not None
-    found = {key: value for key, value in content.items()
-             if (every or not isinstance(key, str) or key in names) and is_scalar(value)}  # fmt: skip
-    if not found:
+        is_watched = len(content) <= MAX_WATCHED and all(map(is_scalar, content.values()))
+        return [Watched(owner, content, tuple, owner.container, tuple(content.values()))] if is_watched else []
+    watches_all = names is None or owner.keys is not None
+    constants = {key: value for key, value in content.items()
+                 if (watches_all or not isinstance(key, str) or key in names) and is_scalar(value)}  # fmt: skip
+    if not constants:
         return []
     # ``get`` runs in C, because it is called at each step.
-    of_slots = isinstance(owner.container, Slots)
-    get, target = (attrgetter, owner.container.owner) if of_slots else (itemgetter, owner.container)
-    return [Watched(owner._replace(keys=tuple(found)), found, get(*found), target, get(*found)(target))]
+    is_slots = isinstance(owner.container, Slots)
+    get, target = (attrgetter, owner.container.owner) if is_slots else (itemgetter, owner.container)
+    return [Watched(owner._replace(keys=tuple(constants)), constants, get(*constants), target, get(*constants)(target))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,23 +189,23 @@ class PythonValues:
 
     Attributes:
         watched: Values that are compared at each step.
-        undone: Sentence about a Python side effect of the step that the graph cannot repeat, or "".
-        once: Values that only the step's first run sets (``config.problem_type`` of transformers).
+        unrepeatable: Sentence about a Python side effect of the step that the graph cannot repeat, or "".
+        first_run_values: Values that only the step's first run sets (``config.problem_type`` of transformers).
     """
 
     watched: tuple[Watched, ...]
-    undone: str
-    once: tuple[Watched, ...]
+    unrepeatable: str
+    first_run_values: tuple[Watched, ...]
 
     def change(self) -> Change | None:
         """Returns the first value that has changed, or None."""
-        for one in self.watched:
+        for watched in self.watched:
             try:  # inlined, since it is executed at each step
-                if one.get(one.target) == one.values:
+                if watched.get(watched.target) == watched.values:
                     continue
             except Exception:  # a key is gone, a cell is empty, or values cannot be compared
                 pass
-            if changes := one.changes():
+            if changes := watched.changes():
                 return next(iter(changes.values()))
         return None
 
@@ -214,33 +214,33 @@ class Changes(NamedTuple):
     """Changes of watched values by the step's Python code.
 
     Attributes:
-        kept: Values to watch from now on, without those that the step replaces by non-constants (such as tensors).
+        remaining: Values to watch from now on, without those that the step replaces by non-constants (such as tensors).
         first: First value that is now a different constant, or None.
-        now: All values that are now different constants, with their current values.
+        updated: All values that are now different constants, with their current values.
     """
 
-    kept: tuple[Watched, ...]
+    remaining: tuple[Watched, ...]
     first: Change | None
-    now: tuple[Watched, ...]
+    updated: tuple[Watched, ...]
 
 
-def changed(watched: Iterable[Watched]) -> Changes:
+def compare_constants(watched: Iterable[Watched]) -> Changes:
     """Compares watched values with their current values."""
-    kept: list[Watched] = []
-    others: list[Watched] = []
+    remaining: list[Watched] = []
+    updated: list[Watched] = []
     first: Change | None = None
-    for one in watched:
-        changes = one.changes()
-        constants = {key: change for key, change in changes.items() if is_scalar(change.now)}
+    for values in watched:
+        changes = values.changes()
+        constants = {key: change for key, change in changes.items() if is_scalar(change.new)}
         first = first or next(iter(constants.values()), None)
         if not changes:
-            kept.append(one)
-        elif one.owner.keys is not None:
-            kept += watch(one.owner._replace(keys=tuple(key for key in one.before if key not in changes)))
-            others += watch(one.owner._replace(keys=tuple(constants)))
+            remaining.append(values)
+        elif values.owner.keys is not None:
+            remaining += watch(values.owner._replace(keys=tuple(key for key in values.before if key not in changes)))
+            updated += watch(values.owner._replace(keys=tuple(constants)))
         elif constants:
-            others += watch(one.owner)
-    return Changes(tuple(kept), first, tuple(others))
+            updated += watch(values.owner)
+    return Changes(tuple(remaining), first, tuple(updated))
 
 
 class Code:
@@ -256,33 +256,33 @@ class Code:
         self._classes: dict[type, set[str]] = {}  # with their known methods
         self._new: list[types.FunctionType] = []
 
-    def runs(self, function: Any) -> None:
+    def add_function(self, function: Any) -> None:
         """Records a function that the step may execute."""
-        for one in (function, inspect.unwrap(function) if callable(function) else function):
-            code = getattr(one, "__code__", None)
+        for candidate in (function, inspect.unwrap(function) if callable(function) else function):
+            code = getattr(candidate, "__code__", None)
             if isinstance(code, types.CodeType) and code not in self._codes:
                 self._codes.add(code)
                 self.names |= names_of(code) | {
                     const for part in nested(code) for const in part.co_consts if isinstance(const, str)
                 }
-                if isinstance(one, types.FunctionType):
-                    self._new.append(one)
+                if isinstance(candidate, types.FunctionType):
+                    self._new.append(candidate)
 
-    def methods_of(self, cls: type) -> None:
+    def add_class(self, cls: type) -> None:
         """Records a class whose methods the step may execute if its code names them."""
         self._classes.setdefault(cls, set())
 
     def new_functions(self) -> list[types.FunctionType]:
         """Returns functions that the step may execute and that no earlier call returned."""
-        for cls, known in self._classes.items():
-            for name in (self.names & set(dir(cls))) - known:
-                known.add(name)
+        for cls, known_methods in self._classes.items():
+            for name in (self.names & set(dir(cls))) - known_methods:
+                known_methods.add(name)
                 method = inspect.getattr_static(cls, name, None)
                 method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
-                if isinstance(method, types.FunctionType) and users(method.__code__.co_filename):
-                    self.runs(method)
-        found, self._new = self._new, []
-        return found
+                if isinstance(method, types.FunctionType) and is_user_file(method.__code__.co_filename):
+                    self.add_function(method)
+        functions, self._new = self._new, []
+        return functions
 
 
 def nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -308,21 +308,21 @@ def names_of(code: types.CodeType) -> set[str]:
 
 
 @contextmanager
-def untouched() -> Iterator[Callable[[], str]]:
+def preserve_random_states() -> Iterator[Callable[[], str]]:
     """Restores the host's random states on exit, since the step may draw on the host (stochastic depth).
 
     Yields a function that names the generator (Python's or NumPy's) from which the step has drawn, or "".
     """
     saved = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 (the global state is meant)
 
-    def drawn() -> str:
-        words, *others = zip(np.random.get_state(), saved[2], strict=True)  # noqa: NPY002
-        numpy = any(now != was for now, was in (*others[1:], words)) or not np.array_equal(*others[0])
-        moved = {"Python's random": random.getstate() != saved[1], "numpy.random": numpy}
-        return " and ".join(name for name, has in moved.items() if has)
+    def drawn_from() -> str:
+        words, *rest = zip(np.random.get_state(), saved[2], strict=True)  # noqa: NPY002
+        has_numpy_drawn = any(new != old for new, old in (*rest[1:], words)) or not np.array_equal(*rest[0])
+        has_drawn = {"Python's random": random.getstate() != saved[1], "numpy.random": has_numpy_drawn}
+        return " and ".join(name for name, is_drawn in has_drawn.items() if is_drawn)
 
     try:
-        yield drawn
+        yield drawn_from
     finally:
         torch.set_rng_state(saved[0])
         random.setstate(saved[1])

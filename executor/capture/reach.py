@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from executor.capture.operators import users
+from executor.capture.operators import is_user_file
 from executor.capture.python_values import CELL, Code, Owner, Slots, Watched, globals_of, is_scalar, names_of, watch
 from simulator.program import TensorKind
 
-MOST_DEEP = 40  # deepest nesting of objects that is followed
+MAX_DEPTH = 40  # deepest nesting of objects that is followed
 MODULE_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
-_OF_MODULES = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _OPAQUE = (Tensor, type, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.CodeType,
            logging.Logger, torch.UntypedStorage, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)  # fmt: skip
 
@@ -51,7 +51,7 @@ REFUSED = {
 }
 
 
-class Taken(NamedTuple):
+class StepIterator(NamedTuple):
     """A Python iterator from which the step may take values."""
 
     container: Any
@@ -66,20 +66,20 @@ class Taken(NamedTuple):
             return None if frame is None else (frame.f_lasti, frame.f_lineno)
         return repr(self.iterator.__reduce__()) if hasattr(self.iterator, "__setstate__") else None
 
-    def put_copy(self) -> Taken:
+    def replace_by_copy(self) -> StepIterator:
         """Replaces the iterator by a copy, if it can be copied, so that the user's iterator does not advance."""
         if isinstance(self.iterator, types.GeneratorType) or not hasattr(self.iterator, "__setstate__"):
             return self
-        other = copy.copy(self.iterator)
-        self.container[self.key] = other
-        return self._replace(iterator=other)
+        iterator_copy = copy.copy(self.iterator)
+        self.container[self.key] = iterator_copy
+        return self._replace(iterator=iterator_copy)
 
 
 class Snapshot:
     """Contents of all reached objects and states of the random generators."""
 
     def __init__(self, reach: Reach) -> None:
-        self.held = [(owner, owner.content()) for owner in reach.owners.values()]
+        self._saved = [(owner, owner.content()) for owner in reach.owners.values()]
         self._generators = [(generator.set_state, generator.get_state()) for generator in reach.generators]
 
     def restore(self) -> None:
@@ -89,7 +89,7 @@ class Snapshot:
             ExceptionGroup: If some objects could not be restored.
         """
         failed: list[Exception] = []
-        for restore, before in [*((one.restore, was) for one, was in reversed(self.held)), *self._generators]:
+        for restore, before in [*((owner.restore, old) for owner, old in reversed(self._saved)), *self._generators]:
             try:
                 restore(before)
             except Exception as error:
@@ -114,14 +114,14 @@ class Reach:
         self.optimizers: list[Optimizer] = []
         self.scalers: list[GradScaler] = []
         self.generators: list[torch.Generator] = []
-        self.iterators: list[Taken] = []
+        self.iterators: list[StepIterator] = []
         self.owners: dict[int, Owner] = {}
         self.code = Code()
         self._defaults: list[Owner] = []
         self._visited: set[int] = set()
-        self._keep: list[Any] = []  # an id stays unique while its object lives
+        self._kept_alive: list[Any] = []  # an id stays unique while its object lives
 
-    def found(self, value: Any, name: str, kind: TensorKind, container: Any, key: Any) -> None:
+    def on_tensor(self, value: Any, name: str, kind: TensorKind, container: Any, key: Any) -> None:
         """Handles a tensor or a tuple of some (an LSTM's state) at ``container[key]``; subclasses override it."""
 
     def add(self, value: Any, name: str) -> None:
@@ -131,29 +131,29 @@ class Reach:
             for function in functions:
                 self._walk(function, "", "buffer", 1)
 
-    def own(self, container: Any, path: str, keys: tuple[str, ...] | None = None, constant: bool = False) -> Any:
+    def register(self, container: Any, path: str, keys: tuple[str, ...] | None = None, constant: bool = False) -> Any:
         """Records a mutable object and returns its container, which is the same for all views of one object."""
-        at = id(container.owner) if isinstance(container, Slots) else id(container)
-        known = self.owners.get(at)
-        if known is not None:
-            both = None if keys is None or known.keys is None else tuple(dict.fromkeys((*known.keys, *keys)))
-            self.owners[at] = known._replace(keys=both, constant=constant or known.constant)
+        owner_id = id(container.owner) if isinstance(container, Slots) else id(container)
+        existing = self.owners.get(owner_id)
+        if existing is not None:
+            merged = None if keys is None or existing.keys is None else tuple(dict.fromkeys((*existing.keys, *keys)))
+            self.owners[owner_id] = existing._replace(keys=merged, constant=constant or existing.constant)
         else:
-            self.owners[at] = Owner(container, path, keys, constant)
-            self._keep.append(container)
-        return self.owners[at].container
+            self.owners[owner_id] = Owner(container, path, keys, constant)
+            self._kept_alive.append(container)
+        return self.owners[owner_id].container
 
     def constants(self) -> tuple[Watched, ...]:
         """Returns the Python constants that the step may read, with their current values."""
         owners = [owner for owner in self.owners.values() if owner.constant]
-        return tuple(one for owner in (*owners, *self._defaults) for one in watch(owner, self.code.names))
+        return tuple(watched for owner in (*owners, *self._defaults) for watched in watch(owner, self.code.names))
 
     def _walk(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
-        if id(value) in self._visited or depth > MOST_DEEP or isinstance(value, _OPAQUE):
+        if id(value) in self._visited or depth > MAX_DEPTH or isinstance(value, _OPAQUE):
             return
         self._visited.add(id(value))
-        self._keep.append(value)
-        step = functools.partial(self._walk, kind=kind, depth=depth + 1)
+        self._kept_alive.append(value)
+        walk_part = functools.partial(self._walk, kind=kind, depth=depth + 1)
         if isinstance(value, nn.Module):
             for prefix, module in value.named_modules(prefix=name):
                 self._module(module, prefix, depth)
@@ -163,27 +163,27 @@ class Reach:
             if value.is_enabled() and value._scale is None:  # its first use would create them
                 value._lazy_init_scale_growth_tracker(torch.device(value._device))
             self.scalers.append(value)
-            self.own(vars(value), name)
+            self.register(vars(value), name)
             self._items(vars(value), [k for k in ("_scale", "_growth_tracker") if k in vars(value)], name, kind, depth)
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
         elif isinstance(value, (list, deque)) or is_table(value):
-            self.own(value, name, constant=not isinstance(value, deque))
+            self.register(value, name, constant=not isinstance(value, deque))
             keys = list(value) if isinstance(value, dict) else range(len(value))
             self._items(value, keys, name, kind, depth)
         elif isinstance(value, (tuple, set, frozenset)):
             if isinstance(value, set):
-                self.own(value, name)
+                self.register(value, name)
             for i, entry in enumerate(value):
-                step(entry, f"{name}.{i}".lstrip("."))
+                walk_part(entry, f"{name}.{i}".lstrip("."))
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
-                step(part, name)
+                walk_part(part, name)
         elif isinstance(value, types.MethodType):
-            step(value.__self__, name)
-            step(value.__func__, name)
+            walk_part(value.__self__, name)
+            walk_part(value.__func__, name)
         elif isinstance(value, types.BuiltinFunctionType):  # ``losses.append``
-            step(value.__self__, name)
+            walk_part(value.__self__, name)
         elif isinstance(value, types.FunctionType):
             self._function(value, name, kind, depth)
         elif isinstance(value, types.ModuleType):
@@ -196,20 +196,20 @@ class Reach:
             self._items(vars(value), [k for k in vars(value) if not k.startswith("_")], name, kind, depth)
             return
         if callable(value):
-            self.code.runs(type(value).__call__)
-        self.code.methods_of(type(value))
+            self.code.add_function(type(value).__call__)
+        self.code.add_class(type(value))
         if hasattr(value, "__dict__"):
             self._walk(vars(value), name, kind, depth + 1)
         if len(slots := Slots(value)):
-            self._keep.append(slots)
-            self.own(slots, name)
+            self._kept_alive.append(slots)
+            self.register(slots, name)
             self._items(slots, list(slots), name, kind, depth)
         self._class(type(value), kind, depth)
 
     def _class(self, cls: type, kind: TensorKind, depth: int) -> None:
         """Walks lists and dictionaries that are attributes of a user's class."""
         for base in cls.__mro__:
-            if id(base) not in self._visited and users(_file(base)):
+            if id(base) not in self._visited and is_user_file(_file(base)):
                 self._visited.add(id(base))
                 for key, value in vars(base).items():
                     if (isinstance(value, (list, deque)) or is_table(value)) and not key.startswith("__"):
@@ -224,17 +224,17 @@ class Reach:
 
     def _entry(self, value: Any, path: str, kind: TensorKind, container: Any, key: Any, depth: int) -> None:
         if any(isinstance(part, Tensor) for part in (value if isinstance(value, tuple) else (value,))):
-            self.found(value, path, kind, container, key)
+            self.on_tensor(value, path, kind, container, key)
         elif isinstance(value, Iterator):
-            self.iterators.append(Taken(container, key, value, path))
+            self.iterators.append(StepIterator(container, key, value, path))
         else:
             self._walk(value, path, kind, depth + 1)
 
     def _optimizer(self, optimizer: Optimizer, name: str, depth: int) -> None:
         """Walks the optimizers and tensors that an optimizer holds, then records the optimizer itself."""
-        own = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
+        fields = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
         if "param_groups" not in vars(optimizer):  # Accelerate's wrapper of another optimizer
-            inner = [part for part in own.values() if isinstance(part, (Optimizer, GradScaler))]
+            inner = [part for part in fields.values() if isinstance(part, (Optimizer, GradScaler))]
             if depth == 0 and not any(isinstance(part, Optimizer) for part in inner):
                 raise CaptureError(
                     f"{name} ({type(optimizer).__name__}) has no parameter groups: give torch.optim's own"
@@ -248,20 +248,20 @@ class Reach:
                 f"{name} ({type(optimizer).__name__}) calls the model a data-dependent number of times, which cannot "
                 "be captured: train with it without a plan, or use another optimizer"
             )
-        self._items(vars(optimizer), [k for k, v in own.items() if not is_scalar(v)], name, "optimizer_state", depth)
-        self.code.methods_of(type(optimizer))
-        self.own(vars(optimizer), name)
-        self.own(optimizer.state, f"{name}.state")
-        self.own(optimizer.param_groups, f"{name}.param_groups")
+        self._items(vars(optimizer), [k for k, v in fields.items() if not is_scalar(v)], name, "optimizer_state", depth)
+        self.code.add_class(type(optimizer))
+        self.register(vars(optimizer), name)
+        self.register(optimizer.state, f"{name}.state")
+        self.register(optimizer.param_groups, f"{name}.param_groups")
         for group in optimizer.param_groups:
-            self.own(group, f"{name}.param_groups")
+            self.register(group, f"{name}.param_groups")
         for i, table in enumerate(optimizer.state.values()):
             path = f"{name}.state.{i}"
             if isinstance(table, dict):
-                self.own(table, path)
+                self.register(table, path)
                 for key, value in table.items():  # state.py handles lists and tables of tensors
                     if isinstance(value, (dict, list)):
-                        self.own(value, f"{path}.{key}")
+                        self.register(value, f"{path}.{key}")
                     else:
                         self._walk(value, f"{path}.{key}", "optimizer_state", depth + 1)
         self.optimizers.append(optimizer)
@@ -273,81 +273,81 @@ class Reach:
             if cls.__name__ == "LightningModule" and getattr(module, "_trainer", None) is not None:
                 raise CaptureError(f"{name or 'the model'} is trained by Lightning's Trainer: give that {_COMPILE}")
         if isinstance(module, nn.RNNBase) and module.dropout and module.training and uses_cudnn(module):
-            what = f"{name or 'the model'} is a {type(module).__name__} with dropout, whose state cuDNN makes"
-            raise CaptureError(f"{what} on the host: stack layers with nn.Dropout between them, or turn cuDNN off")
+            subject = f"{name or 'the model'} is a {type(module).__name__} with dropout, whose state cuDNN makes"
+            raise CaptureError(f"{subject} on the host: stack layers with nn.Dropout between them, or turn cuDNN off")
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            way = "give its _orig_mod" if hasattr(module, "_orig_mod") else "leave out its compile()"
-            what = f"{name or 'the model'} is compiled (torch.compile), which cannot be captured"
-            raise CaptureError(f"{what}: {way}")
+            advice = "give its _orig_mod" if hasattr(module, "_orig_mod") else "leave out its compile()"
+            subject = f"{name or 'the model'} is compiled (torch.compile), which cannot be captured"
+            raise CaptureError(f"{subject}: {advice}")
         self._visited.add(id(module))
-        self._keep.append(module)
+        self._kept_alive.append(module)
         self.modules.append(module)
         self.paths[id(module)] = name
-        own = vars(module)
-        self.code.runs(type(module).forward)
-        self.code.methods_of(type(module))
-        self.own(own, name, constant=True)
+        namespace = vars(module)
+        self.code.add_function(type(module).forward)
+        self.code.add_class(type(module))
+        self.register(namespace, name, constant=True)
         for table in (module._parameters, module._buffers):
-            self.own(table, name)
+            self.register(table, name)
             self._items(table, [k for k, v in table.items() if v is not None], name, "buffer", depth)
-        self.own(module._modules, name)
-        for key, hooks in own.items():  # a forward pass may add some
+        self.register(module._modules, name)
+        for key, hooks in namespace.items():  # a forward pass may add some
             if "_hooks" in key and isinstance(hooks, (dict, OrderedDict)):
-                self.own(hooks, f"{name}.{key}".lstrip("."))
+                self.register(hooks, f"{name}.{key}".lstrip("."))
                 self._items(hooks, list(hooks), f"{name}.{key}", "buffer", depth)
-        ours = type(module).__module__.startswith("executor.")  # a wrapper: its private attributes are not state
-        attributes = [k for k in own if k not in _OF_MODULES and not (ours and k.startswith("_"))]
-        self._items(own, attributes, name, "buffer", depth)
+        is_wrapper = type(module).__module__.startswith("executor.")  # a wrapper: its private attributes are not state
+        attributes = [k for k in namespace if k not in _MODULE_ATTRIBUTES and not (is_wrapper and k.startswith("_"))]
+        self._items(namespace, attributes, name, "buffer", depth)
         self._class(type(module), "buffer", depth)
 
     def _function(self, function: types.FunctionType, name: str, kind: TensorKind, depth: int) -> None:
         if (function.__module__ or "").partition(".")[0] in ("torch", "builtins", "executor"):
             return
-        self.code.runs(function)
+        self.code.add_function(function)
         if function.__kwdefaults__:
             self._defaults.append(Owner(function.__kwdefaults__, name, tuple(function.__kwdefaults__)))
         if function.__defaults__:
             self._defaults.append(Owner(Slots(function, "__defaults__"), name, ("__defaults__",)))
         for label, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            slot = self.own(Slots(cell, CELL), label, (CELL,), constant=True)
+            slot = self.register(Slots(cell, CELL), label, (CELL,), constant=True)
             for value in slot.values():  # none if it is not assigned yet
                 self._entry(value, label, kind, slot, CELL, depth)
         self._walk(function.__defaults__, name, kind, depth + 1)
         self._walk(function.__kwdefaults__, name, kind, depth + 1)
-        named = globals_of(function.__code__)
-        self._globals(function.__globals__, named, kind, depth)
-        for library in {n for n in named if isinstance(function.__globals__.get(n), types.ModuleType)}:
+        global_names = globals_of(function.__code__)
+        self._globals(function.__globals__, global_names, kind, depth)
+        for library in {n for n in global_names if isinstance(function.__globals__.get(n), types.ModuleType)}:
             module = function.__globals__[library]
-            if users(getattr(module, "__file__", None) or "<built-in>"):
+            if is_user_file(getattr(module, "__file__", None) or "<built-in>"):
                 self._globals(vars(module), names_of(function.__code__), kind, depth)
 
-    def _globals(self, table: dict[str, Any], named: set[str], kind: TensorKind, depth: int) -> None:
-        self.own(table, "", tuple(sorted(named)), constant=True)
-        self._items(table, [n for n in sorted(named) if n in table], "", kind, depth)
+    def _globals(self, table: dict[str, Any], global_names: set[str], kind: TensorKind, depth: int) -> None:
+        self.register(table, "", tuple(sorted(global_names)), constant=True)
+        self._items(table, [n for n in sorted(global_names) if n in table], "", kind, depth)
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
     """Returns the existing dictionaries in which PyTorch keeps hooks of modules and their parameters."""
-    of_module = [getattr(m, which) for m in modules for which in MODULE_HOOKS]
-    of_tensor = [getattr(p, which, None) for m in modules for p in m._parameters.values() if p is not None
-                 for which in TENSOR_HOOKS]  # fmt: skip
-    return [table for table in (*of_module, *of_tensor) if table is not None]
+    module_hooks = [getattr(m, attribute) for m in modules for attribute in MODULE_HOOKS]
+    tensor_hooks = [getattr(p, attribute, None) for m in modules for p in m._parameters.values() if p is not None
+                    for attribute in TENSOR_HOOKS]  # fmt: skip
+    return [table for table in (*module_hooks, *tensor_hooks) if table is not None]
 
 
 def is_table(value: Any) -> bool:
     """Returns whether the value is a dictionary with plain lookups (transformers' lazy dictionaries import on them)."""
     kind = type(value)
-    plain = isinstance(value, dict) and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__)
-    ours = kind.__module__.startswith("executor.") and isinstance(value, dict)
-    return (plain and kind.__getitem__ is dict.__getitem__) or ours
+    is_plain = isinstance(value, dict) and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__)
+    is_own = kind.__module__.startswith("executor.") and isinstance(value, dict)
+    return (is_plain and kind.__getitem__ is dict.__getitem__) or is_own
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
     """Raises CaptureError if the tensor is sparse, nested or quantized."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        what = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "sparse"
+        layout = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "sparse"
         raise CaptureError(
-            f"{name} is a {what} tensor, whose size a plan cannot know: pass its indices and values as dense tensors "
+            f"{name} is a {layout} tensor, whose size a plan cannot know: pass its indices and values as dense tensors "
             "(index_add, scatter, edge_index), or to_dense()"
         )
 

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor.capture.batches import tensors_in
-from executor.capture.captured import Captured, HostRead, MicroBatch, UserHolds, number
+from executor.capture.captured import Captured, HostRead, MicroBatch, UserHolds, evaluate_number
 from executor.capture.durations import Precision
 from executor.capture.effects import remove_fakes
 from executor.capture.operators import (
@@ -48,11 +48,11 @@ from executor.capture.operators import (
     flops_of,
     half_statistics,
     kind_of,
-    mutated,
     running_statistics,
     touched_bytes,
+    written_tensors,
 )
-from executor.capture.optimizers import Numbers, bucketed, captured_form, moved, numbers_of, patched
+from executor.capture.optimizers import Numbers, captured_form, changed_number, numbers_of, patch_attrs, split_groups
 from executor.capture.reach import CaptureError
 from executor.capture.state import Entry
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
@@ -61,11 +61,11 @@ from simulator.report import Place
 T = TypeVar("T")
 
 
-def noted(result: T) -> T:
+def report_outputs(result: T) -> T:
     """Reports a model's result to the active recorder, without keeping it alive, and returns it."""
     for mode in _python_dispatch._get_current_dispatch_mode_stack():
         if isinstance(mode, Recorder):
-            mode.note_outputs(tensors_in(result))
+            mode.record_outputs(tensors_in(result))
     return result
 
 
@@ -104,16 +104,16 @@ class Recorder(TorchDispatchMode):
         self.persistent: set[int] = set()
         self.constants: dict[int, str] = {}  # real tensors without a placeholder
         self.gradients: dict[int, int] = {}  # storage of a gradient -> storage of its parameter
-        self.stepping = False  # an optimizer's step is running
-        self.asked: set[fx.Node] = set()
-        self.drawn = self.drawing = -1  # operator that drew last; operator after whose draws the state is now
+        self.is_stepping = False  # an optimizer's step is running
+        self.skip_flags: set[fx.Node] = set()
+        self.last_draw = self.draw_index = -1  # operator that drew last; operator after whose draws the state is now
         self.draws: dict[int, int] = {}  # operator -> operator after whose draws it starts, if not the last one
         self.reads: list[HostRead] = []
         self.batch: dict[fx.Node, Tensor] = {}  # placeholders of the step's arguments -> the example's tensors
         self.micro: list[tuple[int, fx.Node, int, bool]] = []  # ends of micro-batches (MicroBatch)
         self.outputs: tuple[int, list[int]] = (0, [])  # operators when the model returned, storages of its result
-        self.zeroed = -1  # number of operators at the last zero_grad call; -1 if none
-        self._optional = self._asking = False
+        self.zero_grad_index = -1  # number of operators at the last zero_grad call; -1 if none
+        self._optional = self._is_reading_flag = False
         self._index: dict[StorageWeakRef, int] = {}
         self._live: dict[int, StorageWeakRef] = {}
         self._backward_seen = False
@@ -154,9 +154,9 @@ class Recorder(TorchDispatchMode):
         return self._index[key]
 
     def _read(self, tensor: Tensor) -> int:
-        known = len(self.nbytes)
+        storage_count = len(self.nbytes)
         s = self._storage(tensor)
-        if s == known:  # read before any write
+        if s == storage_count:  # read before any write
             self.constants[s] = f"constant{len(self.constants)}"
             self.persistent.add(s)
             del self._live[s]
@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1 or root_gradient:
             self._backward_seen = True
             return "backward"
-        if self.stepping or (self._backward_seen and not torch.is_grad_enabled()):
+        if self.is_stepping or (self._backward_seen and not torch.is_grad_enabled()):
             return "optimizer"
         return "forward"
 
@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if func is _NUMBER and not (self.stepping or self._asking):
+        if func is _NUMBER and not (self.is_stepping or self._is_reading_flag):
             return self._read_number(args[0])
         if func is torch.ops.aten.set_.source_Storage:
             raise CaptureError(
@@ -193,22 +193,22 @@ class Recorder(TorchDispatchMode):
             )
         self.reap()
         phase = self._phase(func)
-        place = self.places.of(phase)
+        place = self.places.locate(phase)
         # A host constant is not on the device until it is copied there.
-        hosted = func._overloadpacket in (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)
-        tensors = [] if hosted else [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        is_host_constant = func._overloadpacket in (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)
+        tensors = [] if is_host_constant else [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         reads = [self._read(x) for x in tensors]
         sums = (reads[0], reads[1]) if phase == "backward" and adds_gradients(func, args, kwargs) else None
         before = len(self.graph.nodes)
         out = func(*args, **kwargs)
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        wide = half_statistics(func, args, kwargs, self.as_cuda)
-        for i in wide:  # the fake ones are half as large
+        widened = half_statistics(func, args, kwargs, self.as_cuda)
+        for i in widened:  # the fake ones are half as large
             self._widened.add(s := self._storage(out[i]))
             self.nbytes[s] *= 2
         statistics = [self._storage(x) for x in running_statistics(func, args, kwargs)]
         reads = [s for s in reads if s not in statistics]
-        writes = [self._storage(x) for x in mutated(func, args, kwargs) + outs] + statistics
+        writes = [self._storage(x) for x in written_tensors(func, args, kwargs) + outs] + statistics
         nodes = []
         for node in list(islice(reversed(self.graph.nodes), len(self.graph.nodes) - before))[::-1]:
             node.meta.pop("val", None)  # an alias, which would keep the storage alive
@@ -218,36 +218,36 @@ class Recorder(TorchDispatchMode):
                 value = out[node.args[1]] if is_item else out
                 if isinstance(value, Tensor):
                     self.values[node] = self._storage(value)
-                if is_item and node.args[1] in wide:
+                if is_item and node.args[1] in widened:
                     node.meta["tensor_meta"] = node.meta["tensor_meta"]._replace(dtype=torch.float32)
         if isinstance(out, (list, tuple)) and nodes:
             nodes[0].meta["items"] = len(out)
-        if func._overloadpacket.__name__.startswith("_fused_") and self.stepping and nodes:
+        if func._overloadpacket.__name__.startswith("_fused_") and self.is_stepping and nodes:
             self.numbers.connect(nodes[0], args[0][0])
-        if self._asking:
-            self.asked.update(node for node in nodes if node.target is _NUMBER)
+        if self._is_reading_flag:
+            self.skip_flags.update(node for node in nodes if node.target is _NUMBER)
         if Tag.nondeterministic_seeded in func.tags:
-            if self.drawing != self.drawn:
-                self.draws[len(self.ops)] = self.drawing
-            self.drawn = self.drawing = len(self.ops)
+            if self.draw_index != self.last_draw:
+                self.draws[len(self.ops)] = self.draw_index
+            self.last_draw = self.draw_index = len(self.ops)
         launched = nodes[0].target if nodes and isinstance(nodes[0].target, OpOverload) else func
         # An in-place update returns the tensors that it writes, except foreach and fused updates.
-        updated = [] if outs else mutated(func, args, kwargs)
+        updated = [] if outs else written_tensors(func, args, kwargs)
         touched = [] if func._overloadpacket in ALLOCATIONS else tensors + outs + updated
-        view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
+        is_view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
         self.ops.append(
             _Op(launched, phase, place, nodes, list(dict.fromkeys(reads)), list(dict.fromkeys(writes)),
                 flops_of(func, args, kwargs, out), sum(map(self._touched, touched)), sums, self._optional,
-                not view and any(self.nbytes[s] for s in reads + writes))
+                not is_view and any(self.nbytes[s] for s in reads + writes))
         )  # fmt: skip
         return out
 
-    def used(self, tensor: Tensor) -> bool:
+    def is_used(self, tensor: Tensor) -> bool:
         """Returns whether an operator has read or written the tensor."""
         s = self._storage(tensor)
         return any(s in op.reads or s in op.writes for op in self.ops)
 
-    def leaked(self) -> str:
+    def remove_leaks(self) -> str:
         """Removes the trace's tensors from containers that are not reachable from the step.
 
         Returns:
@@ -257,47 +257,47 @@ class Recorder(TorchDispatchMode):
         if self._live:
             gc.collect()
             self.reap()
-        kept = {reference.cdata for reference in self._live.values()}
-        return remove_fakes(kept) if kept else ""
+        leaked = {reference.cdata for reference in self._live.values()}
+        return remove_fakes(leaked) if leaked else ""
 
     def _read_number(self, tensor: Tensor) -> Any:
         """Returns the number that the step's Python code reads, which may depend only on the batch and constants."""
         mode = get_proxy_mode()
         assert mode is not None
-        needed, made = {self._storage(tensor)}, list[_Op]()
+        needed, producers = {self._storage(tensor)}, list[_Op]()
         for op in reversed(self.ops):
             if needed & {*op.writes}:
                 needed.update(op.reads)
-                made.append(op)
-        nodes = [node for op in reversed(made) for node in op.nodes]
-        of_batch = {node: real for node, real in self.batch.items() if self.values[node] in needed}
-        others = needed & self.persistent - {self.values[node] for node in of_batch}
-        random = any(Tag.nondeterministic_seeded in op.func.tags for op in made)
+                producers.append(op)
+        nodes = [node for op in reversed(producers) for node in op.nodes]
+        batch_inputs = {node: real for node, real in self.batch.items() if self.values[node] in needed}
+        other_inputs = needed & self.persistent - {self.values[node] for node in batch_inputs}
+        is_random = any(Tag.nondeterministic_seeded in op.func.tags for op in producers)
         if torch.is_anomaly_enabled():
             raise CaptureError(
                 "anomaly detection reads every gradient on the host: turn it off for what is planned "
                 "(torch.autograd.set_detect_anomaly)"
             )
-        if others or random or any(real.device.type == "meta" for real in of_batch.values()):
+        if other_inputs or is_random or any(real.device.type == "meta" for real in batch_inputs.values()):
             raise DataDependentOutputException(_NUMBER)
         last = get_proxy_slot(tensor, mode.tracer).proxy.node
         del nodes[nodes.index(last) + 1 :]
         inputs = {n for node in nodes for n in node.all_input_nodes if n.op == "get_attr"}
         constants = {node: getattr(mode.tracer.root, str(node.target)) for node in inputs}
         with disable_proxy_modes_tracing(), unset_fake_temporarily(), _python_dispatch._disable_current_modes():
-            value = number(nodes, {**constants, **of_batch})
-        if of_batch:
-            self.reads.append(HostRead(tuple(nodes), constants, value, made[0].place.line))
+            value = evaluate_number(nodes, {**constants, **batch_inputs})
+        if batch_inputs:
+            self.reads.append(HostRead(tuple(nodes), constants, value, producers[0].place.line))
         return value
 
-    def note_gradients(self, parameters: Iterable[Tensor]) -> None:
+    def record_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Records the current gradients of these parameters."""
         for p in parameters:
             storage = None if p.grad is None else self._index.get(StorageWeakRef(p.grad.untyped_storage()))
             if storage is not None:
                 self.gradients[storage] = self._storage(p)
 
-    def note_outputs(self, outputs: Iterable[Tensor]) -> None:
+    def record_outputs(self, outputs: Iterable[Tensor]) -> None:
         """Records the tensors of the model's result."""
         self.outputs = len(self.ops), [self._storage(x) for x in outputs]
 
@@ -308,14 +308,14 @@ class Recorder(TorchDispatchMode):
         Raises:
             CaptureError: If several optimizer steps of the step use a GradScaler.
         """
-        if self.asked:
+        if self.skip_flags:
             raise CaptureError(
                 "the step has several steps of optimizers with a GradScaler, and only one is supported: give all "
                 "parameters to one optimizer, or train in bfloat16 without a scaler"
             )
-        self._asking = True
+        self._is_reading_flag = True
         skipped.item()
-        self._asking, self._optional = False, True
+        self._is_reading_flag, self._optional = False, True
         try:
             yield
         finally:
@@ -324,8 +324,8 @@ class Recorder(TorchDispatchMode):
     def end_micro_batch(self, loss: Tensor) -> None:
         """Records the end of a micro-batch and its contribution ``loss`` to the step's loss."""
         s = self._storage(loss)
-        node = next(node for node, found in reversed(self.values.items()) if found == s)
-        self.micro.append((len(self.ops), node, self.drawing, self.drawing != self.drawn))
+        node = next(node for node, storage in reversed(self.values.items()) if storage == s)
+        self.micro.append((len(self.ops), node, self.draw_index, self.draw_index != self.last_draw))
 
     def build(self, graph: fx.GraphModule, entries: list[Entry], name: str, leaves: list[Any], **rest: Any) -> Captured:
         """Builds the program and the rest of the capture from the recorded operators.
@@ -342,12 +342,12 @@ class Recorder(TorchDispatchMode):
         done = [0]  # operators dispatched -> kernels among them
         for op in self.ops:
             done.append(done[-1] + op.launches)
-        held: dict[int, list[int]] = {}  # number of kernels done -> storages that eager holds until then
+        held_until: dict[int, list[int]] = {}  # number of kernels done -> storages that eager holds until then
         for s, k in last.items():
             if s not in self.persistent:
                 until = done[self.death.get(s, len(self.ops))]
                 if until > k + 1:
-                    held.setdefault(until, []).append(s)
+                    held_until.setdefault(until, []).append(s)
 
         tensors, index = self._tensors(ops, last, entries)
         owners = self._owners(ops, index, entries)
@@ -358,7 +358,7 @@ class Recorder(TorchDispatchMode):
         left_out: set[int] = set()
         for k in range(len(ops) + 1):
             # Storages that no kernel has written are empty.
-            if k in held and (read := tuple(sorted(index[s] for s in held[k] if s in index))):
+            if k in held_until and (read := tuple(sorted(index[s] for s in held_until[k] if s in index))):
                 phase = ops[k - 1].phase
                 kernels.append(Kernel("marker", "other", phase, read, (), 0, recomputable=False))
                 places.append(ops[k - 1].place)
@@ -366,9 +366,9 @@ class Recorder(TorchDispatchMode):
             if k < len(ops):
                 op = ops[k]
                 reads, writes = (tuple(index[s] for s in side if s in index) for side in (op.reads, op.writes))
-                twice = not any(tensors[t].persistent and t in reads for t in writes)
+                is_recomputable = not any(tensors[t].persistent and t in reads for t in writes)
                 kernels.append(Kernel(str(op.func), kind_of(op.func, op.phase), op.phase, reads, writes, 0,
-                                      flops=op.flops, bytes=op.bytes, recomputable=twice))  # fmt: skip
+                                      flops=op.flops, bytes=op.bytes, recomputable=is_recomputable))  # fmt: skip
                 places.append(op.place)
                 launched.append(len(nodes))
                 if op.optional:
@@ -376,8 +376,8 @@ class Recorder(TorchDispatchMode):
                 nodes.append(tuple(op.nodes))
         kernel_of = dict(zip((i for i, op in enumerate(self.ops) if op.launches), launched, strict=True))
         draws = {kernel_of[i]: kernel_of.get(j, -1) for i, j in self.draws.items()}
-        if self.drawing != self.drawn:
-            draws[len(kernels)] = kernel_of.get(self.drawing, -1)
+        if self.draw_index != self.last_draw:
+            draws[len(kernels)] = kernel_of.get(self.draw_index, -1)
 
         launched.append(len(kernels))
 
@@ -385,7 +385,7 @@ class Recorder(TorchDispatchMode):
             """Returns the first kernel after ``count`` operators."""
             return launched[done[count]]
 
-        def within(storages: Iterable[int]) -> tuple[int, ...]:
+        def step_tensors(storages: Iterable[int]) -> tuple[int, ...]:
             """Returns the tensors of these storages that live within a step."""
             return tuple(sorted({index[s] for s in storages if s in index and not tensors[index[s]].persistent}))
 
@@ -404,16 +404,16 @@ class Recorder(TorchDispatchMode):
             outputs=tuple(outputs),
             leaves=tuple(placeholders.get(id(leaf), leaf) for leaf in leaves),
             numbers=self.numbers,
-            asked=frozenset(self.asked),
-            left_out=frozenset(left_out),
+            skip_flags=frozenset(self.skip_flags),
+            skippable=frozenset(left_out),
             draws=draws,
             places=tuple(places),
             owners=owners,
-            precision=Precision.now(),
-            micro=tuple(MicroBatch(after(n), loss, kernel_of.get(i, -1), back) for n, loss, i, back in self.micro),
+            precision=Precision.from_flags(),
+            micro=tuple(MicroBatch(after(n), loss, kernel_of.get(i, -1), b) for n, loss, i, b in self.micro),
             holds=UserHolds(
-                within(self.outputs[1]), after(self.outputs[0]), within(self.gradients),
-                -1 if self.zeroed < 0 else after(self.zeroed),
+                step_tensors(self.outputs[1]), after(self.outputs[0]), step_tensors(self.gradients),
+                -1 if self.zero_grad_index < 0 else after(self.zero_grad_index),
             ),
             reads=tuple(self.reads),
             **rest,
@@ -476,22 +476,22 @@ class Recorder(TorchDispatchMode):
 
     def _owners(self, ops: list[_Op], index: dict[int, int], entries: list[Entry]) -> tuple[str, ...]:
         """Returns the module of each of the program's tensors."""
-        found: dict[int, str] = {}
+        owners: dict[int, str] = {}
         for entry, s in zip(entries, self.values.values(), strict=False):
-            found.setdefault(s, entry.owner)
-        found.update({s: found[p] for s, p in self.gradients.items() if s not in self.persistent})
+            owners.setdefault(s, entry.owner)
+        owners.update({s: owners[p] for s, p in self.gradients.items() if s not in self.persistent})
         for op in ops:
             for s in op.reads + op.writes:
-                found.setdefault(s, op.place.module)
-        return tuple(found[s] for s in index)
+                owners.setdefault(s, op.place.module)
+        return tuple(owners[s] for s in index)
 
 
-Change = tuple[Any, str, Any]  # of ``patched``
+Change = tuple[Any, str, Any]  # of ``patch_attrs``
 
 
 @contextmanager
 def traced_calls(
-    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, undone: list[str]
+    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, errors: list[str]
 ) -> Iterator[None]:
     """Intercepts PyTorch calls that are not operators while a step is traced, and reports them to the recorder.
 
@@ -501,7 +501,7 @@ def traced_calls(
     Args:
         groups: Options of each optimizer at capture time.
         bucket_bytes: As in ``capture``.
-        undone: Receives a sentence for each Python number that an optimizer's step changes.
+        errors: Receives a sentence for each Python number that an optimizer's step changes.
     """
     stack: list[tuple[ExitStack, dict[tuple[Any, ...], Any]]] = []
 
@@ -511,26 +511,26 @@ def traced_calls(
             if optimizer in groups:
                 context.enter_context(recorder.numbers.symbolic(optimizer, groups[optimizer]))
             if bucket_bytes:
-                context.enter_context(bucketed(optimizer, bucket_bytes))
+                context.enter_context(split_groups(optimizer, bucket_bytes))
             numbers = numbers_of(optimizer)
             stack.append((context.pop_all(), numbers))
-        recorder.note_gradients(p for group in optimizer.param_groups for p in group["params"])
-        recorder.stepping = True
+        recorder.record_gradients(p for group in optimizer.param_groups for p in group["params"])
+        recorder.is_stepping = True
 
     def leave(optimizer: Optimizer, *_: Any) -> None:
-        _, was = stack[-1]  # stays until nothing here can raise: what remains is unwound below
-        if (key := moved(was, optimizer)) is not None:
-            undone.append(
+        _, before = stack[-1]  # stays until nothing here can raise: what remains is unwound below
+        if (key := changed_number(before, optimizer)) is not None:
+            errors.append(
                 f"{type(optimizer).__name__} has {key[-1]} as a Python number, which each step changes and the graph "
                 "cannot: use an optimizer that keeps it in a tensor, as those of torch.optim do"
             )
         stack.pop()[0].close()
-        recorder.stepping = False
+        recorder.is_stepping = False
 
     hooks = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
-    changes = (*_scalers(recorder), *_zero_grads(recorder), *_random_states(recorder), *_answers_of_eager())
+    changes = (*_scalers(recorder), *_zero_grads(recorder), *_random_states(recorder), *_eager_answers())
     try:
-        with patched(*changes):
+        with patch_attrs(*changes):
             yield
     finally:
         for hook in hooks:
@@ -539,7 +539,7 @@ def traced_calls(
             stack.pop()[0].close()
 
 
-def _answers_of_eager() -> Iterator[Change]:
+def _eager_answers() -> Iterator[Change]:
     """Makes libraries that check for tracing behave as in eager mode.
 
     Checkpoints call ``_is_compiling``. transformers calls ``is_tracing`` and keeps masks that eager mode drops. The
@@ -556,7 +556,7 @@ def _zero_grads(recorder: Recorder) -> Iterator[Change]:
     def recording(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-            recorder.zeroed = len(recorder.ops)
+            recorder.zero_grad_index = len(recorder.ops)
             original(self, *args, **kwargs)
 
         return zero_grad
@@ -573,14 +573,14 @@ def _scalers(recorder: Recorder) -> Iterator[Change]:
     """
     update = GradScaler.update
 
-    def taken(self: GradScaler, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        found = list(state["found_inf_per_device"].values())
-        if len(found) != 1:
+    def take_step(self: GradScaler, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        found_inf = list(state["found_inf_per_device"].values())
+        if len(found_inf) != 1:
             raise NotImplementedError("a GradScaler of gradients on several devices")
-        with recorder.optional(found[0]):
+        with recorder.optional(found_inf[0]):
             return optimizer.step(*args, **kwargs)
 
-    yield GradScaler, "_maybe_opt_step", taken
+    yield GradScaler, "_maybe_opt_step", take_step
     yield GradScaler, "update", torch.no_grad()(update)  # no_grad, as in optimizers
 
 
@@ -590,23 +590,23 @@ def _random_states(recorder: Recorder) -> Iterator[Change]:
     The recorder associates each state with the operator after which it was saved. States of several generators are
     assumed to be saved and restored together, as in checkpoints.
     """
-    known: list[tuple[Tensor, int]] = []
+    saved_states: list[tuple[Tensor, int]] = []
 
-    def getting(get: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def recording_get(get: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*args: Any, **kwargs: Any) -> Tensor:
             state = get(*args, **kwargs)
-            known.append((state, recorder.drawing))
+            saved_states.append((state, recorder.draw_index))
             return state
 
         return call
 
-    def setting(put: Callable[..., None]) -> Callable[..., None]:
+    def tracking_set(put: Callable[..., None]) -> Callable[..., None]:
         def call(state: Tensor, *args: Any, **kwargs: Any) -> None:
             put(state, *args, **kwargs)
-            recorder.drawing = next((at for kept, at in known if kept is state), recorder.drawing)
+            recorder.draw_index = next((draw for saved, draw in saved_states if saved is state), recorder.draw_index)
 
         return call
 
     for module in (torch, torch.random, torch.cuda, torch.cuda.random):
-        yield module, "get_rng_state", getting(module.get_rng_state)
-        yield module, "set_rng_state", setting(module.set_rng_state)
+        yield module, "get_rng_state", recording_get(module.get_rng_state)
+        yield module, "set_rng_state", tracking_set(module.set_rng_state)

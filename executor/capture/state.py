@@ -23,8 +23,8 @@ from torch.utils._pytree import MappingKey, tree_leaves_with_path, tree_map_with
 
 from executor.capture.batches import flatten, tensors_in
 from executor.capture.effects import Effects
-from executor.capture.optimizers import STEP_HOOKS, chooses_foreach, moved, numbers_of, step_without_hooks
-from executor.capture.python_values import Change, Owner, Watched, changed
+from executor.capture.optimizers import STEP_HOOKS, changed_number, chooses_foreach, numbers_of, step_without_hooks
+from executor.capture.python_values import Change, Owner, Watched, compare_constants
 from executor.capture.reach import TENSOR_HOOKS, CaptureError, Reach, Snapshot, check_dense
 from simulator.program import TensorKind
 
@@ -43,8 +43,8 @@ class Home(NamedTuple):
     def get(self) -> Any:
         """Returns the tensor currently bound to this slot, or None."""
         if self.part is not None:
-            whole = self._replace(part=None).get()
-            return whole[self.part] if isinstance(whole, tuple) and len(whole) > self.part else None
+            values = self._replace(part=None).get()
+            return values[self.part] if isinstance(values, tuple) and len(values) > self.part else None
         try:
             if isinstance(self.container, Optimizer):
                 first, *path = self.key
@@ -57,8 +57,8 @@ class Home(NamedTuple):
     def set(self, value: Tensor) -> None:
         """Binds a tensor to this slot."""
         if self.part is not None:
-            whole = self._replace(part=None).get()
-            value = _rebuilt(whole, (value if i == self.part else x for i, x in enumerate(whole)))
+            values = self._replace(part=None).get()
+            value = _as_tuple(values, (value if i == self.part else x for i, x in enumerate(values)))
         if isinstance(self.container, Optimizer):
             first, *path, last = self.key
             functools.reduce(getitem, path, self.container.state[first])[last] = value
@@ -66,9 +66,9 @@ class Home(NamedTuple):
             self.container[self.key] = value
 
 
-def _rebuilt(whole: tuple[Any, ...], parts: Iterable[Any]) -> Any:
+def _as_tuple(original: tuple[Any, ...], parts: Iterable[Any]) -> Any:
     """Returns a tuple of the same type, which may be named, with other parts."""
-    return type(whole)(*parts) if hasattr(whole, "_fields") else tuple(parts)
+    return type(original)(*parts) if hasattr(original, "_fields") else tuple(parts)
 
 
 class Entry(NamedTuple):
@@ -112,16 +112,16 @@ class StepState(Reach):
         self._bases: dict[StorageWeakRef, Tensor] = {}
         self.watched: tuple[Watched, ...] = ()  # Python constants when the fakes are installed
         self.written: Change | None = None  # first constant that the step changes in every run
-        self.once: tuple[Watched, ...] = ()  # constants that only its first run changes, with their new values
-        self.silent: list[str] = []  # hooks that ran no operator
-        self.undone: list[str] = []  # sentences about side effects that the graph cannot repeat
-        self.ran: Callable[[], int] = int  # returns the number of operators so far
+        self.first_run_values: tuple[Watched, ...] = ()  # constants that only its first run sets, with their values
+        self.silent_hooks: list[str] = []  # hooks that ran no operator
+        self.unrepeatable: list[str] = []  # sentences about side effects that the graph cannot repeat
+        self.count_operators: Callable[[], int] = int  # returns the number of operators so far
         self._owners: list[Owner] = []
         self._fake_owners: list[Owner] = []  # fake copies of optimizers' state
         self._before: list[tuple[Owner, dict[Any, Any]]] = []  # with fakes in place
         self._storages: list[StorageWeakRef] = []
 
-    def found(self, value: Any, name: str, kind: TensorKind, container: Any, key: Any) -> None:
+    def on_tensor(self, value: Any, name: str, kind: TensorKind, container: Any, key: Any) -> None:
         """Adds an entry for the tensor, or for each tensor of the tuple, at ``container[key]``."""
         if isinstance(value, Tensor):
             tables = [t for m in self.modules[-1:] for t in (m._parameters, m._buffers)]
@@ -129,8 +129,8 @@ class StepState(Reach):
             fake = self.fake(value, name, kind, Home(container, key), registered)
         else:
             homes = (Home(container, key, i) for i in range(len(value)))
-            fake = _rebuilt(value, [self.fake(x, f"{name}.{home.part}", kind, home, False) if isinstance(x, Tensor)
-                                    else x for x, home in zip(value, homes, strict=True)])  # fmt: skip
+            fake = _as_tuple(value, [self.fake(x, f"{name}.{home.part}", kind, home, False) if isinstance(x, Tensor)
+                                     else x for x, home in zip(value, homes, strict=True)])  # fmt: skip
         place = id(container), id(key) if isinstance(key, Tensor) else key
         if place not in self._placed:  # two closures may share a cell
             self._placed.add(place)
@@ -150,36 +150,36 @@ class StepState(Reach):
             if storage not in self._bases:
                 size = tensor.untyped_storage().nbytes()
                 self._bases[storage] = torch.empty(size, dtype=torch.uint8, device=device)
-            fake = over(self._bases[storage].untyped_storage(), tensor, device)
+            fake = view_memory(self._bases[storage].untyped_storage(), tensor, device)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
                 fake.requires_grad_()
-        self._hooks(tensor, fake, name)
+        self._copy_hooks(tensor, fake, name)
         kind = "parameter" if isinstance(tensor, nn.Parameter) else kind
         self._fakes[id(tensor)] = fake
-        self._keep.append(tensor)
+        self._kept_alive.append(tensor)
         self.entries.append(Entry(name, kind, fake, tensor, home, registered))
         return fake
 
-    def _hooks(self, tensor: Tensor, fake: Tensor, name: str) -> None:
+    def _copy_hooks(self, tensor: Tensor, fake: Tensor, name: str) -> None:
         """Registers a leaf tensor's hooks on its fake, so that their operators are captured."""
         if not (tensor.is_leaf and tensor.requires_grad):
             return
         registers = fake.register_hook, fake.register_post_accumulate_grad_hook
-        for which, register in zip(TENSOR_HOOKS, registers, strict=True):
-            for hook in (getattr(tensor, which, None) or {}).values():
+        for attribute, register in zip(TENSOR_HOOKS, registers, strict=True):
+            for hook in (getattr(tensor, attribute, None) or {}).values():
                 self._walk(hook, f"{name}.hook", "buffer", 1)
-                register(self.heard(hook, f"a hook of {name}"))
+                register(self.watch_hook(hook, f"a hook of {name}"))
 
-    def heard(self, hook: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wraps a hook and records it in ``silent`` if it runs no operator, since a graph cannot repeat its effect."""
+    def watch_hook(self, hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wraps a hook and records it in ``silent_hooks`` if it runs no operator, so no graph repeats it."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before = self.ran()
+            before = self.count_operators()
             result = hook(*args, **kwargs)
-            if self.ran() == before and (result is None or any(result is arg for arg in args)):
-                self.silent.append(f"{name} ({getattr(hook, '__qualname__', type(hook).__name__)})")
+            if self.count_operators() == before and (result is None or any(result is arg for arg in args)):
+                self.silent_hooks.append(f"{name} ({getattr(hook, '__qualname__', type(hook).__name__)})")
             return result
 
         return call
@@ -199,35 +199,35 @@ class StepState(Reach):
                     owner.container.update(items)
             for container, key, fake in self._slots:
                 container[self._fakes.get(id(key), key)] = fake
-            iterators = [(taken := one.put_copy(), taken.position()) for one in self.iterators]
+            iterators = [(entry := iterator.replace_by_copy(), entry.position()) for iterator in self.iterators]
             for scaler in self.scalers:
                 scaler._per_optimizer_states = copy.copy(scaler._per_optimizer_states)
-            named = [(optimizer, f"optimizer{i or ''}") for i, optimizer in enumerate(self.optimizers)]
+            named_optimizers = [(optimizer, f"optimizer{i or ''}") for i, optimizer in enumerate(self.optimizers)]
             replaced: dict[int, Any] = {}  # shared groups and state stay shared
-            for optimizer, name in named:
-                for which, make in (("param_groups", self._fake_groups), ("state", self._fake_state)):
-                    own = getattr(optimizer, which)
-                    if id(own) not in replaced:
-                        replaced[id(own)] = make(optimizer, name)
-                    setattr(optimizer, which, replaced[id(own)])
-            for optimizer, name in named:
+            for optimizer, name in named_optimizers:
+                for attribute, make in (("param_groups", self._fake_groups), ("state", self._fake_state)):
+                    table = getattr(optimizer, attribute)
+                    if id(table) not in replaced:
+                        replaced[id(table)] = make(optimizer, name)
+                    setattr(optimizer, attribute, replaced[id(table)])
+            for optimizer, name in named_optimizers:
                 self._make_state(optimizer, name)
             scalers = {id(vars(scaler)) for scaler in self.scalers}
             self._owners = [owner for owner in self.owners.values() if id(owner.container) not in scalers]
-            self._fake_owners = self._fake_tables(named)
+            self._fake_owners = self._fake_tables(named_optimizers)
             before = [numbers_of(optimizer) for optimizer in self.optimizers]
             yield
-            for optimizer, was in zip(self.optimizers, before, strict=True):
-                if (key := moved(was, optimizer)) is not None:
-                    self.undone.append(
+            for optimizer, numbers in zip(self.optimizers, before, strict=True):
+                if (key := changed_number(numbers, optimizer)) is not None:
+                    self.unrepeatable.append(
                         f"the step changes {key[-1]} of {type(optimizer).__name__}, which the graph cannot repeat: "
                         "call schedules after the step"
                     )
-            self.watched = changed(self.watched).kept
-            self.undone += [
-                f"the step takes a value from the iterator {taken.path}, which the graph cannot repeat: pass the value "
+            self.watched = compare_constants(self.watched).remaining
+            self.unrepeatable += [
+                f"the step takes a value from the iterator {entry.path}, which the graph cannot repeat: pass the value "
                 "as an argument"
-                for taken, before_it in iterators if taken.position() != before_it
+                for entry, position in iterators if entry.position() != position
             ]  # fmt: skip
         finally:
             self._before.clear()
@@ -249,22 +249,22 @@ class StepState(Reach):
         Raises:
             CaptureError: If the step gives a persistent tensor other memory.
         """
-        found = Effects({id(entry.fake): entry.real for entry in self.entries}, used)
+        effects = Effects({id(entry.fake): entry.real for entry in self.entries}, used)
         for owner, before in self._before:
-            found.compare(owner, before)
+            effects.compare(owner, before)
         fake = {id(owner.container) for owner in self._fake_owners}
         names = {id(e.real): e.name for e in self.entries}
-        for effect in found.found:
+        for effect in effects.repeatable:
             if id(effect.owner.container) in fake:
                 name = names.get(id(effect.key), effect.key)
-                found.refused.append(
+                effects.refusals.append(
                     f"the step creates state of {effect.owner.path} for {name}: run one step without a plan first"
                 )
         slots = Counter(id(fake) for _, _, fake in self._slots)
         memory = Counter(StorageWeakRef(e.fake.untyped_storage()) for e in self.entries)
-        for name, was, _ in found.rebound:
-            if slots[id(was)] > 1 or memory[StorageWeakRef(was.untyped_storage())] > 1:
-                found.refused.append(
+        for name, old, _ in effects.rebound:
+            if slots[id(old)] > 1 or memory[StorageWeakRef(old.untyped_storage())] > 1:
+                effects.refusals.append(
                     f"the step rebinds {name}, and another name shares its memory: write into it (copy_), or clone it"
                 )
         for entry, storage in zip(self.entries, self._storages, strict=True):
@@ -272,22 +272,22 @@ class StepState(Reach):
                 raise CaptureError(
                     f"the step gives {entry.name} other memory (.data = …): write into it (.data.copy_(…))"
                 )
-        return found
+        return effects
 
-    def _fake_tables(self, named: list[tuple[Optimizer, str]]) -> list[Owner]:
+    def _fake_tables(self, named_optimizers: list[tuple[Optimizer, str]]) -> list[Owner]:
         """Returns the fake copies of optimizers' state."""
-        label = {id(e.fake): e.name for e in self.entries}
-        found: dict[int, Owner] = {}
+        names = {id(e.fake): e.name for e in self.entries}
+        owners: dict[int, Owner] = {}
 
         def add(value: Any, name: str) -> None:
-            if isinstance(value, (dict, list)) and id(value) not in found:
-                found[id(value)] = Owner(value, name)
+            if isinstance(value, (dict, list)) and id(value) not in owners:
+                owners[id(value)] = Owner(value, name)
                 for key in value if isinstance(value, dict) else range(len(value)):
-                    add(value[key], f"{name}.{label.get(id(key), key)}")
+                    add(value[key], f"{name}.{names.get(id(key), key)}")
 
-        for optimizer, prefix in named:
+        for optimizer, prefix in named_optimizers:
             add(optimizer.state, prefix)
-        return list(found.values())
+        return list(owners.values())
 
     def _fake_groups(self, optimizer: Optimizer, prefix: str) -> list[dict[str, Any]]:
         """Returns fake parameter groups whose ``foreach`` option is the one chosen for the real parameters."""
@@ -313,7 +313,7 @@ class StepState(Reach):
             def fake(keys: tuple[Any, ...], value: Any) -> Any:
                 if not isinstance(value, Tensor):
                     return value
-                name, home = _located(optimizer, label, first, keys)
+                name, home = _locate(optimizer, label, first, keys)
                 return self.fake(value, name, "optimizer_state", home)
 
             return tree_map_with_path(fake, table)
@@ -335,56 +335,56 @@ class StepState(Reach):
         names = {id(e.fake): e.name for e in self.entries}
         reals = {id(entry.fake): entry.real for entry in self.entries}
         state = optimizer.state
-        known = {id(x) for table in state.values() for x in tensors_in(table)}
-        fresh = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        known_ids = {id(x) for table in state.values() for x in tensors_in(table)}
+        trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         assert self.mode.shape_env is not None
         # New step counts are constants and existing ones unknown; a foreach update cannot mix both.
-        stateless = {id(p) for p in fresh if not state.get(p)}
+        stateless = {id(p) for p in trainable if not state.get(p)}
         wraps = any(isinstance(part, Optimizer) for part in vars(optimizer).values())
         with self.mode, self.mode.shape_env.ignore_fresh_unbacked_symbols():
-            for none_yet in (True, False):
-                chosen = [p for p in fresh if (id(p) in stateless) is none_yet]
-                for param in fresh:
+            for is_stateless in (True, False):
+                chosen = [p for p in trainable if (id(p) in stateless) is is_stateless]
+                for param in trainable:
                     param.grad = None
                 for param in chosen:
                     param.grad = torch.empty_like(param)
                 try:
                     step_without_hooks(optimizer)
                 except Exception:  # a wrapper may have no plain step (SAM) or need all gradients
-                    if not wraps and none_yet and chosen:
+                    if not wraps and is_stateless and chosen:
                         raise
-        for which in STEP_HOOKS:
+        for kind in STEP_HOOKS:
             hooks = {
-                k: self.heard(hook, f"a step hook of the {prefix}") for k, hook in getattr(optimizer, which).items()
+                k: self.watch_hook(hook, f"a step hook of the {prefix}") for k, hook in getattr(optimizer, kind).items()
             }
-            setattr(optimizer, which, OrderedDict(hooks))
+            setattr(optimizer, kind, OrderedDict(hooks))
         # An interrupted capture may leave a context open whose exit resets the setting above.
         self.mode.shape_env.pending_fresh_unbacked_symbols.clear()
 
         def enter(table: Any, label: str, first: Any) -> None:
             for keys, value in tree_leaves_with_path(table):
-                if isinstance(value, Tensor) and id(value) not in known:
-                    known.add(id(value))
-                    name, home = _located(optimizer, label, first, keys)
+                if isinstance(value, Tensor) and id(value) not in known_ids:
+                    known_ids.add(id(value))
+                    name, home = _locate(optimizer, label, first, keys)
                     self.entries.append(Entry(name, "optimizer_state", value, None, home))
 
-        for param in fresh:
+        for param in trainable:
             param.grad = None
-        for param in fresh:
+        for param in trainable:
             enter(state.get(param, {}), f"{prefix}.{names.get(id(param), 'param')}", reals[id(param)])
-        others = {id(param) for param in fresh}
+        param_ids = {id(param) for param in trainable}
         for key, table in state.items():
-            if id(key) not in others and not isinstance(key, Tensor):
+            if id(key) not in param_ids and not isinstance(key, Tensor):
                 enter(table, f"{prefix}.{key}", key)
 
 
-def _located(optimizer: Optimizer, label: str, first: Any, keys: tuple[Any, ...]) -> tuple[str, Home]:
+def _locate(optimizer: Optimizer, label: str, first: Any, keys: tuple[Any, ...]) -> tuple[str, Home]:
     """Returns the name and the slot of an optimizer's tensor from its path in the pytree of ``state[first]``."""
     path = tuple(key.key if isinstance(key, MappingKey) else key.idx for key in keys)
     return ".".join(map(str, (label, *path))), Home(optimizer, (first, *path))
 
 
-def over(memory: torch.UntypedStorage, like: Tensor, device: torch.device) -> Tensor:
+def view_memory(memory: torch.UntypedStorage, like: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor over ``memory`` with the dtype, offset, shape and strides of ``like``.
 
     ``device`` is explicit because the storage of a fake tensor is on the meta device.
@@ -393,16 +393,16 @@ def over(memory: torch.UntypedStorage, like: Tensor, device: torch.device) -> Te
     return empty.set_(memory, like.storage_offset(), like.size(), like.stride())
 
 
-def copied(batch: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+def copy_batch(batch: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     """Returns a copy of a batch that keeps memory sharing among its tensors, and the pairs (copy, tensor)."""
     memory: dict[int, torch.UntypedStorage] = {}
-    made: dict[int, Tensor] = {}  # one copy per tensor
+    copies: dict[int, Tensor] = {}  # one copy per tensor
     leaves, spec = flatten(batch)
     tensors = {id(value): value for value in leaves if isinstance(value, Tensor)}
-    for at, value in tensors.items():
-        own = value.untyped_storage()
-        if own._cdata not in memory:
-            memory[own._cdata] = own.clone() if value.device.type != "meta" else own
-        made[at] = over(memory[own._cdata], value, value.device)
-    copy = tree_unflatten([made.get(id(value), value) for value in leaves], spec)
-    return copy, [(made[at], value) for at, value in tensors.items()]
+    for tensor_id, value in tensors.items():
+        storage = value.untyped_storage()
+        if storage._cdata not in memory:
+            memory[storage._cdata] = storage.clone() if value.device.type != "meta" else storage
+        copies[tensor_id] = view_memory(memory[storage._cdata], value, value.device)
+    copy = tree_unflatten([copies.get(id(value), value) for value in leaves], spec)
+    return copy, [(copies[tensor_id], value) for tensor_id, value in tensors.items()]

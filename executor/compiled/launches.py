@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from executor.capture.operators import flops_of, kind_of, named
+from executor.capture.operators import bind_arguments, flops_of, kind_of
 from simulator.machine import Machine
 from simulator.program import KernelKind
 
@@ -354,7 +354,7 @@ def repeatable(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return True
-    return named(node.target, node.args, node.kwargs).get("dropout_p") == 0.0  # attention without dropout
+    return bind_arguments(node.target, node.args, node.kwargs).get("dropout_p") == 0.0  # attention without dropout
 
 
 def _origins(nodes: list[Any]) -> list[fx.Node]:

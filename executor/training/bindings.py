@@ -128,7 +128,7 @@ def check_settings(captured: Captured) -> None:
     """Raises StepError if Python values or optimizer options have changed that the capture treated as constants."""
     if change := captured.python.change():
         raise StepError(
-            f"{change.name} was {change.was!r} at the capture and is {change.now!r} now; capture the step again "
+            f"{change.name} was {change.old!r} at the capture and is {change.new!r} now; capture the step again "
             "(recapture() of a step of all shapes)"
         )
     for optimizer, groups in captured.settings:

@@ -23,9 +23,9 @@ from executor.capture.batches import flatten, tensors_in
 from executor.capture.capture import checks
 from executor.capture.captured import Captured
 from executor.capture.optimizers import FLAGS
-from executor.capture.python_values import is_scalar, untouched
+from executor.capture.python_values import is_scalar, preserve_random_states
 from executor.capture.reach import CaptureError, Reach, Snapshot
-from executor.capture.state import copied
+from executor.capture.state import copy_batch
 from executor.training.bindings import device_of
 from executor.training.planned_step import PlannedStep
 from simulator.plan import Plan
@@ -51,7 +51,7 @@ def check(captured: Captured) -> None:
     Raises:
         CaptureError: the effects differ; the message names the first difference.
     """
-    if captured.python.undone or any(d.type == "meta" for d in captured.devices):
+    if captured.python.unrepeatable or any(d.type == "meta" for d in captured.devices):
         return
     source, args = captured.source, captured.source.args
     if any(isinstance(x, Tensor) and x.device.type == "meta" for x in (*captured.sources, *flatten(args)[0])):
@@ -61,7 +61,7 @@ def check(captured: Captured) -> None:
         few = EXAMPLES if any(isinstance(m, _BatchNorm) for m, *_ in captured.modules) else 1
         if (args := cut(source.args, few)) is not source.args:
             try:
-                small = source.again(args)
+                small = source.recapture(args)
             except CaptureError:  # the step needs the whole batch
                 args = source.args
     _Twin(small, args).compare()
@@ -134,7 +134,7 @@ class _Twin:
 
         for name in dict.fromkeys((*eager.state, *planned.state)):
             a, b = eager.state.get(name), planned.state.get(name)
-            if self.captured.left_out and ".state." in name and a is None:
+            if self.captured.skippable and ".state." in name and a is None:
                 continue  # a GradScaler has skipped the update that would create it
             if not same(a, b):
                 raise CaptureError(
@@ -159,7 +159,7 @@ class _Twin:
         """Runs two steps and records their effects."""
         run = _Run()
         for i in range(RUNS):
-            args, _ = copied(self.args)
+            args, _ = copy_batch(self.args)
             leaves, _ = flatten(args)
             self.forget_gradients()
             with _tracker(self, leaves) if tracked and i == RUNS - 1 else nullcontext() as tracker:
@@ -213,7 +213,7 @@ class _Twin:
         gradients = [(p, p.grad) for p in parameters.values()]
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         try:
-            with untouched(), warnings.catch_warnings():
+            with preserve_random_states(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
         finally:

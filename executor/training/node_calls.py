@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
-from executor.capture.operators import for_profiler
+from executor.capture.operators import is_profiler_node
 from executor.capture.optimizers import Option
 from executor.training.direct_calls import direct
 from simulator.schedule import Schedule, Step
@@ -133,7 +133,7 @@ class Calls:
         body = self.bodies[step.kernel]
         calls = [self._call(node, place, self._out(node, step.uses)) for node in body]
         if not step.again:
-            if step.kernel in self.captured.left_out:
+            if step.kernel in self.captured.skippable:
                 self.skipped[step.kernel] = tuple(map(self._left_out, body, calls))
             for nodes, found in ((self._asked, self.asks), (self._losses, self.losses)):
                 found.update((step.kernel, self._at(node, step.uses)) for node in nodes.get(step.kernel, ()))
@@ -148,7 +148,7 @@ class Calls:
     def _place_nodes(self) -> None:
         """Assigns slots and the kernel after which each node is called; -1 if it needs only persistent tensors."""
         own = {node: k for k, nodes in enumerate(self.captured.nodes) for node in nodes}
-        left_out = {node for k in self.captured.left_out for node in self.captured.nodes[k]}
+        left_out = {node for k in self.captured.skippable for node in self.captured.nodes[k]}
         leaves, parts, idle = self.captured.leaves, len(self.first), _idle_nodes(self.captured, self._same)
         batch = {leaf for leaf in leaves if isinstance(leaf, fx.Node)}
         # The last micro-batch whose tensors a node needs.
@@ -158,7 +158,7 @@ class Calls:
         written: dict[int, int] = {}  # tensor -> its last writer
         reads: dict[tuple[fx.Node, int], fx.Node] = {}  # (tensor read as a number, its last writer) -> the first read
         for node in self.captured.graph.graph.nodes:
-            if node.op == "output" or for_profiler(node) or node in self._same or node in idle:
+            if node.op == "output" or is_profiler_node(node) or node in self._same or node in idle:
                 continue
             inputs = [self._same.get(a, a) for a in node.all_input_nodes]
             unpacked = node.target is operator.getitem and inputs[0] in self.items
@@ -170,7 +170,7 @@ class Calls:
             k = with_kernel[node] = own.get(node, max((with_kernel[a] for a in inputs), default=-1))
             if node.target is NUMBER:  # after the tensor's last writer, which may be another node
                 k = with_kernel[node] = max(k, *(written.get(self.values.get(a, -1), -1) for a in inputs))
-                if k >= 0 and inputs[0] in self.values and node not in self.captured.asked:
+                if k >= 0 and inputs[0] in self.values and node not in self.captured.skip_flags:
                     if (first := reads.setdefault((inputs[0], k), node)) is not node:  # unchanged since the first read
                         self._same[node] = first
                         continue
@@ -200,7 +200,7 @@ class Calls:
         losses = {self._same.get(micro.loss, micro.loss) for micro in self.captured.micro}
         self._asked, self._losses = (
             {with_kernel[node]: [n for n in nodes if with_kernel[n] == with_kernel[node]] for node in nodes}
-            for nodes in (self.captured.asked, losses)
+            for nodes in (self.captured.skip_flags, losses)
         )
 
     def _early(self, node: fx.Node) -> Call:
@@ -318,7 +318,7 @@ def _shape(node: fx.Node) -> Sequence[int]:
 
 def _idle_nodes(captured: Captured, same: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """Returns operators that launch no kernel and whose result is unused (such as batch norm's empty reserve)."""
-    taken = {*captured.outputs, *captured.asked, *(same.get(micro.loss, micro.loss) for micro in captured.micro)}
+    taken = {*captured.outputs, *captured.skip_flags, *(same.get(micro.loss, micro.loss) for micro in captured.micro)}
     taken.update(node for nodes in captured.nodes for node in nodes)
     idle: set[fx.Node] = set()
     for node in reversed(captured.graph.graph.nodes):

@@ -103,8 +103,8 @@ class PlannedStep:
         self, captured: Captured, plan: Plan, machine: Machine | None = None, limit: int | None = None,
         undo: bool = False, graph: bool | None = None,
     ) -> None:  # fmt: skip
-        if captured.python.undone:
-            raise StepError(captured.python.undone)
+        if captured.python.unrepeatable:
+            raise StepError(captured.python.unrepeatable)
         self.captured, self.plan = captured, plan
         machine = machine or Machine.load(plan.machine or "gtx1080ti")
         self.limit = limit or plan.limit or captured.program.peak_bytes
@@ -210,10 +210,10 @@ class PlannedStep:
         typed = [(type(value), value) for value in present.values()]
         if typed == self._numbers:
             return
-        if wrong := numbers.broken(present):
+        if wrong := numbers.first_violation(present):
             raise StepError(
-                f"the optimizer's {wrong.key} was {wrong.was} at the capture and is {wrong()} now, which changes the "
-                "operations of its step; capture the step again"
+                f"the optimizer's {wrong.key} was {wrong.captured} at the capture and is {wrong()} now, which "
+                "changes the operations of its step; capture the step again"
             )
         for out, function, get, options in self.calls.numbers:
             table[out] = function(*get(table), **options)
@@ -362,7 +362,7 @@ class PlannedStep:
             self.grad_norm = outputs[end]
         for effect in returned.effects:
             effect.apply(outputs[end + returned.norm :])
-        for values in self.captured.python.once:
+        for values in self.captured.python.first_run_values:
             values.restore()
         self._references = [held(home) for home in self._rebound]
         for optimizer in self._optimizers:

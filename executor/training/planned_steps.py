@@ -208,8 +208,8 @@ class PlannedSteps:
         else:
             several: dict[str, Any] = {"accumulate": len(pairs), "others": pairs[1:], **options}
             captured = capture(*self.parts, pairs[0], machine=self.machine, **several)
-        if captured.python.undone:  # raised before planning
-            raise StepError(captured.python.undone)
+        if captured.python.unrepeatable:  # raised before planning
+            raise StepError(captured.python.unrepeatable)
         return captured
 
     def _make(self, pairs: tuple[Any, ...]) -> PlannedStep:

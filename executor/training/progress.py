@@ -75,7 +75,7 @@ def parts(captured: Captured, order: Order, calls: Calls, kept: dict[int, int]) 
     found = [part(begin, end, range(i * per, (i + 1) * per), calls.first[i])
              for i, (begin, end) in enumerate(pairwise([0, *ends, n]))]  # fmt: skip
     for micro, (before, after) in zip(captured.micro, pairwise(found), strict=False):
-        after.random, before.put_back = kept.get(micro.drawn, BEGIN), micro.put_back
+        after.random, before.put_back = kept.get(micro.draw_kernel, BEGIN), micro.is_reset
     return whole, found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from executor.capture.batches import flatten
 from executor.capture.captured import Captured
-from executor.capture.state import over
+from executor.capture.state import view_memory
 from executor.memory import ALIGNMENT
 from executor.memory.engines import Engines, TransferError, engines_for
 from executor.training.bindings import Binding, compare, device_of, inputs_of, meant
@@ -123,7 +123,7 @@ class StepState:
         self.progress = Progress(self.blocks, self.random)
         # Random states that the model's checkpoints restore, and those between micro-batches, under negative keys. A
         # graph takes all micro-batches in one call, and a capture cannot read random states.
-        between = () if graph else (m.drawn for m in captured.micro)
+        between = () if graph else (m.draw_kernel for m in captured.micro)
         kept = {k: UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
         self.whole, self.parts = parts(captured, order, calls, kept)
         self.work: list[WorkItem] = []
@@ -200,7 +200,7 @@ class StepState:
                     raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
             batch.setdefault(want, leaf)
         for read in captured.reads:
-            if read.inputs <= batch.keys() and (now := read.of(batch)) != read.value:
+            if read.inputs <= batch.keys() and (now := read.evaluate(batch)) != read.value:
                 raise StepError(
                     f"a number of the batch, on which the step depends ({read.where}), was {read.value} at the capture "
                     f"and is {now} now: capture the step for this batch, too, as fit does"
@@ -214,7 +214,7 @@ class StepState:
         memory = leaf.untyped_storage()
         if memory._cdata not in copies:
             copies[memory._cdata] = memory.clone()
-        return over(copies[memory._cdata], leaf, leaf.device)
+        return view_memory(copies[memory._cdata], leaf, leaf.device)
 
     def _fill(self, graph: bool, kept: dict[int, int]) -> None:
         """Fills the work list; ``kept`` maps a kernel to the key of the random state after it."""

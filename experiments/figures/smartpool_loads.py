@@ -240,7 +240,7 @@ def _recorder() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from executor.capture.operators import ALLOCATIONS, mutated, running_statistics
+    from executor.capture.operators import ALLOCATIONS, running_statistics, written_tensors
 
     class Recorder(TorchDispatchMode):
         def __init__(self) -> None:
@@ -275,7 +275,7 @@ def _recorder() -> Any:
             for result in results:
                 if self.register(result):
                     self.record("malloc", result)
-            written = mutated(func, args, kwargs or {}) + running_statistics(func, args, kwargs or {})
+            written = written_tensors(func, args, kwargs or {}) + running_statistics(func, args, kwargs or {})
             input_keys = {StorageWeakRef(x.untyped_storage()) for x in inputs}
             created = [x for x in results if StorageWeakRef(x.untyped_storage()) not in input_keys]
             is_view = Tag.inplace_view in func.tags or not (written or created)

@@ -183,7 +183,7 @@ def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None
     modules = tuple(name for name, m in model.named_modules() if name and type(m).forward is not nn.Module.forward)
     card = _card(captured, machine, memory_bytes)
     return Step(
-        captured.program, captured.origins, card, captured.arithmetic(machine), captured.types(machine), modules
+        captured.program, captured.origins, card, captured.arithmetic(machine), captured.dtypes(machine), modules
     )
 
 

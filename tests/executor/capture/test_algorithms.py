@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from executor import capture
-from executor.capture.algorithms import INDEXING, Convolution, algorithms, convolution_of, front
+from executor.capture.algorithms import INDEXING, Convolution, algorithms, convolution_of, pareto_front
 from simulator import Machine
 
 # One FLOP or one byte a nanosecond; launches cost nothing.
@@ -21,8 +21,8 @@ GPU = Machine.load("gtx1080ti")
 SAME = Convolution(2, 3, (8, 8), 5, (3, 3), (1, 1))
 
 
-def by_name(conv: Convolution, what: str = "forward") -> dict[str, int]:
-    return {a.name: a.workspace for a in algorithms(conv, what)}
+def by_name(conv: Convolution, conv_pass: str = "forward") -> dict[str, int]:
+    return {a.name: a.workspace for a in algorithms(conv, conv_pass)}
 
 
 def test_workspaces_by_hand() -> None:
@@ -32,7 +32,7 @@ def test_workspaces_by_hand() -> None:
         "FFT": 8 * (16 * 9) * (2 * 3 + 3 * 5 + 2 * 5),  # 8 + 2 of padding fit 16; 16 / 2 + 1 = 9 columns are kept
         "Winograd": 4 * 36 * (8 * 3 + 3 * 5 + 8 * 5),  # 2 x 2 tiles in each of 2 images: 8
     }
-    assert {what: by_name(SAME, what) == by_name(SAME) for what in ("images", "filters")} == {
+    assert {conv_pass: by_name(SAME, conv_pass) == by_name(SAME) for conv_pass in ("images", "filters")} == {
         "images": True, "filters": True
     }  # fmt: skip
 
@@ -62,31 +62,31 @@ def test_a_product_of_pixels_needs_no_matrix() -> None:
 
 
 def test_times_by_hand() -> None:
-    found = {a.name: a for a in algorithms(SAME, "forward")}
+    candidates = {a.name: a for a in algorithms(SAME, "forward")}
     images, filters, outputs = 4 * 2 * 3 * 64, 4 * 3 * 5 * 9, 4 * 2 * 5 * 64
     flops = 2 * (2 * 5 * 64) * (3 * 9)
     # 5 filters are one tile of outputs; arithmetic bounds it.
-    assert found["implicit GEMM"].time_ns(UNIT) == flops + 2 * INDEXING * (2 * 64) * (3 * 9) > images + outputs
+    assert candidates["implicit GEMM"].time_ns(UNIT) == flops + 2 * INDEXING * (2 * 64) * (3 * 9) > images + outputs
     matrix = 4 * 2 * 64 * 27
-    assert found["GEMM"].time_ns(UNIT) == images + matrix + max(flops, matrix + filters + outputs)
+    assert candidates["GEMM"].time_ns(UNIT) == images + matrix + max(flops, matrix + filters + outputs)
     # Winograd: 8 tiles. 36 x 2 x 3 x 5 x 8 = 8640 FLOPs of product under 4 x 36 x 79 = 11376 bytes.
     transforms = [(144 * 24, images + 144 * 24), (72 * 15, filters + 144 * 15), (100 * 40, outputs + 144 * 40)]
-    assert found["Winograd"].time_ns(UNIT) == sum(map(max, transforms)) + 11376
+    assert candidates["Winograd"].time_ns(UNIT) == sum(map(max, transforms)) + 11376
     # FFT of 16 x 16: 2.5 x 256 x 8 = 5120 FLOPs a plane; 8 x 144 x 2 x 3 x 5 = 34560 under 8 x 144 x 31 = 35712 bytes.
     assert 2.5 * 256 * log2(256) == 5120
     planes = [(5120 * 6, images + 1152 * 6), (5120 * 15, filters + 1152 * 15), (5120 * 10, outputs + 1152 * 10)]
-    assert found["FFT"].time_ns(UNIT) == sum(map(max, planes)) + 35712
+    assert candidates["FFT"].time_ns(UNIT) == sum(map(max, planes)) + 35712
 
 
 @given(st.integers(1, 64), st.integers(1, 300), st.integers(3, 64), st.integers(1, 300), st.sampled_from([1, 3, 5]))
 def test_a_front_gives_time_for_bytes(batch: int, channels: int, size: int, filters: int, taps: int) -> None:
     conv = Convolution(batch, channels, (size, size), filters, (taps, taps), (taps // 2, taps // 2))
-    one, other = (front(conv, (what,), GPU) for what in ("images", "filters"))
-    both = front(conv, ("images", "filters"), GPU)
-    assert both[0][1] == 0  # something runs without any workspace
-    for a, b in zip(both, both[1:], strict=False):
-        assert a[0] > b[0] and a[1] < b[1]
-    assert both[-1] == (one[-1][0] + other[-1][0], max(one[-1][1], other[-1][1]))
+    images, filters_front = (pareto_front(conv, (conv_pass,), GPU) for conv_pass in ("images", "filters"))
+    joint = pareto_front(conv, ("images", "filters"), GPU)
+    assert joint[0][1] == 0  # something runs without any workspace
+    for slow, fast in zip(joint, joint[1:], strict=False):
+        assert slow[0] > fast[0] and slow[1] < fast[1]
+    assert joint[-1] == (images[-1][0] + filters_front[-1][0], max(images[-1][1], filters_front[-1][1]))
 
 
 # -------------------------------------------------------------------------------------------- capture
@@ -118,10 +118,10 @@ def net() -> tuple:
 def test_only_when_asked_for() -> None:
     plain = capture(*net(), machine=GPU)
     assert not any(k.variants or k.workspace for k in plain.program.kernels)
-    asked = capture(*net(), machine=GPU, algorithms=True)
-    assert any(k.variants for k in asked.program.kernels)
-    assert asked.on(GPU).program == plain.program == capture(*net(), machine=GPU, algorithms=False).program
-    assert plain.on(GPU, algorithms=True).program == asked.program
+    timed = capture(*net(), machine=GPU, algorithms=True)
+    assert any(k.variants for k in timed.program.kernels)
+    assert timed.on(GPU).program == plain.program == capture(*net(), machine=GPU, algorithms=False).program
+    assert plain.on(GPU, algorithms=True).program == timed.program
 
 
 def test_variants_of_a_captured_step() -> None:
@@ -130,7 +130,7 @@ def test_variants_of_a_captured_step() -> None:
     program = captured.program
     assert program.ideal_ns == plain.program.ideal_ns == 10**8  # the iteration stays
     assert program.tensors == plain.program.tensors
-    shapes = {k: found for k, n in enumerate(captured.nodes) if n and (found := convolution_of(n[0]))}
+    shapes = {k: conv for k, n in enumerate(captured.nodes) if n and (conv := convolution_of(n[0]))}
     first = Convolution(64, 64, (32, 32), 128, (3, 3), (1, 1))
     second = Convolution(64, 128, (32, 32), 32, (5, 5), (2, 2))
     strided = Convolution(64, 32, (32, 32), 32, (3, 3), (0, 0), (2, 2))
@@ -146,7 +146,7 @@ def test_variants_of_a_captured_step() -> None:
         if k not in shapes:
             assert kernel == plain.program.kernels[k]
             continue
-        expected = front(*shapes[k], GPU)
+        expected = pareto_front(*shapes[k], GPU)
         assert kernel.workspace == expected[-1][1]
         if len(expected) == 1:
             assert kernel.variants == ()

@@ -118,11 +118,11 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer, batch) -> list[Ten
 @pytest.mark.parametrize(("model_type", "batch"), CASES)
 def test_lifetimes_equal_allocator(model_type, batch):
     """Records a step with the profiler, without a dispatch mode, so that gradients are summed in place."""
-    parts = build(model_type, batch)
-    program = capture(*parts, machine=GPU).program
-    eager_step(*parts)
+    training = build(model_type, batch)
+    program = capture(*training, machine=GPU).program
+    eager_step(*training)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss = eager_step(*parts)
+        loss = eager_step(*training)
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())
     live, position, ended = 0, 0, 0
     expected = [(k.name.split(".")[1], n) for k, n in zip(program.kernels, resident(program), strict=True)
@@ -131,10 +131,10 @@ def test_lifetimes_equal_allocator(model_type, batch):
         if event.name() == "[memory]":
             live += event.nbytes()
         elif position < len(expected) and event.start_ns() >= ended:
-            name, want = expected[position]
+            name, nbytes = expected[position]
             if event.name() == f"aten::{name}":
                 # A Python number in an operator (`+= 1`) is a host scalar of 8 bytes while the operator runs.
-                assert live - want in (0, 8), (position, name)
+                assert live - nbytes in (0, 8), (position, name)
                 position, ended = position + 1, event.start_ns() + event.duration_ns()
     assert position == len(expected) and loss.isfinite()
 
@@ -163,16 +163,16 @@ def test_graph_is_bit_identical_to_eager(model_type, batch, optimizer):
         loss = run_graph(captured, inputs)[0]
         torch.manual_seed(seed)
         assert torch.equal(loss, eager_step(model, loss_fn, optimizer, example))
-    want = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    eager = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = {id(p): n for n, p in model.named_parameters()}
-    want |= {f"optimizer.{names[id(p)]}.{k}": v for p, s in optimizer.state.items() for k, v in s.items()}
-    got = dict(zip(captured.names, inputs, strict=True))
-    assert {n for n in got if not n.startswith("input")} >= {n for n, v in want.items() if isinstance(v, Tensor)} - {
+    eager |= {f"optimizer.{names[id(p)]}.{k}": v for p, s in optimizer.state.items() for k, v in s.items()}
+    graph = dict(zip(captured.names, inputs, strict=True))
+    assert {n for n in graph if not n.startswith("input")} >= {n for n, v in eager.items() if isinstance(v, Tensor)} - {
         "out.weight"  # tied to embed.weight
     }
-    for name, tensor in got.items():
-        if name in want:
-            assert torch.equal(tensor, want[name]), name
+    for name, tensor in graph.items():
+        if name in eager:
+            assert torch.equal(tensor, eager[name]), name
 
 
 def test_capture_leaves_the_users_objects_unchanged():
@@ -236,11 +236,11 @@ def test_fused_attention_has_its_flops(causal):
         loss.backward()
         return loss
 
-    given = [torch.randn(2, 3, 8, 4, requires_grad=True) for _ in range(3)]
-    program = capture_step(step, *given, machine=GPU).program
+    inputs = [torch.randn(2, 3, 8, 4, requires_grad=True) for _ in range(3)]
+    program = capture_step(step, *inputs, machine=GPU).program
     # Two products of 2 x 3 heads, 8 x 8 pairs and size 4, and five backward; half of them where no token sees ahead.
-    each = 2 * 2 * 3 * 8 * 8 * 4 // (2 if causal else 1)
-    assert [k.flops for k in program.kernels if k.flops] == [2 * each, 5 * each]
+    product_flops = 2 * 2 * 3 * 8 * 8 * 4 // (2 if causal else 1)
+    assert [k.flops for k in program.kernels if k.flops] == [2 * product_flops, 5 * product_flops]
     assert max(t.nbytes for t in program.tensors) == 4 * 2 * 3 * 8 * 4  # no tensor of pairs
 
 
@@ -253,8 +253,8 @@ def test_costs_and_mappings():
     assert stem.duration_ns == GPU.kernel_ns("conv", stem.flops, stem.bytes)
     for kernel, nodes in zip(program.kernels, captured.nodes, strict=True):
         assert (kernel.name == "marker") == (not nodes)
-        made = {captured.values[n] for n in nodes if n in captured.values}
-        assert made <= set(kernel.accesses)
+        results = {captured.values[n] for n in nodes if n in captured.values}
+        assert results <= set(kernel.accesses)
         assert not nodes or str(nodes[0].target) == kernel.name
     for node, name in zip(captured.placeholders, captured.names, strict=True):
         if node in captured.values:
@@ -262,8 +262,8 @@ def test_costs_and_mappings():
     assert [program.tensors[captured.values[n]].nbytes for n in captured.outputs] == [4]
     tied = capture(*build(Branches, tokens), machine=GPU)
     assert sum(t.kind == "parameter" for t in tied.program.tensors) == 5  # out.weight is embed.weight
-    again = capture(*build(Residual, images), machine=GPU).program
-    assert again.fingerprint == program.fingerprint
+    recaptured = capture(*build(Residual, images), machine=GPU).program
+    assert recaptured.fingerprint == program.fingerprint
 
 
 def test_roofline_scales_exactly():
@@ -304,8 +304,8 @@ def test_capture_step_finds_state_of_any_callable():
     inputs = values(captured)
     (out,) = run_graph(captured, inputs)
     assert torch.equal(out, step(x)["out"])
-    got = dict(zip(captured.names, inputs, strict=True))
-    assert torch.equal(got["model.weight"], model.weight) and torch.equal(got["running.sum"], running["sum"])
+    actual = dict(zip(captured.names, inputs, strict=True))
+    assert torch.equal(actual["model.weight"], model.weight) and torch.equal(actual["running.sum"], running["sum"])
 
     inference = capture_step(nn.Sequential(nn.Linear(4, 3), nn.ReLU()).eval(), x, machine=GPU)
     assert [k.name.split(".")[1] for k in inference.program.kernels if k.name != "marker"] == ["addmm", "relu"]
@@ -326,6 +326,6 @@ def test_updates_of_many_parameters_are_in_buckets_of_64_mib() -> None:
         model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(9)))  # of 16 MiB each
         batch = torch.empty(1, 2048), torch.empty(1, 2048)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
-    found = [capture(model, nn.MSELoss(), optimizer, batch, machine=GPU, **options).program
+    captures = [capture(model, nn.MSELoss(), optimizer, batch, machine=GPU, **options).program
              for options in ({}, {"bucket_bytes": None})]  # fmt: skip
-    assert [sum("_foreach_add_" in k.name for k in program.kernels) for program in found] == [3, 1]
+    assert [sum("_foreach_add_" in k.name for k in program.kernels) for program in captures] == [3, 1]

@@ -52,25 +52,25 @@ def meta(*shape, dtype=torch.float32, layout=FIRST):
     return torch.empty(shape, dtype=dtype, device="meta").to(memory_format=layout)
 
 
-def durations(make, x, machine=GPU, backward=False, foreach=None, **options):
-    """Returns the seconds of each operator in a step of the module or function that ``make`` returns."""
+def durations(make_module, x, machine=GPU, backward=False, foreach=None, **options):
+    """Returns the seconds of each operator in a step of the module or function that ``make_module`` returns."""
     with torch.device("meta"):
-        model = make()
+        model = make_module()
         model = model if isinstance(model, nn.Module) else Calls(model, x.dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach) if backward else None
         captured = capture(model, lambda y, _: y.sum(), optimizer, (x, torch.empty(())), machine=machine, **options)
-    found = {}
+    seconds = {}
     for k in captured.program.kernels:
-        found.setdefault(k.name.partition(".")[2].partition(".")[0], []).append(k.duration_ns / 1e9)
-    return found
+        seconds.setdefault(k.name.partition(".")[2].partition(".")[0], []).append(k.duration_ns / 1e9)
+    return seconds
 
 
 def conv(size=3, stride=1, channels=64, filters=128, dtype=None, layout=FIRST):
-    made = nn.Conv2d(channels, filters, size, stride, padding=size // 2, bias=False, dtype=dtype)
-    return made.to(memory_format=layout)
+    module = nn.Conv2d(channels, filters, size, stride, padding=size // 2, bias=False, dtype=dtype)
+    return module.to(memory_format=layout)
 
 
-def moved(channels, filters, size, image=32, out=32, batch=16):
+def conv_costs(channels, filters, size, image=32, out=32, batch=16):
     """Returns the bytes of a convolution's images and outputs, the bytes of all its tensors, and its FLOPs."""
     x, y = batch * channels * image**2, batch * filters * out**2
     return 4 * (x + y), 4 * (x + y + channels * filters * size**2), 2 * y * channels * size**2
@@ -80,7 +80,7 @@ def linear(rows, columns, **options):
     return lambda: nn.Linear(rows, columns, bias=False, **options)
 
 
-def attend():
+def self_attention():
     return lambda x: nn.functional.scaled_dot_product_attention(x, x, x)
 
 
@@ -88,31 +88,31 @@ def calls(function, dim):
     return lambda: lambda x: function(x, dim)
 
 
-def two(first, second):
+def in_sequence(first, second):
     return nn.Sequential(first(), second())
 
 
-def rows_of(length):
+def normed_rows(length):
     norm = nn.LayerNorm(length)
     return lambda x: norm(x).log_softmax(-1)
 
 
-def case(name, make, x, expected, **options):
+def case(name, make_module, x, expected, **options):
     """Returns a test case.
 
     Args:
-        make: As in ``durations``.
+        make_module: As in ``durations``.
         expected: Seconds by operator.
     """
-    return pytest.param(make, x, options, expected, id=name)
+    return pytest.param(make_module, x, options, expected, id=name)
 
 
 def cases():
-    images, everything, flops = moved(64, 128, 3)
+    images, everything, flops = conv_costs(64, 128, 3)
     x, last = meta(16, 64, 32, 32), meta(16, 64, 32, 32, layout=LAST)
     # In TF32 convolutions are converted to NHWC and back, but for 1x1 of stride 1; Winograd's in float32 is not.
     for size, stride, share, converted in ((3, 1, 0.5, 1), (1, 1, 0.2, 0), (1, 2, 0.5, 1)):
-        a, b, c = moved(64, 128, size, out=32 // stride)
+        a, b, c = conv_costs(64, 128, size, out=32 // stride)
         expected = max(c / (share * 1e14), b / BW) + converted * 2 * a / BW
         yield case(f"conv_{size}x{size}_{stride}", partial(conv, size, stride), x, {"convolution": expected})
     expected = max(flops / 5e13, everything / BW)
@@ -120,12 +120,12 @@ def cases():
     expected = max(flops / 1e14, everything / 2 / BW) + images / BW
     yield case("conv_autocast", conv, x, {"convolution": expected}, autocast=HALF)
     for channels, filters, converted in ((64, 128, 0), (128, 64, 1)):  # more channels in than out
-        a, b, c = moved(channels, filters, 1)
-        _, e, f = moved(8, channels, 1)  # the first one has no gradient of images
+        a, b, c = conv_costs(channels, filters, 1)
+        _, e, f = conv_costs(8, channels, 1)  # the first one has no gradient of images
         expected = 2 * max(c / 1e13, b / BW) + converted * 2 * a / BW + max(f / 1e13, e / BW)
-        make = partial(two, partial(conv, 1, 1, 8, channels), partial(conv, 1, 1, channels, filters))
-        found = {"convolution_backward": expected}
-        yield case(f"gradients_of_1x1_{channels}", make, meta(16, 8, 32, 32), found, backward=True)
+        make = partial(in_sequence, partial(conv, 1, 1, 8, channels), partial(conv, 1, 1, channels, filters))
+        seconds = {"convolution_backward": expected}
+        yield case(f"gradients_of_1x1_{channels}", make, meta(16, 8, 32, 32), seconds, backward=True)
     # Channels that are no multiple of 16 bytes, unless a conversion pads them.
     for channels, layout, share in ((8, LAST, 0.5), (3, LAST, 0.125), (3, FIRST, 0.5)):
         inputs, outputs = meta(16, channels, 32, 32, dtype=HALF, layout=layout), 16 * 512 * 32**2
@@ -146,25 +146,25 @@ def cases():
     name = "_scaled_dot_product_flash_attention_for_cpu"
     for machine, share in ((MEASURED, 0.1), (GPU, 0.2)):
         expected = {name: forward / 0.4e14, f"{name}_backward": 2.5 * forward / (share * 2e14)}
-        yield case(f"attention_{share}", attend, tokens, expected, machine=machine, backward=True)
+        yield case(f"attention_{share}", self_attention, tokens, expected, machine=machine, backward=True)
     # Batch norm passes three and five times; in bfloat16 and channels-last it sums columns, Welford's three values.
     norm, cudnn = meta(16, 100, 32, 32), 0.5 * (1 - exp(-1))
     for dtype, passes in ((torch.float32, (3 / cudnn, 5 / cudnn)), (HALF, (3 / 0.125 + 2, 2 / 0.125 + 3))):
         x = norm.to(dtype).to(memory_format=LAST)
-        both = zip(("native_batch_norm", "native_batch_norm_backward"), passes, strict=True)
-        expected = {name: p * x.nbytes / BW for name, p in both}
+        named_passes = zip(("native_batch_norm", "native_batch_norm_backward"), passes, strict=True)
+        expected = {name: p * x.nbytes / BW for name, p in named_passes}
         make = partial(nn.BatchNorm2d, 100)
         yield case(f"batch_norm_{dtype}", make, x, expected, machine=MEASURED, backward=True)
     expected = {"native_batch_norm": 3 * norm.nbytes / (cudnn * BW), "relu": 2 * norm.nbytes / BW}
-    yield case("batch_norm_relu", partial(two, partial(nn.BatchNorm2d, 100), nn.ReLU), norm, expected)
+    yield case("batch_norm_relu", partial(in_sequence, partial(nn.BatchNorm2d, 100), nn.ReLU), norm, expected)
     # Rows take 1 us a pass (100 us on each of 100 multiprocessors) or the bytes of a pass; not short ones, or columns.
     for length in (2048, 200_000):
-        each = max(1000 * 1e-6, 4 * 1000 * length / (0.5 * BW))
+        pass_seconds = max(1000 * 1e-6, 4 * 1000 * length / (0.5 * BW))
         passes = {"native_layer_norm": 2, "native_layer_norm_backward": 5, "_log_softmax": 3,
                   "_log_softmax_backward_data": 4}  # fmt: skip
-        expected = {name: n * each for name, n in passes.items()}
+        expected = {name: n * pass_seconds for name, n in passes.items()}
         x = meta(1000, length)
-        yield case(f"rows_{length}", partial(rows_of, length), x, expected, machine=MEASURED, backward=True)
+        yield case(f"rows_{length}", partial(normed_rows, length), x, expected, machine=MEASURED, backward=True)
     for dim, shape in ((-1, (1000, 1024)), (0, (4096, 1000))):
         x = meta(*shape)
         yield case(f"softmax_{dim}", calls(torch.softmax, dim), x, {"_softmax": 2 * x.nbytes / BW}, machine=MEASURED)
@@ -178,24 +178,24 @@ def cases():
         yield case(f"update_{foreach}", linear(1000, 1000), meta(2, 1000), expected, machine=LAUNCHING, **options)
 
 
-@pytest.mark.parametrize(("make", "x", "options", "expected"), cases())
-def test_a_kernel_takes_what_the_rules_say(make, x, options, expected):
-    found = durations(make, x, **options)
-    assert {name: sum(found[name]) for name in expected} == pytest.approx(expected, rel=2e-3)
+@pytest.mark.parametrize(("make_module", "x", "options", "expected"), cases())
+def test_a_kernel_takes_what_the_rules_say(make_module, x, options, expected):
+    seconds = durations(make_module, x, **options)
+    assert {name: sum(seconds[name]) for name in expected} == pytest.approx(expected, rel=2e-3)
 
 
 def test_the_flags_of_pytorch_choose_the_rate(monkeypatch):
-    _, everything, flops = moved(64, 128, 3)
+    _, everything, flops = conv_costs(64, 128, 3)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     (winograd,) = durations(conv, meta(16, 64, 32, 32))["convolution"]
     assert winograd == pytest.approx(max(flops / (1.6 * 1e13), everything / BW), rel=1e-4)
-    was = torch.get_float32_matmul_precision()
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        assert Precision.now() == Precision(False, True)
+        assert Precision.from_flags() == Precision(False, True)
         assert durations(linear(4096, 4096), meta(4096, 4096))["mm"] == pytest.approx([2 * 4096**3 / 0.5e14], rel=1e-4)
     finally:
-        torch.set_float32_matmul_precision(was)
+        torch.set_float32_matmul_precision(precision)
 
 
 @pytest.mark.parametrize("foreach", [True, False])
@@ -209,27 +209,27 @@ def test_updates_in_place_count_what_they_write(foreach):
 
 
 def test_group_norm_takes_no_time_per_row():
-    found = durations(lambda: nn.GroupNorm(2, 4), meta(1000, 4, 8, 2), MEASURED)["native_group_norm"]
-    assert found == pytest.approx([2 * 4 * 64_000 / (0.5 * BW)], rel=0.05)  # besides its means
+    seconds = durations(lambda: nn.GroupNorm(2, 4), meta(1000, 4, 8, 2), MEASURED)["native_group_norm"]
+    assert seconds == pytest.approx([2 * 4 * 64_000 / (0.5 * BW)], rel=0.05)  # besides its means
 
 
 @pytest.mark.parametrize(
-    ("function", "name", "vectorised"),
+    ("function", "name", "is_vectorized"),
     [(lambda x: x + x, "add", True), (lambda x: x.t().contiguous(), "clone", False), (lambda x: x + x[0], "add", False),
      (lambda x: x.to(HALF), "_to_copy", True), (lambda x: x.to(HALF).float(), "_to_copy", False),
      (lambda x: x.new_empty(x.shape, dtype=HALF).copy_(x), "copy_", True), (lambda x: x.double(), "_to_copy", False),
      (lambda x: torch.cat([x, x]), "cat", True), (lambda x: torch.cat([x.t(), x.t()]), "cat", False),
      (lambda x: x[:, ::2].neg(), "neg", False), (lambda x: x.t() + x.t(), "add", True)],
 )  # fmt: skip
-def test_kernels_that_are_not_vectorised_take_a_time_per_element(function, name, vectorised):
+def test_kernels_that_are_not_vectorised_take_a_time_per_element(function, name, is_vectorized):
     """200 FLOPs at 1e13 per second are 20 ns per 1,000 elements: more than their bytes take."""
     x = meta(1000, 1000)
     with torch.device("meta"):
         elements = function(x).numel()
-    found, without = (durations(lambda: function, x, machine)[name][-1] for machine in (MEASURED, GPU))
-    longer = max(without, elements * 2e-11)
-    assert found == pytest.approx(without if vectorised else longer, rel=1e-4)
-    assert vectorised or found > without
+    seconds, base = (durations(lambda: function, x, machine)[name][-1] for machine in (MEASURED, GPU))
+    per_element = max(base, elements * 2e-11)
+    assert seconds == pytest.approx(base if is_vectorized else per_element, rel=1e-4)
+    assert is_vectorized or seconds > base
 
 
 # ------------------------------------------------------------------------- against measurements

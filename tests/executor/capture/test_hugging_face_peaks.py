@@ -118,16 +118,16 @@ class Training:
 
     def __init__(self, name: str, variant: Variant, keys: list[str]) -> None:
         architecture, _, options = MODELS[name]
-        kind = getattr(transformers, architecture)
+        model_type = getattr(transformers, architecture)
         options = options | {key: sizes[variant.large] for key, sizes in SIZES.get(name, {}).items()}
         options |= {} if variant.cache is None else {"use_cache": variant.cache}
         torch.manual_seed(0)
-        model = kind(kind.config_class(**options))
+        model = model_type(model_type.config_class(**options))
         if variant.checkpoint != "off":
-            how: dict[str, Any] = {"use_reentrant": variant.checkpoint == "reentrant"}
+            checkpoint_kwargs: dict[str, Any] = {"use_reentrant": variant.checkpoint == "reentrant"}
             if variant.checkpoint == "selective":
-                how["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+                checkpoint_kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_kwargs)
         model.train()
         opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -160,25 +160,25 @@ class Training:
 def differences(name: str, variant: Variant) -> list[str]:
     """Trains a model eagerly and as captured; returns a sentence for each difference."""
     torch.manual_seed(1)
-    named = [MODELS[name][1](variant) for _ in range(STEPS)]
-    keys, batches = list(named[0]), [tuple(batch.values()) for batch in named]
+    samples = [MODELS[name][1](variant) for _ in range(STEPS)]
+    keys, batches = list(samples[0]), [tuple(batch.values()) for batch in samples]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         eager = Training(name, variant, keys)
         expected = eager.run(eager.step, batches, tracker := memory_tracker())
         peak_bytes = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-        ours = Training(name, variant, keys)
+        planned_training = Training(name, variant, keys)
         try:
-            captured = capture_step(ours.step, *batches[0], check=False)
+            captured = capture_step(planned_training.step, *batches[0], check=False)
             program = captured.program
             planned = PlannedStep(captured, Plan.of(program, (), "", program.peak_bytes, ""))
-            found = ours.run(planned, batches)
+            actual = planned_training.run(planned, batches)
         except Exception as error:
             return [f"{type(error).__name__}: {error}"]
     problems = []
     if difference := program.peak_bytes - peak_bytes:
         problems.append(f"the captured peak is {program.peak_bytes:,} bytes, {difference:+,} from MemTracker's")
-    as_bytes = [{k: x.reshape(-1).view(torch.uint8) for k, x in state.items()} for state in (expected, found)]
+    as_bytes = [{k: x.reshape(-1).view(torch.uint8) for k, x in state.items()} for state in (expected, actual)]
     if unequal := [key for key, value in as_bytes[0].items() if not torch.equal(as_bytes[1][key], value)]:
         problems.append(f"{len(unequal)} tensors differ, first {unequal[0]}")
     return problems
@@ -192,5 +192,5 @@ FAST = [("llama", Variant(cache=True, mask="ones", checkpoint="non-reentrant"))]
     *(pytest.param(name, list(variants(name)), id=name, marks=pytest.mark.nightly) for name in MODELS),
 ])  # fmt: skip
 def test_peak_and_bits_equal_eager(name: str, chosen: list[Variant]) -> None:
-    found = [f"{name}, {variant}: {problem}" for variant in chosen for problem in differences(name, variant)]
-    assert not found, "\n" + "\n".join(found)
+    problems = [f"{name}, {variant}: {problem}" for variant in chosen for problem in differences(name, variant)]
+    assert not problems, "\n" + "\n".join(problems)

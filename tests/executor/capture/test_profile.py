@@ -19,11 +19,11 @@ from executor.capture.profile import (
     StepRunner,
     _Runner,
     cache_bytes,
+    limit_to_row,
     measure,
     path_of,
     shape_of,
-    slowed,
-    together,
+    slow_down,
     with_profile,
 )
 from simulator import Kernel, Machine, Program, Tensor
@@ -48,7 +48,7 @@ shared = functools.cache(captured)  # for tests that do not modify it
 CPU = torch.device("cpu")
 
 
-def runner_of(step):
+def step_runner(step):
     return StepRunner(step, CPU, _Runner(step, CPU, 1).devices, False)
 
 
@@ -74,11 +74,11 @@ def test_every_kernel_of_a_step_is_measured(network, cache):
 def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
     """Reading twice the cache size evicts dirty lines, which would be written back while the kernel runs."""
     run = _Runner(shared(), CPU, 4, cache=cache)
-    assert (run.other is None) == (cache == "hot")
-    if run.other is not None:
-        version = run.other._version
+    assert (run.flush_buffer is None) == (cache == "hot")
+    if run.flush_buffer is not None:
+        version = run.flush_buffer._version
         run._flush()
-        assert run.other.nbytes == 2 * cache_bytes(CPU) and run.other._version == version
+        assert run.flush_buffer.nbytes == 2 * cache_bytes(CPU) and run.flush_buffer._version == version
     calls = []
     monkeypatch.setattr(_Runner, "_flush", lambda self: calls.append("flush"))
     run._measure(lambda: calls.append("run"))
@@ -91,7 +91,7 @@ def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = capture(model, nn.CrossEntropyLoss(), optimizer, (x, y))
-    runner = runner_of(step)
+    runner = step_runner(step)
     for node, value in runner.start.items():
         if value.dtype == torch.float32 and "optimizer" in step.names[step.placeholders.index(node)]:
             value.zero_()
@@ -113,7 +113,7 @@ def test_tied_tensors_stay_tied():
     model.twin = nn.Parameter(model.weight.data.T)  # a view of the same memory
     model.forward = lambda x: x @ model.twin @ model.weight
     step = capture(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), (torch.ones(2, 4), torch.ones(2, 4)))
-    runner = runner_of(step)
+    runner = step_runner(step)
     places = {runner.start[n].untyped_storage().data_ptr() for n, s in zip(step.placeholders, step.sources, strict=True)
               if s is model.weight or s is model.twin}  # fmt: skip
     assert len(places) == 1 and model.weight.untyped_storage().data_ptr() not in places
@@ -123,16 +123,16 @@ def test_indices_are_in_range_and_not_all_the_same():
     step = shared("lstm")
     run = _Runner(step, CPU, 1)
     (embedding,) = [n[0] for n in step.nodes if n and "embedding.default" in str(n[0].target)]
-    drawn = torch.cat([run._inputs(embedding)[0][1].flatten() for _ in range(20)])
-    assert drawn.min() >= 0 and drawn.max() < 40 and len(drawn.unique()) > 5
+    indices = torch.cat([run._inputs(embedding)[0][1].flatten() for _ in range(20)])
+    assert indices.min() >= 0 and indices.max() < 40 and len(indices.unique()) > 5
 
 
 def test_equal_kernels_are_measured_once():
     step = shared()
     durations = measure(step, "cpu", repeats=1).durations_ns
     convolutions = [k for k, n in enumerate(step.nodes) if n and str(n[0].target) == "aten.convolution.default"]
-    found = [durations[k] for k in convolutions]
-    assert len(found) == 3 and found[1] == found[2]
+    convolution_ns = [durations[k] for k in convolutions]
+    assert len(convolution_ns) == 3 and convolution_ns[1] == convolution_ns[2]
 
 
 @pytest.mark.parametrize(
@@ -181,31 +181,31 @@ def test_attention_runs_backward_with_what_its_forward_pass_has_drawn():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = capture(model, lambda out, y: out.sum(), optimizer, (x, x), as_cuda=True)
     nodes = [n[0] for n in step.nodes if n]
-    forward, backward = (next(n for n in nodes if str(n.target) == f"aten._scaled_dot_product_efficient_attention{w}")
-                         for w in (".default", "_backward.default"))  # fmt: skip
-    drawn = torch.tensor(7), torch.tensor(11)
-    forward.target = lambda q, *args, **options: (q, q, *drawn)
+    forward, backward = (next(n for n in nodes if str(n.target) == f"aten._scaled_dot_product_efficient_attention{end}")
+                         for end in (".default", "_backward.default"))  # fmt: skip
+    random_state = torch.tensor(7), torch.tensor(11)
+    forward.target = lambda q, *args, **options: (q, q, *random_state)
     args, _ = _Runner(step, CPU, 1)._inputs(backward)
-    found = dict(zip((a.name for a in backward.target._schema.arguments), args, strict=False))
-    assert found["philox_seed"] is drawn[0] and found["philox_offset"] is drawn[1]
+    bound = dict(zip((a.name for a in backward.target._schema.arguments), args, strict=False))
+    assert bound["philox_seed"] is random_state[0] and bound["philox_offset"] is random_state[1]
 
 
 def test_kernels_in_a_row_take_no_longer_than_the_row():
-    assert together([10_000, 10_000, 100_000], 114_000) == [8000, 8000, 98_000]  # each 2,000 less
-    assert together([5, 6], 20) == [5, 6]  # gaps belong to no kernel
+    assert limit_to_row([10_000, 10_000, 100_000], 114_000) == [8000, 8000, 98_000]  # each 2,000 less
+    assert limit_to_row([5, 6], 20) == [5, 6]  # gaps belong to no kernel
     # 667 less is more than half of the short ones: they are halved, and all three are scaled from 2,333 to 2,000.
-    assert together([1000, 1000, 2000, 0], 2000) == [429, 429, 1143, 0]
+    assert limit_to_row([1000, 1000, 2000, 0], 2000) == [429, 429, 1143, 0]
 
 
 def test_compute_bound_kernels_carry_what_steps_in_a_row_take_longer():
-    assert slowed([10, 30, 60], [True, False, True], 35) == [15, 30, 90]
-    assert slowed([10, 30], [True, False], -5) == [10, 30] == slowed([10, 30], [False, False], 5)
+    assert slow_down([10, 30, 60], [True, False, True], 35) == [15, 30, 90]
+    assert slow_down([10, 30], [True, False], -5) == [10, 30] == slow_down([10, 30], [False, False], 5)
 
 
-@pytest.mark.parametrize(("ahead", "found"), [(0.001, 3_000_000), (0.0, None)])
-def test_steps_in_a_row_count_if_the_device_is_behind_the_host(ahead, found, monkeypatch):
-    """``ahead``: seconds by which the host has issued its steps before the device ends them."""
-    waits, steps = iter([0.0, ahead]), []
+@pytest.mark.parametrize(("lead_s", "expected"), [(0.001, 3_000_000), (0.0, None)])
+def test_steps_in_a_row_count_if_the_device_is_behind_the_host(lead_s, expected, monkeypatch):
+    """``lead_s``: seconds by which the host has issued its steps before the device ends them."""
+    waits, steps = iter([0.0, lead_s]), []
     clock = SimpleNamespace(now=0.0)
 
     class Event:
@@ -227,7 +227,7 @@ def test_steps_in_a_row_count_if_the_device_is_behind_the_host(ahead, found, mon
     runner = StepRunner.__new__(StepRunner)
     runner.device = CPU
     runner._run = lambda around: setattr(clock, "now", clock.now + 0.1)
-    assert runner.sustained_ns() == found and len(steps) == 7
+    assert runner.sustained_ns() == expected and len(steps) == 7
 
 
 @pytest.mark.gpu

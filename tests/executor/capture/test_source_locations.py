@@ -13,16 +13,16 @@ from executor import Captured, capture, capture_step
 
 
 class Net(nn.Module):
-    def __init__(self, again: str = "") -> None:
+    def __init__(self, mode: str = "") -> None:
         super().__init__()
-        self.again = again  # which checkpoint runs the body
+        self.mode = mode  # which checkpoint runs the body
         self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
         self.body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
         self.head = nn.Linear(8, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.stem(x))
-        b = checkpoint(self.body, h, use_reentrant=self.again == "reentrant") if self.again else self.body(h)
+        b = checkpoint(self.body, h, use_reentrant=self.mode == "reentrant") if self.mode else self.body(h)
         return self.head((b + h).mean((2, 3)))
 
 
@@ -38,7 +38,7 @@ def loss_fn(y: Tensor, target: Tensor) -> Tensor:
 LOSS = f"{HERE}:{getsourcelines(loss_fn)[1] + 1}"
 
 
-def of(captured: Captured, phase: str) -> list[tuple[str, str, str]]:
+def kernels_of(captured: Captured, phase: str) -> list[tuple[str, str, str]]:
     """Returns (operator, module, line) of a phase's kernels, without markers."""
     pairs = zip(captured.program.kernels, captured.places, strict=True)
     return [(k.name.split(".")[1], *place) for k, place in pairs if k.phase == phase and k.name != "marker"]
@@ -60,17 +60,17 @@ BACKWARD = [
 ]  # fmt: skip
 
 
-def captured_net(again: str = "", **options: object) -> Captured:
-    model = Net(again)
+def captured_net(mode: str = "", **options: object) -> Captured:
+    model = Net(mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return capture(model, loss_fn, optimizer, BATCH, **options)
 
 
 def test_every_kernel_has_the_place_of_its_forward() -> None:
     captured = captured_net()
-    assert of(captured, "forward") == FORWARD
-    assert of(captured, "backward") == BACKWARD
-    assert set(of(captured, "optimizer")) <= {(op, "optimizer", "") for op in ("mul_", "add_", "_foreach_add_")}
+    assert kernels_of(captured, "forward") == FORWARD
+    assert kernels_of(captured, "backward") == BACKWARD
+    assert set(kernels_of(captured, "optimizer")) <= {(op, "optimizer", "") for op in ("mul_", "add_", "_foreach_add_")}
     markers = [k for k, kernel in enumerate(captured.program.kernels) if kernel.name == "marker"]
     assert markers
     assert all(captured.places[k] == captured.places[k - 1] for k in markers)
@@ -106,25 +106,25 @@ def test_the_gradient_of_a_parameter_belongs_to_its_module() -> None:
     assert captured.places[program.accesses[gradient][0]].module == ""
 
 
-@pytest.mark.parametrize("again", ["reentrant", "not reentrant"])
-def test_recomputed_checkpoints_keep_their_location(again: str) -> None:
-    captured = captured_net(again)
-    assert of(captured, "forward") == FORWARD
-    found = of(captured, "backward")
-    assert found[: len(FROM_LOSS)] == FROM_LOSS
-    rest = {(op, module) for op, module, _ in found[len(FROM_LOSS) :] if op != "detach"}
-    again_runs = {("convolution", "body.0"), ("relu", "body.1")}
-    assert rest - {("add", "body.0")} == again_runs | {(op, module) for op, module, _ in BACKWARD[len(FROM_LOSS) :]}
-    places = {(op, module): line for op, module, line in found}
+@pytest.mark.parametrize("mode", ["reentrant", "not reentrant"])
+def test_recomputed_checkpoints_keep_their_location(mode: str) -> None:
+    captured = captured_net(mode)
+    assert kernels_of(captured, "forward") == FORWARD
+    kernels = kernels_of(captured, "backward")
+    assert kernels[: len(FROM_LOSS)] == FROM_LOSS
+    recomputed = {(op, module) for op, module, _ in kernels[len(FROM_LOSS) :] if op != "detach"}
+    repeated = {("convolution", "body.0"), ("relu", "body.1")}
+    assert recomputed - {("add", "body.0")} == repeated | {(op, module) for op, module, _ in BACKWARD[len(FROM_LOSS) :]}
+    places = {(op, module): line for op, module, line in kernels}
     assert places["threshold_backward", "body.1"] == places["convolution_backward", "body.0"] == BODY
     assert places["native_batch_norm_backward", "norm"] == STEM
 
 
 def test_autocast_and_micro_batches_change_no_place() -> None:
     captured = captured_net(autocast=torch.bfloat16, accumulate=2)
-    wanted = [(module, line) for _, module, line in FORWARD]
-    found = [(module, line) for _, module, line in of(captured, "forward")]
-    assert set(wanted) <= set(found) <= {*wanted, ("loss_fn", "")}  # dividing the loss
+    expected = [(module, line) for _, module, line in FORWARD]
+    sources = [(module, line) for _, module, line in kernels_of(captured, "forward")]
+    assert set(expected) <= set(sources) <= {*expected, ("loss_fn", "")}  # dividing the loss
     sums = [(place.module, place.line) for k, place in zip(captured.program.kernels, captured.places, strict=True)
             if k.phase == "backward" and k.name == "aten.add_.Tensor" and not place.line]  # fmt: skip
     assert sorted(set(sums)) == [("body.0", ""), ("head", ""), ("norm", ""), ("stem", "")]  # gradients add up
@@ -142,8 +142,8 @@ def test_modules_of_any_step_have_the_names_by_which_it_finds_them() -> None:
     first = getsourcelines(step)[1]
     prefixed = [(op, f"model.{module}".rstrip("."), line) for op, module, line in FORWARD[:-2]]
     loss = [(op, "step", f"{HERE}:{first + 1}") for op, *_ in FORWARD[-2:]]
-    assert of(captured, "forward") == prefixed + loss
-    backward = of(captured, "backward")
+    assert kernels_of(captured, "forward") == prefixed + loss
+    backward = kernels_of(captured, "backward")
     assert backward[0] == ("ones_like", "step", f"{HERE}:{first + 2}")
     assert backward[-1] == ("convolution_backward", "model.stem", STEM)
 
@@ -169,6 +169,6 @@ def test_the_engine_runs_the_users_functions_in_their_forwards_place() -> None:
     model = Doubled()
     x = torch.empty(2, 4)
     captured = capture(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), (x, x))
-    (forward,) = (entry for entry in of(captured, "forward") if entry[0] == "mul")
-    (backward,) = (entry for entry in of(captured, "backward") if entry[0] == "add")
+    (forward,) = (entry for entry in kernels_of(captured, "forward") if entry[0] == "mul")
+    (backward,) = (entry for entry in kernels_of(captured, "backward") if entry[0] == "add")
     assert forward[1:] == backward[1:] == ("", f"{HERE}:{getsourcelines(Double)[1] + 3}")

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from executor.capture.as_cuda import Attention, backend
 from executor.capture.capture import capture
 from executor.capture.captured import Captured
+from executor.capture.cuda_semantics import Attention, select_backend
 from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.reach import CaptureError
 from experiments.validate_gpu.networks import build
@@ -30,7 +30,7 @@ H200 = Machine.load("h200")
 NETWORKS = ["llama_bf16", "resnet50_imagenet_bf16", "gpt2_medium_bf16"]
 
 
-def one_now(network: str) -> pytest.MarkDecorator:
+def quick_network(network: str) -> pytest.MarkDecorator:
     """Returns the parameters: the first network runs in every test run, all others in nightly runs only."""
     marks = [pytest.param(n, marks=() if n == network else pytest.mark.nightly) for n in NETWORKS]
     return pytest.mark.parametrize("network", marks)
@@ -44,7 +44,7 @@ def untimed(program: Program) -> dict[str, Any]:
     return data
 
 
-@one_now("llama_bf16")
+@quick_network("llama_bf16")
 def test_the_program_is_the_one_that_the_gpu_captured(network: str) -> None:
     """Compares kernels, their inputs and outputs, and bytes, traffic and FLOPs (PyTorch 2.11 on the GPU)."""
     path = ROOT / "experiments" / "results" / "gpu_h200" / "graphs" / f"program-{network}.json.gz"
@@ -53,15 +53,15 @@ def test_the_program_is_the_one_that_the_gpu_captured(network: str) -> None:
     optimizer = (
         torch.optim.AdamW(n.model.parameters(), capturable=True) if network != "resnet50_imagenet_bf16" else n.optimizer
     )
-    ours = capture(
+    program = capture(
         n.model, n.loss_fn, optimizer, n.batch, machine=H200, name=network, bucket_bytes=BUCKET_BYTES, as_cuda=True
     ).program
-    assert [k.name for k in ours.kernels] == [k.name for k in measured.kernels]
-    assert ours.peak_bytes == measured.peak_bytes
-    assert untimed(ours) == untimed(measured)
+    assert [k.name for k in program.kernels] == [k.name for k in measured.kernels]
+    assert program.peak_bytes == measured.peak_bytes
+    assert untimed(program) == untimed(measured)
 
 
-@one_now("resnet50_imagenet_bf16")
+@quick_network("resnet50_imagenet_bf16")
 def test_the_operators_are_those_of_the_profiled_step(network: str) -> None:
     """Captures one update per parameter, as in the oldest profiles."""
     profile = json.loads((ROOT / "tests" / "data" / "measured" / f"nvidia_h200-{network}.json").read_text())
@@ -69,8 +69,8 @@ def test_the_operators_are_those_of_the_profiled_step(network: str) -> None:
     n = build(network, "meta")
     for group in n.optimizer.param_groups:
         group["foreach"] = group["fused"] = False
-    ours = capture(n.model, n.loss_fn, n.optimizer, n.batch, machine=H200, as_cuda=True).program
-    assert [k.name for k in ours.kernels if k.name != "marker"] == measured
+    program = capture(n.model, n.loss_fn, n.optimizer, n.batch, machine=H200, as_cuda=True).program
+    assert [k.name for k in program.kernels if k.name != "marker"] == measured
 
 
 # ------------------------------------------------------------------------------------------- attention
@@ -80,66 +80,66 @@ CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 
 
-def given(capability: tuple[int, int], dtype: torch.dtype, width: int = 64, **changes: Any) -> Attention:
+def training_attention(capability: tuple[int, int], dtype: torch.dtype, width: int = 64, **changes: Any) -> Attention:
     """Returns training attention of two sequences of 32 tokens with eight heads."""
     q, k, v = (torch.empty(2, 8, 32, width, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
     return Attention(q, k, v, None, 0.0, True, False, capability)._replace(**changes)
 
 
 MASK = torch.empty(2, 1, 32, 32, dtype=torch.bool, device="meta")
-FEW = {name: torch.empty(2, 2, 32, 64, dtype=BF16, device="meta") for name in ("key", "value")}
-FEW_FLOAT = {name: t.float() for name, t in FEW.items()}
-LONGER = {name: torch.empty(2, 8, 48, 64, dtype=BF16, device="meta") for name in ("key", "value")}
+FEW_HEADS = {name: torch.empty(2, 2, 32, 64, dtype=BF16, device="meta") for name in ("key", "value")}
+FEW_HEADS_FLOAT = {name: t.float() for name, t in FEW_HEADS.items()}
+LONGER_KEYS = {name: torch.empty(2, 8, 48, 64, dtype=BF16, device="meta") for name in ("key", "value")}
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("attention", "expected"),
     [
-        (given((9, 0), BF16), CUDNN),  # what the H200 ran
-        (given((10, 0), HALF), CUDNN),
-        (given((8, 0), BF16), FLASH),
-        (given((12, 0), BF16), FLASH),
-        (given((7, 5), HALF), EFFICIENT),
-        (given((7, 0), BF16), MATH),
-        (given((9, 0), FLOAT), EFFICIENT),
-        (given((6, 1), FLOAT, 20), EFFICIENT),
-        (given((3, 5), FLOAT), MATH),
-        (given((9, 0), torch.float64), MATH),
-        (given((9, 0), BF16, mask=MASK, causal=False), CUDNN),
-        (given((8, 6), BF16, mask=MASK, causal=False), EFFICIENT),
-        (given((9, 0), BF16, mask=MASK.float().requires_grad_(), causal=False), EFFICIENT),
-        (given((9, 0), BF16, dropout=0.125), CUDNN),
-        (given((9, 0), BF16, dropout=0.1), FLASH),  # cuDNN's has sixteenths
-        (given((9, 0), BF16, 20), FLASH),
-        (given((9, 0), FLOAT, 20), EFFICIENT),
-        (given((9, 0), FLOAT, 18), MATH),
-        (given((9, 0), BF16, 256), CUDNN),
-        (given((10, 0), BF16, 256), FLASH),
-        (given((8, 9), BF16, 256, dropout=0.1), EFFICIENT),
-        (given((9, 0), BF16, 264), EFFICIENT),
-        (given((9, 0), BF16, grouped=True, **FEW), CUDNN),
-        (given((8, 0), BF16, grouped=True, **FEW), FLASH),
-        (given((8, 0), FLOAT, grouped=True, **FEW_FLOAT), MATH),
-        (given((8, 0), BF16, **LONGER), EFFICIENT),  # causal, of other lengths
-        (given((8, 0), BF16, **LONGER, causal=False), FLASH),
-        (given((9, 0), BF16, query=torch.empty(8, 32, 64, dtype=BF16)), MATH),
+        (training_attention((9, 0), BF16), CUDNN),  # what the H200 ran
+        (training_attention((10, 0), HALF), CUDNN),
+        (training_attention((8, 0), BF16), FLASH),
+        (training_attention((12, 0), BF16), FLASH),
+        (training_attention((7, 5), HALF), EFFICIENT),
+        (training_attention((7, 0), BF16), MATH),
+        (training_attention((9, 0), FLOAT), EFFICIENT),
+        (training_attention((6, 1), FLOAT, 20), EFFICIENT),
+        (training_attention((3, 5), FLOAT), MATH),
+        (training_attention((9, 0), torch.float64), MATH),
+        (training_attention((9, 0), BF16, mask=MASK, is_causal=False), CUDNN),
+        (training_attention((8, 6), BF16, mask=MASK, is_causal=False), EFFICIENT),
+        (training_attention((9, 0), BF16, mask=MASK.float().requires_grad_(), is_causal=False), EFFICIENT),
+        (training_attention((9, 0), BF16, dropout=0.125), CUDNN),
+        (training_attention((9, 0), BF16, dropout=0.1), FLASH),  # cuDNN's has sixteenths
+        (training_attention((9, 0), BF16, 20), FLASH),
+        (training_attention((9, 0), FLOAT, 20), EFFICIENT),
+        (training_attention((9, 0), FLOAT, 18), MATH),
+        (training_attention((9, 0), BF16, 256), CUDNN),
+        (training_attention((10, 0), BF16, 256), FLASH),
+        (training_attention((8, 9), BF16, 256, dropout=0.1), EFFICIENT),
+        (training_attention((9, 0), BF16, 264), EFFICIENT),
+        (training_attention((9, 0), BF16, is_grouped=True, **FEW_HEADS), CUDNN),
+        (training_attention((8, 0), BF16, is_grouped=True, **FEW_HEADS), FLASH),
+        (training_attention((8, 0), FLOAT, is_grouped=True, **FEW_HEADS_FLOAT), MATH),
+        (training_attention((8, 0), BF16, **LONGER_KEYS), EFFICIENT),  # causal, of other lengths
+        (training_attention((8, 0), BF16, **LONGER_KEYS, is_causal=False), FLASH),
+        (training_attention((9, 0), BF16, query=torch.empty(8, 32, 64, dtype=BF16)), MATH),
     ],
 )
-def test_the_kernel_of_attention(asked: Attention, expected: SDPBackend) -> None:
-    assert backend(asked) == expected
+def test_the_kernel_of_attention(attention: Attention, expected: SDPBackend) -> None:
+    assert select_backend(attention) == expected
 
 
 def test_the_users_choice_of_a_kernel_counts() -> None:
     with sdpa_kernel([MATH, FLASH]):
-        assert backend(given((9, 0), BF16)) == FLASH
+        assert select_backend(training_attention((9, 0), BF16)) == FLASH
     with sdpa_kernel([MATH, FLASH], set_priority=True):
-        assert backend(given((9, 0), BF16)) == MATH
+        assert select_backend(training_attention((9, 0), BF16)) == MATH
     with sdpa_kernel(CUDNN):
-        assert backend(given((8, 0), BF16)) == CUDNN
+        assert select_backend(training_attention((8, 0), BF16)) == CUDNN
     with sdpa_kernel([CUDNN, FLASH, EFFICIENT, MATH], set_priority=True):  # as a GPU that is here may have set it
-        assert backend(given((8, 0), BF16)) == FLASH
+        assert select_backend(training_attention((8, 0), BF16)) == FLASH
     with sdpa_kernel(FLASH), pytest.raises(RuntimeError, match="No available kernel"):
-        backend(given((9, 0), FLOAT))
+        select_backend(training_attention((9, 0), FLOAT))
 
 
 # ------------------------------------------------------------------------------------------- captures
@@ -148,15 +148,15 @@ def test_the_users_choice_of_a_kernel_counts() -> None:
 def captured(model: nn.Module, x: Tensor, machine: Machine = H200, as_cuda: bool = True) -> Captured:
     """Captures an SGD step that minimizes the model's result."""
     model = model.to("meta")
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    return capture(model, lambda out, _: out.float().sum(), made, (x, x), machine=machine, as_cuda=as_cuda)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return capture(model, lambda out, _: out.float().sum(), optimizer, (x, x), machine=machine, as_cuda=as_cuda)
 
 
-def names(found: Captured) -> set[str]:
-    return {kernel.name.removeprefix("aten.").partition(".")[0] for kernel in found.program.kernels}
+def names(step: Captured) -> set[str]:
+    return {kernel.name.removeprefix("aten.").partition(".")[0] for kernel in step.program.kernels}
 
 
-class Attends(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self, width: int, masked: bool = False) -> None:
         super().__init__()
         self.linear, self.masked = nn.Linear(width, width), masked
@@ -168,7 +168,7 @@ class Attends(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("machine", "width", "masked", "has"),
+    ("machine", "width", "masked", "expected"),
     [
         ("h200", 64, False, {"_scaled_dot_product_cudnn_attention"}),
         ("h200", 24, True, {"_scaled_dot_product_cudnn_attention", "where"}),
@@ -178,22 +178,22 @@ class Attends(nn.Module):
         ("rtx2080ti", 64, False, {"_scaled_dot_product_efficient_attention"}),
     ],
 )
-def test_every_kernel_of_attention_can_be_captured(machine: str, width: int, masked: bool, has: set[str]) -> None:
-    found = captured(Attends(width, masked).half(), torch.empty(2, 4, 30, width).half(), Machine.load(machine))
-    assert has <= names(found) and ("constant_pad_nd" in names(found)) == ("constant_pad_nd" in has)
-    forward, backward = (k for k in found.program.kernels if "attention" in k.name)
+def test_every_kernel_of_attention_can_be_captured(machine: str, width: int, masked: bool, expected: set[str]) -> None:
+    step = captured(SelfAttention(width, masked).half(), torch.empty(2, 4, 30, width).half(), Machine.load(machine))
+    assert expected <= names(step) and ("constant_pad_nd" in names(step)) == ("constant_pad_nd" in expected)
+    forward, backward = (k for k in step.program.kernels if "attention" in k.name)
     assert backward.name == forward.name.replace(".default", "_backward.default")
-    rows, wide = 2 * 4 * 30, width + -width % 8
-    nbytes = [found.program.tensors[t].nbytes for t in forward.outputs]
+    rows, padded_width = 2 * 4 * 30, width + -width % 8
+    nbytes = [step.program.tensors[t].nbytes for t in forward.outputs]
     # Of each row of the result the logarithm of its sum is kept, in float32; efficient attention's in lots of 32 rows.
-    assert nbytes[:2] == [rows * wide * 2, (2 * 4 * 32 if "efficient" in forward.name else rows) * 4]
+    assert nbytes[:2] == [rows * padded_width * 2, (2 * 4 * 32 if "efficient" in forward.name else rows) * 4]
 
 
 def test_attention_depends_on_the_capability_of_the_gpu() -> None:
-    found = names(captured(Attends(64).half(), torch.empty(2, 4, 30, 64).half(), Machine.load("k40c")))
-    assert {"bmm", "_safe_softmax"} <= found and not any("attention" in name for name in found)
+    used = names(captured(SelfAttention(64).half(), torch.empty(2, 4, 30, 64).half(), Machine.load("k40c")))
+    assert {"bmm", "_safe_softmax"} <= used and not any("attention" in name for name in used)
     with pytest.raises(CaptureError, match=r"machine\.capability"):
-        captured(Attends(64), torch.empty(2, 4, 30, 64), replace(H200, capability=""))
+        captured(SelfAttention(64), torch.empty(2, 4, 30, 64), replace(H200, capability=""))
     captured(nn.Linear(8, 8), torch.empty(2, 8), replace(H200, capability=""))  # nothing else depends on it
 
 
@@ -201,7 +201,7 @@ IMAGES, ROWS = torch.empty(2, 8, 4, 4, device="meta"), torch.empty(2, 8, device=
 
 
 @pytest.mark.parametrize(
-    ("model", "x", "has", "cudnn"),
+    ("model", "x", "expected", "cudnn"),
     [
         (nn.BatchNorm2d(8), IMAGES, "cudnn_batch_norm", True),
         (nn.BatchNorm2d(8), IMAGES.half(), "cudnn_batch_norm", True),
@@ -214,13 +214,13 @@ IMAGES, ROWS = torch.empty(2, 8, 4, 4, device="meta"), torch.empty(2, 8, device=
         (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), ROWS, "native_dropout", True),
     ],
 )
-def test_operators_have_the_choice_of_cuda(model: nn.Module, x: Tensor, has: str, cudnn: bool) -> None:
+def test_operators_have_the_choice_of_cuda(model: nn.Module, x: Tensor, expected: str, cudnn: bool) -> None:
     with torch.backends.cudnn.flags(enabled=cudnn):
-        found = names(captured(model, x))
-    assert has in found
-    assert not found & {"bernoulli_", "_scaled_dot_product_flash_attention_for_cpu"}
-    assert ("native_dropout" in found) == (has == "native_dropout") and not (has == "addmm" and "clone" in found)
-    assert (has == "cudnn_batch_norm") == ("cudnn_batch_norm_backward" in found)
+        ops = names(captured(model, x))
+    assert expected in ops
+    assert not ops & {"bernoulli_", "_scaled_dot_product_flash_attention_for_cpu"}
+    assert ("native_dropout" in ops) == (expected == "native_dropout") and not (expected == "addmm" and "clone" in ops)
+    assert (expected == "cudnn_batch_norm") == ("cudnn_batch_norm_backward" in ops)
 
 
 @pytest.mark.parametrize(("reentrant", "runs"), [(None, 1), (False, 2), (True, 2)])
@@ -234,20 +234,20 @@ def test_layers_of_pytorch_have_cudas_operators_too_and_when_recomputed(reentran
 
     model = nn.Sequential(nn.Linear(16, 16), Encoder(16, 2, 32, 0.1, batch_first=True))
     kernels = captured(model, torch.empty(2, 8, 16, device="meta")).program.kernels
-    found = [k.name.split(".")[1] for k in kernels if k.name != "marker"]
-    assert found.count("native_dropout") == runs * 3 and "bernoulli_" not in found
-    assert "_scaled_dot_product_efficient_attention" in found
+    used = [k.name.split(".")[1] for k in kernels if k.name != "marker"]
+    assert used.count("native_dropout") == runs * 3 and "bernoulli_" not in used
+    assert "_scaled_dot_product_efficient_attention" in used
 
 
 def test_statistics_of_layer_norm_are_float32() -> None:
     model, x = nn.LayerNorm(64).bfloat16(), torch.empty(32, 64, device="meta").bfloat16()
-    for as_cuda, item in ((False, 2), (True, 4)):
+    for as_cuda, itemsize in ((False, 2), (True, 4)):
         program = captured(model, x, as_cuda=as_cuda).program
         forward, backward = (next(k for k in program.kernels if f"layer_norm{part}." in k.name)
                              for part in ("", "_backward"))  # fmt: skip
-        assert [program.tensors[t].nbytes for t in forward.outputs[1:]] == [32 * item, 32 * item]
-        assert forward.bytes == 2 * (2 * 32 * 64 + 2 * 64) + 2 * 32 * item
-        assert (backward.bytes - 2 * 32 * item) % (2 * 64) == 0
+        assert [program.tensors[t].nbytes for t in forward.outputs[1:]] == [32 * itemsize, 32 * itemsize]
+        assert forward.bytes == 2 * (2 * 32 * 64 + 2 * 64) + 2 * 32 * itemsize
+        assert (backward.bytes - 2 * 32 * itemsize) % (2 * 64) == 0
 
 
 class Normed(nn.Module):
@@ -268,24 +268,22 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("device", [None, "cpu", "cuda"])
 def test_autocast_has_cudas_lists(device: str | None) -> None:
     model, x = Normed(device).to("meta"), torch.empty(32, 64, device="meta")
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def items(as_cuda: bool) -> dict[str, int]:
+    def itemsizes(as_cuda: bool) -> dict[str, int]:
         """Returns the itemsize of each operator's first result."""
-        found = capture(
-            model, lambda out, _: out.sum(), made, (x, x), machine=H200, as_cuda=as_cuda,
+        step = capture(
+            model, lambda out, _: out.sum(), optimizer, (x, x), machine=H200, as_cuda=as_cuda,
             autocast=None if device else torch.bfloat16,
         ).program  # fmt: skip
-        return {
-            k.name.split(".")[1]: found.tensors[k.outputs[0]].nbytes // (32 * 64) for k in found.kernels if k.outputs
-        }
+        return {k.name.split(".")[1]: step.tensors[k.outputs[0]].nbytes // (32 * 64) for k in step.kernels if k.outputs}
 
-    of_cuda = items(True)
-    assert of_cuda["addmm"] == 2 and of_cuda["reflection_pad1d"] == 2
-    assert of_cuda["native_layer_norm"] == of_cuda["_softmax"] == of_cuda["pow"] == 4
+    cuda_sizes = itemsizes(True)
+    assert cuda_sizes["addmm"] == 2 and cuda_sizes["reflection_pad1d"] == 2
+    assert cuda_sizes["native_layer_norm"] == cuda_sizes["_softmax"] == cuda_sizes["pow"] == 4
     if device != "cuda":  # PyTorch disables it on the CPU
-        of_cpu = items(False)
-        assert of_cpu["native_layer_norm"] == 4 and of_cpu["reflection_pad1d"] == 4  # the CPU's pads in float32
+        cpu_sizes = itemsizes(False)
+        assert cpu_sizes["native_layer_norm"] == 4 and cpu_sizes["reflection_pad1d"] == 4  # the CPU's pads in float32
 
 
 def test_cpu_captures_are_unaffected() -> None:

@@ -1,7 +1,7 @@
 """Dispatches PyTorch's CUDA operators for a step that is captured on the CPU.
 
 PyTorch's composite operators select the operators that they call by the device of their tensors. Within
-``operators_of_cuda``, the composite operators below treat CPU tensors as CUDA tensors, in the forward pass and in
+``cuda_operators``, the composite operators below treat CPU tensors as CUDA tensors, in the forward pass and in
 recomputation during the backward pass. The resulting graph contains CUDA operators: it can be planned, not executed.
 
 Sources, in aten/src/ATen/native: Dropout.cpp (``is_fused_kernel_acceptable``), Normalization.cpp
@@ -26,15 +26,15 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_map_only
 
-from executor.capture.operators import named
-from executor.capture.optimizers import patched
+from executor.capture.operators import bind_arguments
+from executor.capture.optimizers import patch_attrs
 from executor.capture.reach import CaptureError
 
 aten = torch.ops.aten
-MOST_ELEMENTS = 2**31 - 1  # some of cuDNN's batch norms have 32-bit indices
-MOST_IMAGES = 880_801, 65_535  # largest batch of cuDNN's batch norm in training and in evaluation
+MAX_ELEMENTS = 2**31 - 1  # some of cuDNN's batch norms have 32-bit indices
+MAX_IMAGES = 880_801, 65_535  # largest batch of cuDNN's batch norm in training and in evaluation
 HALF = (torch.float16, torch.bfloat16)
-NEWEST = (12, 1)  # compute capability that the fused kernels support
+MAX_CAPABILITY = (12, 1)  # compute capability that the fused kernels support
 LOWEST_HALF = -65504.0  # cuDNN adds a finite number to masked-out scores
 DEFAULT_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, *DEFAULT_ORDER]
@@ -59,7 +59,7 @@ RESULT_FLOAT32 = frozenset(
 
 
 @contextmanager
-def operators_of_cuda(capability: str) -> Iterator[None]:
+def cuda_operators(capability: str) -> Iterator[None]:
     """Makes composite operators on CPU tensors dispatch as on a GPU within this context.
 
     Args:
@@ -77,7 +77,7 @@ def operators_of_cuda(capability: str) -> Iterator[None]:
             library.impl(name, kernel, "AutogradCPU")
         # PyTorch selects the fused operator if the device has a kernel for it. Fake tensors never call the kernel.
         library.impl("_fused_rms_norm", partial(_composite, aten._fused_rms_norm.default), "CPU")
-        stack.enter_context(_autocast_of_cuda(library))
+        stack.enter_context(_cuda_autocast(library))
         yield
 
 
@@ -93,20 +93,20 @@ def _batch_norm(
     training: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Tensor:  # fmt: skip
     """Runs cuDNN's batch norm where it applies: floating-point inputs with float32 weights."""
-    both = mean is not None and variance is not None
-    statistics = both or (training and mean is None and variance is None)
+    has_both = mean is not None and variance is not None
+    has_stats = has_both or (training and mean is None and variance is None)
     if (
-        cudnn_enabled and torch.backends.cudnn.enabled and weight is not None and bias is not None and statistics
+        cudnn_enabled and torch.backends.cudnn.enabled and weight is not None and bias is not None and has_stats
         and torch.bfloat16 not in (x.dtype, weight.dtype)
         and (x.dtype != torch.float16 or weight.dtype == torch.float32)
-        and x.dim() >= 3 and len(x) <= MOST_IMAGES[not training] and x.numel() < MOST_ELEMENTS
+        and x.dim() >= 3 and len(x) <= MAX_IMAGES[not training] and x.numel() < MAX_ELEMENTS
     ):  # fmt: skip
         layout = torch._prims_common.suggest_memory_format(x)
-        parts = [None if t is None else t.contiguous() for t in (weight, bias, mean, variance)]
-        out: Any = aten.cudnn_batch_norm(x.contiguous(memory_format=layout), *parts, training, momentum, eps)
+        contiguous = [None if t is None else t.contiguous() for t in (weight, bias, mean, variance)]
+        out: Any = aten.cudnn_batch_norm(x.contiguous(memory_format=layout), *contiguous, training, momentum, eps)
         return out[0]
-    given = x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled
-    return _composite(aten.batch_norm.default, *given)
+    arguments = x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled
+    return _composite(aten.batch_norm.default, *arguments)
 
 
 def _composite(op: OpOverload, *args: Any) -> Any:
@@ -115,7 +115,7 @@ def _composite(op: OpOverload, *args: Any) -> Any:
 
 
 @contextmanager
-def _autocast_of_cuda(library: Library) -> Iterator[None]:
+def _cuda_autocast(library: Library) -> Iterator[None]:
     """Gives autocast on the CPU, which replaces the disabled ``torch.autocast("cuda")``, CUDA's policies."""
     cpu, cuda = (
         {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
@@ -138,29 +138,29 @@ def _autocast_of_cuda(library: Library) -> Iterator[None]:
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, *args, **kwargs)
 
-    with patched((torch.autocast, "__init__", init)):
+    with patch_attrs((torch.autocast, "__init__", init)):
         yield
 
 
 def _in_float32(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
-        args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, _widen, (args, kwargs))
         return op(*args, **kwargs)
 
 
 def _to_float32(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    given = named(op, args, kwargs)
-    if given.get("dtype") is None and _is_narrow(args[0]):
-        given["dtype"] = torch.float32
+    arguments = bind_arguments(op, args, kwargs)
+    if arguments.get("dtype") is None and _is_narrow(args[0]):
+        arguments["dtype"] = torch.float32
     with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
-        return op(**given)
+        return op(**arguments)
 
 
 def _is_narrow(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if _is_narrow(tensor) else tensor
 
 
@@ -175,12 +175,12 @@ class Attention(NamedTuple):
     value: Tensor
     mask: Tensor | None
     dropout: float
-    causal: bool
-    grouped: bool
+    is_causal: bool
+    is_grouped: bool
     capability: tuple[int, int]
 
     @property
-    def trains(self) -> bool:
+    def requires_grad(self) -> bool:
         """Whether queries, keys or values require gradients."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
@@ -195,13 +195,13 @@ def _attention(
             'machine.capability: missing, and the kernel of attention depends on it: give it, such as "9.0"'
         )
     major, minor = map(int, capability.split("."))
-    given = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, (major, minor))
-    kernel = backend(given)
-    mask = _additive(given, kernel)
+    attn = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, (major, minor))
+    kernel = select_backend(attn)
+    mask = _additive_mask(attn, kernel)
     out: Tensor
     if kernel == SDPBackend.CUDNN_ATTENTION:
         out = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, given.trains, dropout_p, is_causal, False, scale=scale
+            query, key, value, mask, attn.requires_grad, dropout_p, is_causal, False, scale=scale
         )[0]
     elif kernel == SDPBackend.FLASH_ATTENTION:
         width = query.shape[-1]
@@ -212,7 +212,7 @@ def _attention(
         out = out[..., :width] if width % 8 else out
     elif kernel == SDPBackend.EFFICIENT_ATTENTION:
         out = aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, given.trains, dropout_p, is_causal, scale=scale
+            query, key, value, mask, attn.requires_grad, dropout_p, is_causal, scale=scale
         )[0]
     else:
         out = aten._scaled_dot_product_attention_math(
@@ -221,7 +221,7 @@ def _attention(
     return out
 
 
-def backend(given: Attention) -> SDPBackend:
+def select_backend(attn: Attention) -> SDPBackend:
     """Returns the kernel that PyTorch selects: the first in its order that is enabled and supports the arguments.
 
     Raises:
@@ -229,86 +229,86 @@ def backend(given: Attention) -> SDPBackend:
     """
     order = [SDPBackend(i) for i in torch._C._get_sdp_priority_order()]
     if order[:3] == DEFAULT_ORDER or order[:4] == CUDNN_FIRST:  # not set by torch.nn.attention.sdpa_kernel
-        hopper = given.capability[0] in (9, 10)
-        order = CUDNN_FIRST if hopper else [*DEFAULT_ORDER, SDPBackend.CUDNN_ATTENTION]
+        prefers_cudnn = attn.capability[0] in (9, 10)
+        order = CUDNN_FIRST if prefers_cudnn else [*DEFAULT_ORDER, SDPBackend.CUDNN_ATTENTION]
     for kernel in filter(_KERNELS.__contains__, order):
         enabled, supports = _KERNELS[kernel]
-        if enabled() and supports(given):
+        if enabled() and supports(attn):
             return kernel
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def _additive(given: Attention, kernel: SDPBackend) -> Tensor | None:
+def _additive_mask(attn: Attention, kernel: SDPBackend) -> Tensor | None:
     """Returns the mask in the additive form that the kernel expects."""
-    mask = given.mask
+    mask = attn.mask
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        zero, least = (torch.scalar_tensor(x, dtype=given.query.dtype, device=mask.device) for x in (0.0, -torch.inf))
-        cudnn = kernel == SDPBackend.CUDNN_ATTENTION
-        mask = torch.where(mask.logical_not(), LOWEST_HALF, zero) if cudnn else torch.where(mask, 0.0, least)
+        zero, lowest = (torch.scalar_tensor(x, dtype=attn.query.dtype, device=mask.device) for x in (0.0, -torch.inf))
+        is_cudnn = kernel == SDPBackend.CUDNN_ATTENTION
+        mask = torch.where(mask.logical_not(), LOWEST_HALF, zero) if is_cudnn else torch.where(mask, 0.0, lowest)
     if kernel == SDPBackend.EFFICIENT_ATTENTION:
         length = mask.shape[-1]
         if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
             mask = F.pad(mask, (0, 8 - length % 8))[..., :length]
-        mask = mask.expand(*given.query.shape[:3], given.key.shape[2])
+        mask = mask.expand(*attn.query.shape[:3], attn.key.shape[2])
     return mask
 
 
-def _is_fused(given: Attention, least: tuple[int, int], grouped: bool = True) -> bool:
-    """Returns whether a fused kernel supports the GPU's capability (at least ``least``), the shapes and the strides."""
-    tensors = given.query, given.key, given.value
-    if any(t.dim() != 4 or t.dtype != given.query.dtype or len(t) != len(given.query) for t in tensors):
+def _supports_fused(attn: Attention, min_capability: tuple[int, int], allows_groups: bool = True) -> bool:
+    """Returns whether a fused kernel supports the capability (at least ``min_capability``), shapes and strides."""
+    tensors = attn.query, attn.key, attn.value
+    if any(t.dim() != 4 or t.dtype != attn.query.dtype or len(t) != len(attn.query) for t in tensors):
         return False
-    (heads, length), own, others = given.query.shape[1:3], given.key.shape[1], given.value.shape[1]
-    if own != others or (heads % own if grouped and given.grouped else heads != own):
+    (heads, length), k_heads, v_heads = attn.query.shape[1:3], attn.key.shape[1], attn.value.shape[1]
+    if k_heads != v_heads or (heads % k_heads if allows_groups and attn.is_grouped else heads != k_heads):
         return False
-    if not length or not given.key.shape[2] or (given.mask is not None and given.mask.stride(-1) != 1):
+    if not length or not attn.key.shape[2] or (attn.mask is not None and attn.mask.stride(-1) != 1):
         return False
-    dense = all(t.stride(-1) == 1 for t in tensors) or (grouped and given.query.shape[-1] == 1)
-    return dense and least <= given.capability <= NEWEST
+    is_dense = all(t.stride(-1) == 1 for t in tensors) or (allows_groups and attn.query.shape[-1] == 1)
+    return is_dense and min_capability <= attn.capability <= MAX_CAPABILITY
 
 
-def _supports_cudnn(given: Attention) -> bool:
-    mask, (keys, width), own = given.mask, given.value.shape[-2:], given.query.shape[-1]
+def _supports_cudnn(attn: Attention) -> bool:
+    mask, (key_length, width), query_width = attn.mask, attn.value.shape[-2:], attn.query.shape[-1]
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    if not _is_fused(given, (8, 0)) or strict or given.query.dtype not in HALF or given.dropout * 16 % 1:
+    if not _supports_fused(attn, (8, 0)) or strict or attn.query.dtype not in HALF or attn.dropout * 16 % 1:
         return False
     if mask is not None:
-        whole = *given.query.shape[:3], given.key.shape[2]
+        score_shape = *attn.query.shape[:3], attn.key.shape[2]
         if mask.requires_grad or mask.dim() not in (2, 4):
             return False
-        if any(a not in (1, b) for a, b in zip(mask.shape, whole[-mask.dim() :], strict=True)):
+        if any(a not in (1, b) for a, b in zip(mask.shape, score_shape[-mask.dim() :], strict=True)):
             return False
-    most = 256 if given.capability == (9, 0) else 128
-    if (own, width) == (192, 128) and given.capability[0] == 10:
-        most = 192
-    if max(own, width) > most or own % 8 or width % 8:
+    max_width = 256 if attn.capability == (9, 0) else 128
+    if (query_width, width) == (192, 128) and attn.capability[0] == 10:
+        max_width = 192
+    if max(query_width, width) > max_width or query_width % 8 or width % 8:
         return False
-    return keys != 1 and not (given.dropout and given.query.shape[2] == 1)
+    return key_length != 1 and not (attn.dropout and attn.query.shape[2] == 1)
 
 
-def _supports_flash(given: Attention) -> bool:
-    width = given.query.shape[-1]
-    if given.mask is not None or not _is_fused(given, (8, 0)) or given.query.dtype not in HALF or width > 256:
+def _supports_flash(attn: Attention) -> bool:
+    width = attn.query.shape[-1]
+    if attn.mask is not None or not _supports_fused(attn, (8, 0)) or attn.query.dtype not in HALF or width > 256:
         return False
-    if any(t.shape[-1] != width for t in (given.key, given.value)):
+    if any(t.shape[-1] != width for t in (attn.key, attn.value)):
         return False
-    small = (8, 6) <= given.capability <= (8, 9) or given.capability >= (12, 0)
-    if small and given.trains and width > 192 and (width <= 224 or given.dropout):
+    is_small_gpu = (8, 6) <= attn.capability <= (8, 9) or attn.capability >= (12, 0)
+    if is_small_gpu and attn.requires_grad and width > 192 and (width <= 224 or attn.dropout):
         return False
-    return not given.causal or given.query.shape[2] == given.key.shape[2]
+    return not attn.is_causal or attn.query.shape[2] == attn.key.shape[2]
 
 
-def _supports_efficient(given: Attention) -> bool:
-    width, dtype, ampere = given.query.shape[-1], given.query.dtype, given.capability >= (8, 0)
-    if not _is_fused(given, (5, 0), grouped=False) or given.key.shape[-1] != width:
+def _supports_efficient(attn: Attention) -> bool:
+    width, dtype, is_ampere = attn.query.shape[-1], attn.query.dtype, attn.capability >= (8, 0)
+    if not _supports_fused(attn, (5, 0), allows_groups=False) or attn.key.shape[-1] != width:
         return False
-    if dtype not in (torch.float32, *HALF) or (dtype == torch.bfloat16 and not ampere):
+    if dtype not in (torch.float32, *HALF) or (dtype == torch.bfloat16 and not is_ampere):
         return False
-    tensor_cores = ampere or (given.capability >= (7, 0) and dtype in HALF)
-    alignment = 16 // dtype.itemsize if tensor_cores else 1
-    return not any(w % alignment or not w for w in (width, given.value.shape[-1]))
+    has_tensor_cores = is_ampere or (attn.capability >= (7, 0) and dtype in HALF)
+    alignment = 16 // dtype.itemsize if has_tensor_cores else 1
+    return not any(w % alignment or not w for w in (width, attn.value.shape[-1]))
 
 
 # Kernel -> whether the user has enabled it, whether it supports the arguments.
@@ -316,5 +316,5 @@ _KERNELS: dict[SDPBackend, tuple[Callable[[], bool], Callable[[Attention], bool]
     SDPBackend.CUDNN_ATTENTION: (torch.backends.cuda.cudnn_sdp_enabled, _supports_cudnn),
     SDPBackend.FLASH_ATTENTION: (torch.backends.cuda.flash_sdp_enabled, _supports_flash),
     SDPBackend.EFFICIENT_ATTENTION: (torch.backends.cuda.mem_efficient_sdp_enabled, _supports_efficient),
-    SDPBackend.MATH: (torch.backends.cuda.math_sdp_enabled, lambda given: True),
+    SDPBackend.MATH: (torch.backends.cuda.math_sdp_enabled, lambda attn: True),
 }
