@@ -317,7 +317,7 @@ class _Pass:
 
         blocks.take = self._take
         try:
-            with arena.serving(requests), self.memory.recorded() as events:
+            with arena.serving(requests), self.memory.recording() as events:
                 with torch.cuda.stream(self.memory.stream):
                     for block in self.home:
                         self._take(block)
