@@ -38,16 +38,16 @@ class Place(Enum):
     IN = "in"  # on the host, with a swap-in in flight
 
 
-class Shared:
-    """A user's tensor that steps use: ``own`` is its device tensor, ``seen`` the tensor that the user sees."""
+class UserTensor:
+    """A user's tensor that steps use: its ``device_tensor``, and ``visible``, the tensor that the user sees."""
 
     user: Tensor
-    own: Tensor
-    seen: Tensor
+    device_tensor: Tensor
+    visible: Tensor
 
-    def see(self, what: Tensor) -> None:
-        """Makes the user's tensor refer to the data of ``what``."""
-        self.user.data = self.seen = what
+    def show_tensor(self, tensor: Tensor) -> None:
+        """Makes the user's tensor refer to the data of ``tensor``."""
+        self.user.data = self.visible = tensor
 
 
 class Block:
@@ -72,7 +72,7 @@ class Block:
         self.went: Any  # events: of swap-outs (went), of swap-ins (came), of the last of either (event)
         self.went = self.came = self.event = None
         self.valid = self.shown = self.absent = False
-        self.users: Sequence[Shared] = ()
+        self.users: Sequence[UserTensor] = ()
 
     def on(self, tensor: Tensor) -> None:
         """Assigns the storage of this tensor to the block."""
@@ -85,27 +85,27 @@ class Block:
 
     def adopt(self) -> None:
         """Assigns the storage of ``users`` to the block; a storage that cannot be emptied is replaced by a copy."""
-        if not movable(self.users[0].own):
-            memory = self.users[0].own.untyped_storage().clone()
-            for shared in self.users:
-                own = shared.own
-                shared.own = torch.empty(0, dtype=own.dtype, device=own.device).set_(
+        if not is_movable(self.users[0].device_tensor):
+            memory = self.users[0].device_tensor.untyped_storage().clone()
+            for user_tensor in self.users:
+                own = user_tensor.device_tensor
+                user_tensor.device_tensor = torch.empty(0, dtype=own.dtype, device=own.device).set_(
                     memory, own.storage_offset(), own.size(), own.stride()
                 )  # type: ignore[call-overload]
-                shared.see(shared.own)
-        self.on(self.users[0].own)
+                user_tensor.show_tensor(user_tensor.device_tensor)
+        self.on(self.users[0].device_tensor)
 
     def show(self) -> None:
         """Makes the user's tensors refer to the host copy."""
-        for shared in self.users:
-            shared.see(as_tensor(self.host, shared.own))
+        for user_tensor in self.users:
+            user_tensor.show_tensor(as_tensor(self.host, user_tensor.device_tensor))
         self.shown = True
 
     def hide(self) -> None:
         """Makes the user's tensors refer to the device again."""
         if self.shown:
-            for shared in self.users:
-                shared.see(shared.own)
+            for user_tensor in self.users:
+                user_tensor.show_tensor(user_tensor.device_tensor)
             self.shown = False
 
 
@@ -311,12 +311,12 @@ class Blocks:
             block.users = ()
 
 
-def movable(tensor: Tensor) -> bool:
+def is_movable(tensor: Tensor) -> bool:
     """Returns True if the storage can be emptied: not if a NumPy array, a file or another process holds it."""
-    return tensor.untyped_storage().resizable() and not shared(tensor)
+    return tensor.untyped_storage().resizable() and not is_shared(tensor)
 
 
-def shared(tensor: Tensor) -> bool:
+def is_shared(tensor: Tensor) -> bool:
     """Returns True for memory shared between processes, whose resizing crashes although PyTorch allows it."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
 
@@ -344,9 +344,9 @@ class HostMemory:
 
     def __init__(self, blocks: Blocks, places: dict[int, int], device: torch.device) -> None:
         self._blocks, self._places, self._device = blocks, places, device
-        self.kept: list[tuple[Tensor, Shared]] = []
-        self.rest: list[Shared] = []
-        self.undo: list[tuple[list[Tensor], list[Shared]]] = []
+        self.kept: list[tuple[Tensor, UserTensor]] = []
+        self.rest: list[UserTensor] = []
+        self.undo: list[tuple[list[Tensor], list[UserTensor]]] = []
         self.taken = False
 
     def take(self) -> None:
@@ -355,15 +355,18 @@ class HostMemory:
         try:
             places = slab(self._blocks.engines, [b.nbytes for b in blocks.values()], [self._places[t] for t in blocks])
             what = "the host has no memory to undo a step"
-            sizes = [b.own.untyped_storage().nbytes() for b in rest]
+            sizes = [b.device_tensor.untyped_storage().nbytes() for b in rest]
             ends = [0, *accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes)]
             copies = slab(engines_for(self._device), sizes, ends[:-1]) if rest else []
         except TransferError as error:
             raise StepError(f"{what}: {error}") from error
         for block, place in zip(blocks.values(), places, strict=True):
             block.host = place
-        groups: dict[Any, list[tuple[Tensor, Shared]]] = {}
-        for copy, b in (*self.kept, *((as_tensor(copy, b.own), b) for copy, b in zip(copies, rest, strict=True))):
+        groups: dict[Any, list[tuple[Tensor, UserTensor]]] = {}
+        for copy, b in (
+            *self.kept,
+            *((as_tensor(copy, b.device_tensor), b) for copy, b in zip(copies, rest, strict=True)),
+        ):
             groups.setdefault((copy.device, copy.dtype), []).append((copy, b))
         self.undo = [([copy for copy, _ in group], [b for _, b in group]) for group in groups.values()]
         self.taken = True

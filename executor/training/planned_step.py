@@ -25,10 +25,10 @@ from torch import Tensor, fx, nn
 from executor.capture.captured import Captured
 from executor.capture.state import Home
 from executor.memory.engines import TransferError, line
-from executor.training.bindings import Binding, Known, StepError, check, check_settings, create_state
+from executor.training.bindings import Binding, ChangeDetector, StepError, check_model, check_settings, create_state
 from executor.training.graph import GraphStep, NoGraph, beside_bytes, not_by_default, refused
 from executor.training.issue_order import order
-from executor.training.memory_check import Allocator, Watch
+from executor.training.memory_check import Allocator, FirstStepObserver
 from executor.training.memory_source import Place
 from executor.training.node_calls import Calls
 from executor.training.progress import BEGIN, UNDO, Interrupt, Part
@@ -123,7 +123,7 @@ class PlannedStep:
         self.state = StepState(captured, self.order, calls, graph=self.not_graph is None)
         self.program: Program = self.order.program
         self.calls, self.device, self.pinned_bytes = self.state.calls, self.state.device, self.state.pinned_bytes
-        self._watch = Watch(self.state)
+        self._observer = FirstStepObserver(self.state)
         self.peak_bytes = 0
         self.allocator: Allocator | None = None
         self.differing: dict[str, tuple[int, int]] = {}
@@ -131,7 +131,7 @@ class PlannedStep:
         self.grad_norm: Tensor | None = None
         self.graph: GraphStep | None = None
         self._numbers: list[Any] = []  # the optimizers' numbers as last read, each with its type
-        self._known: Known | None = None
+        self._detector: ChangeDetector | None = None
         self._with_grad: list[Binding] = []  # parameters whose gradients are kept
         self._bind()
         self._parameters = [b for b in self.state.bindings if isinstance(b.user, nn.Parameter)]
@@ -152,7 +152,7 @@ class PlannedStep:
         late = {t for kernel in self.program.kernels for t in kernel.outputs} - state.early if everything else set()
         kept = [b for b in state.bindings if b.tensor in state.early]
         rest = [b for b in state.bindings if b.tensor in late]
-        state.host.kept, state.host.rest = [(torch.empty_like(b.own), b) for b in kept], list(rest)
+        state.host.kept, state.host.rest = [(torch.empty_like(b.device_tensor), b) for b in kept], list(rest)
         self._undoes_away = any(b.block for b in (*kept, *rest))
 
     # ------------------------------------------------------------------------------------ binding
@@ -165,14 +165,14 @@ class PlannedStep:
         for b in self._with_grad:
             b.user.grad = None
         self._leave_aliases()
-        if self._known is None or not self._known.same():
-            self._known = None
+        if self._detector is None or not self._detector.is_unchanged():
+            self._detector = None
             self._bind()
-            check(self.captured, self._parameters)
-            self._known = Known(self.captured, self.state.bindings, self._parameters)
+            check_model(self.captured, self._parameters)
+            self._detector = ChangeDetector(self.captured, self.state.bindings, self._parameters)
         check_settings(self.captured)
         self._read_numbers()
-        self.state.seen = self._known, self._numbers
+        self.state.seen = self._detector, self._numbers
         if not self.state.host.taken:
             self.state.host.take()
 
@@ -186,7 +186,7 @@ class PlannedStep:
     def _bind(self) -> None:
         """Binds the user's tensors that have changed since the last step, and creates missing optimizer state."""
         state = self.state
-        changed = [b for b in state.bindings if not b.found()]
+        changed = [b for b in state.bindings if not b.is_unchanged()]
         if not changed and state.table:
             return
         state.blocks.engines.synchronize()
@@ -198,7 +198,7 @@ class PlannedStep:
             raise
         state.table, self._numbers = self.calls.table.copy(), []
         for b in state.bindings:
-            state.table[self.calls.slots[b.node]] = b.own
+            state.table[self.calls.slots[b.node]] = b.device_tensor
         with torch.no_grad():
             for out, function, get, options in self.calls.fixed:
                 state.table[out] = function(*get(state.table), **options)
@@ -224,14 +224,14 @@ class PlannedStep:
     def _take_state(self, changed: list[Binding]) -> None:
         blocks, bindings = self.state.blocks, self.state.bindings
         for b in changed:
-            if b.present() is None:
+            if b.current() is None:
                 create_state(b, bindings)
-            b.take(self.program.tensors[b.tensor].nbytes)
+            b.bind(self.program.tensors[b.tensor].nbytes)
         groups: dict[int, list[Binding]] = {}
         for b in bindings:
             groups.setdefault(b.tensor, []).append(b)
         for t in dict.fromkeys(b.tensor for b in changed):
-            if len({b.own.untyped_storage()._cdata for b in groups[t]}) > 1:
+            if len({b.device_tensor.untyped_storage()._cdata for b in groups[t]}) > 1:
                 names = " and ".join(b.name for b in groups[t])
                 raise StepError(f"{names} shared their memory when the step was captured; capture it again")
             if block := blocks.blocks.get(t):
@@ -270,7 +270,7 @@ class PlannedStep:
         part, batch = state.taken(args)
         blocks, progress, commit, peak = state.blocks, state.progress, state.commit, self.peak_bytes
         if progress.done:
-            check(self.captured, self._parameters)
+            check_model(self.captured, self._parameters)
             check_settings(self.captured)
             self._read_numbers()
         else:
@@ -321,8 +321,8 @@ class PlannedStep:
             except BaseException as error:
                 self._fail(at, part, error)
                 raise
-        if not (progress.done or self._watch.over):
-            self.allocator, self.differing = self._watch.end(self.limit)
+        if not (progress.done or self._observer.is_done):
+            self.allocator, self.differing = self._observer.end(self.limit)
         self._report("the step finished, and the model is as after it")
         if self.graph:
             self.graph.warm = True
@@ -377,7 +377,7 @@ class PlannedStep:
             state.random.save(BEGIN)
             state.random.states[UNDO] = state.random.states[BEGIN]
             for into, bindings in state.host.undo:
-                torch._foreach_copy_(into, [b.seen for b in bindings], non_blocking=True)
+                torch._foreach_copy_(into, [b.visible for b in bindings], non_blocking=True)
             progress.alone = part is not state.whole
             progress.expect((state.inputs - part.tensors) & blocks.keys() if progress.alone else set())
         else:
@@ -397,8 +397,8 @@ class PlannedStep:
             table[out] = function(*get(table), **options)
         if first:
             state.blocks.start(self.order.start)
-            if not self._watch.over:
-                self._watch.begin()
+            if not self._observer.is_done:
+                self._observer.begin()
         else:
             for t in part.tensors & blocks.keys():
                 progress.arrive(t)
@@ -443,7 +443,7 @@ class PlannedStep:
             blocks.settle()
             if restore:
                 for copies, bindings in state.host.undo if began else ():  # nothing is written before
-                    torch._foreach_copy_([b.seen for b in bindings], copies)
+                    torch._foreach_copy_([b.visible for b in bindings], copies)
                 for tensor, copy in state.undo_batch:
                     tensor.copy_(copy)
                 state.random.restore(UNDO)

@@ -18,9 +18,9 @@ from executor.capture.captured import Captured
 from executor.capture.state import over
 from executor.memory import ALIGNMENT
 from executor.memory.engines import Engines, TransferError, engines_for
-from executor.training.bindings import Binding, compare, device_of, inputs_of, meant
+from executor.training.bindings import Binding, compare, device_of, inputs_of, layout_of
 from executor.training.issue_order import Move, Order
-from executor.training.memory_source import Block, Blocks, HostMemory, StepError, movable, shared
+from executor.training.memory_source import Block, Blocks, HostMemory, StepError, is_movable, is_shared
 from executor.training.node_calls import Call, Calls
 from executor.training.progress import BEGIN, NOW, UNDO, Part, Progress, Random, parts
 from simulator.schedule import Schedule
@@ -107,7 +107,7 @@ class StepState:
         self.device, self.inputs, tensors = device_of(captured), inputs_of(captured), order.program.tensors
         self.bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
                          if node in captured.values and node not in captured.leaves]  # fmt: skip
-        self.meant = {node: meant(captured, i) for i, node in enumerate(captured.placeholders)}
+        self.layouts = {node: layout_of(captured, i) for i, node in enumerate(captured.placeholders)}
         self.commit, self.early = before_the_update(order.schedule)
         places, self.pinned_bytes = self._host_places(graph)
         try:
@@ -136,7 +136,7 @@ class StepState:
 
     def _host_places(self, graph: bool) -> tuple[dict[int, int], int]:
         """Returns the offset in host memory of each swapped tensor, and the bytes in total."""
-        tensors, held = self.order.program.tensors, self.order.held(ALIGNMENT)
+        tensors, held = self.order.program.tensors, self.order.host_slots(ALIGNMENT)
         places, pinned = dict(held.offsets), held.footprint
         for t in places if graph else ():
             if tensors[t].persistent:
@@ -187,7 +187,7 @@ class StepState:
                 if leaf is not want and leaf != want:
                     raise StepError(f"argument {i} of the step is {leaf!r}, but was {want!r} at the capture")
                 continue
-            compare(f"tensor {i} of the batch", leaf, want, *self.meant[want])
+            compare(f"tensor {i} of the batch", leaf, want, *self.layouts[want])
             if seen.setdefault(want, leaf) is not leaf:
                 raise StepError(f"tensor {i} of the batch was the same as another one at the capture and now differs")
             block = self.blocks.blocks.get(captured.values.get(want, -1))
@@ -196,7 +196,7 @@ class StepState:
                 memory = leaf.untyped_storage()
                 at = taken.setdefault(block, memory._cdata)
                 alone = at == memory._cdata and list(taken.values()).count(at) == 1
-                if memory.nbytes() != block.nbytes or not movable(leaf) or not alone:
+                if memory.nbytes() != block.nbytes or not is_movable(leaf) or not alone:
                     raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
             batch.setdefault(want, leaf)
         for read in captured.reads:
@@ -209,7 +209,7 @@ class StepState:
 
     def _movable(self, leaf: Tensor, t: int, copies: dict[int, torch.UntypedStorage]) -> Tensor:
         """Returns a batch tensor, or a copy (of its storage in ``copies``) if a data loader's process shares it."""
-        if not shared(leaf) or any(t in kernel.outputs for kernel in self.order.program.kernels):
+        if not is_shared(leaf) or any(t in kernel.outputs for kernel in self.order.program.kernels):
             return leaf
         memory = leaf.untyped_storage()
         if memory._cdata not in copies:

@@ -383,7 +383,7 @@ class Bytes(TorchDispatchMode):
         self.host = {b.host.untyped_storage()._cdata for b in step.state.blocks.blocks.values()}
         self.live: set[StorageWeakRef] = set()
         self.peak = 0
-        self._note([b.own for b in step.state.bindings] + list(batch))
+        self._note([b.device_tensor for b in step.state.bindings] + list(batch))
 
     def _note(self, tensors: list) -> None:
         for x in tensors:

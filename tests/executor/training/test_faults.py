@@ -69,7 +69,9 @@ def fails(twins: Twins, step: PlannedStep, error: type[BaseException], message: 
     programs.equal_states(twins.ours.state(), before)
     del batch, caught
     gc.collect()
-    whole = sum(b.own.nbytes for b in {id(b.own.untyped_storage()): b for b in step.state.bindings}.values())
+    whole = sum(
+        b.device_tensor.nbytes for b in {id(b.device_tensor.untyped_storage()): b for b in step.state.bindings}.values()
+    )
     assert seen.bytes() <= whole
 
 

@@ -109,7 +109,7 @@ def follow(out: Order) -> None:
         assert most[k] == least or (schedule.moved and (most[k] > least or several))
     outs = [b for item in out.items for kind, b in item.before + item.after if kind == "out"]
     if len(outs) == len({blocks[b].owner for b in outs}):  # else a place is kept in between
-        assert out.held(1).intervals.peak_bytes <= max(schedule.on_host)
+        assert out.host_slots(1).intervals.peak_bytes <= max(schedule.on_host)
 
 
 def test_an_early_copy_by_hand():
