@@ -57,7 +57,7 @@ class FirstStepObserver:
         self._others = self._peak_bytes = self._ledger_bytes = 0
         for i, item in enumerate(state.work):  # appends an observing call to each item
             if item.calls:
-                call = state.calls.nothing, self._observe, lambda table, i=i: (table, i), dict[str, Any]()
+                call = state.calls.unused_slot, self._observe, lambda table, i=i: (table, i), dict[str, Any]()
                 state.work[i] = item._replace(calls=(*item.calls, call))
 
     def begin(self) -> None:
@@ -80,13 +80,13 @@ class FirstStepObserver:
         order, calls, used = self._state.order, self._state.calls, self._state.blocks.used
         for b in order.items[i].step.allocates:
             owner = order.schedule.blocks[b].owner
-            for value in (table[slot] for slot in calls.of.get(b, ()) if owner >= 0):
+            for value in (table[slot] for slot in calls.slots_of_block.get(b, ()) if owner >= 0):
                 if isinstance(value, Tensor):
                     self._compare(order.program.tensors[owner].name, value, order.program.tensors[owner].nbytes)
         if self._before is not None and (now := allocator_stats(self._state.device)) is not None:
             self._peak_bytes = max(self._peak_bytes, now["allocated_bytes.all.current"])
         self._ledger_bytes = max(self._ledger_bytes, used)
-        return table[calls.nothing]
+        return table[calls.unused_slot]
 
     def end(self, limit: int) -> tuple[Allocator | None, dict[str, tuple[int, int]]]:
         """Ends the observation, warns about differences and returns them.

@@ -97,7 +97,7 @@ def test_without_a_barrier_between_steps():
     twins = Twins("small", adamw)
     step = programs.over_the_boundary(twins.captured())
     with step:
-        twins.train(step, 4, look=False)
+        twins.train(step, 4, compare=False)
         under_way = {b.place for b in step.state.blocks.blocks.values()}
     assert under_way & {Place.OUT, Place.IN}
     twins.compare()

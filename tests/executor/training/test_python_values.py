@@ -74,7 +74,7 @@ def test_a_value_that_the_step_reads_has_changed(what: str) -> None:
     twins = Twins(reading)
     steps = twins.steps_under(moving)
     twins.train(steps)
-    change(twins.ours.model, twins.ours.given[1])
+    change(twins.ours.model, twins.ours.capture_args[1])
     with pytest.raises(StepError, match=named):
         steps(*twins.next_batch())
     twins.compare()
