@@ -94,8 +94,8 @@ class FittedStep(PlannedStep):
         self.machine, self.floor_ns = machine, floor_ns
         self.packed_bytes, self.replans = limit, 0
 
-    def _goes_on(self, error: NoGraph) -> bool:
-        return not (isinstance(error, OverLimit) and self.replans < REPLANS) and super()._goes_on(error)
+    def _falls_back(self, error: NoGraph) -> bool:
+        return not (isinstance(error, OverLimit) and self.replans < REPLANS) and super()._falls_back(error)
 
     def report(self) -> Report:
         """Returns the report: memory peak, moved tensors and predicted time; ``str`` renders it as a page."""

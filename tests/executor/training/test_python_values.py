@@ -80,7 +80,7 @@ def test_a_value_that_the_step_reads_has_changed(what: str) -> None:
     twins.compare()
     if twins.ours.model.table:
         steps.recapture()
-        change(twins.eager.model, twins.eager.given[1])
+        change(twins.eager.model, twins.eager.capture_args[1])
         twins.train(steps, 2)
 
 
