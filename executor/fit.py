@@ -94,8 +94,8 @@ class FittedStep(PlannedStep):
         self.machine, self.floor_ns = machine, floor_ns
         self.packed_bytes, self.replans = limit, 0
 
-    def _goes_on(self, error: NoGraph) -> bool:
-        return not (isinstance(error, OverLimit) and self.replans < REPLANS) and super()._goes_on(error)
+    def _falls_back(self, error: NoGraph) -> bool:
+        return not (isinstance(error, OverLimit) and self.replans < REPLANS) and super()._falls_back(error)
 
     def report(self) -> Report:
         """Returns the report: memory peak, moved tensors and predicted time; ``str`` renders it as a page."""
@@ -198,9 +198,9 @@ class FittedSteps(PlannedSteps):
 
     def _limit(self, captured: Captured) -> int:
         """Returns the limit for tensors; an absolute memory on a GPU is device memory."""
-        if self._device.type == "cpu" or is_fraction(self._wanted):
-            return limit_bytes(self._wanted, captured.program, "memory")
-        memory = size_bytes(self._wanted, "memory")
+        if self._device.type == "cpu" or is_fraction(self._requested_limit):
+            return limit_bytes(self._requested_limit, captured.program, "memory")
+        memory = size_bytes(self._requested_limit, "memory")
         # The loop holds returned tensors until the next return, and gradients until the next step.
         outputs = captured.outputs[1 : sum(captured.returned.tensors)]
         returned = tuple({captured.values[node] for node in outputs if node in captured.values})

@@ -34,13 +34,13 @@ ARENAS, REQUESTS = 32, 1 << 17  # maximum number of open arenas, and of requests
 CHUNK = 128 << 20  # bytes of physical memory behind an aliased arena
 # Row 0 of the table: spin lock, row of the serving arena, whether the log holds the answers, index of the next request.
 # Each other row describes one arena.
-_LOCK, _OPEN, _ANSWERS, _NEXT = range(4)
+_LOCK, _SERVING, _HAS_ANSWERS, _NEXT = range(4)
 _BASE, _NBYTES, _DEVICE, _LIVE, _USED, _REFUSED = range(6)
 _TABLE = np.zeros((1 + ARENAS, 6), np.int64)  # never freed: PyTorch may call FREE late
 _LOG = np.zeros((REQUESTS, 2), np.int64)  # bytes and address of each request
 _ADDRESS, _SHAPE, _LOG_ADDRESS, _LOG_SHAPE = _TABLE.ctypes.data, _TABLE.shape, _LOG.ctypes.data, _LOG.shape
-_ROWS = threading.Lock()  # guards the search for a free row
-_ONE = threading.Lock()  # one arena serves at a time: PyTorch captures one graph at a time
+_ROWS_LOCK = threading.Lock()  # guards the search for a free row
+_SERVING_LOCK = threading.Lock()  # one arena serves at a time: PyTorch captures one graph at a time
 _types: Any = types  # Numba's type functions have no annotations
 
 
@@ -56,37 +56,37 @@ def _pointer(context, address):  # type: ignore[no-untyped-def]
 def _exchange(context, address, value):  # type: ignore[no-untyped-def]
     """Exchanges the int64 at an address atomically and returns the old value."""
 
-    def make(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("xchg", place, args[1], "seq_cst")
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("xchg", pointer, args[1], "seq_cst")
 
-    return _types.int64(_types.int64, _types.int64), make
+    return _types.int64(_types.int64, _types.int64), generate
 
 
 @jit
-def _take(table, log, nbytes, device):  # type: ignore[no-untyped-def]
+def _allocate(table, log, nbytes, device):  # type: ignore[no-untyped-def]
     """Returns the address for the next request, or 0 if the request is refused."""
-    row, k = table[table[0, _OPEN]], table[0, _NEXT]
-    if table[0, _OPEN] == 0 or nbytes <= 0 or device != row[_DEVICE]:
+    row, k = table[table[0, _SERVING]], table[0, _NEXT]
+    if table[0, _SERVING] == 0 or nbytes <= 0 or device != row[_DEVICE]:
         return 0
-    need = (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    if table[0, _ANSWERS] != 0:
+    rounded = (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    if table[0, _HAS_ANSWERS] != 0:
         refused = log[k, 0] != nbytes  # entries after the last request are zero
     else:
-        refused = k + 1 >= len(log) or row[_USED] + need > row[_NBYTES]
+        refused = k + 1 >= len(log) or row[_USED] + rounded > row[_NBYTES]
     if refused:
         row[_REFUSED] = nbytes
         return 0
-    if table[0, _ANSWERS] == 0:
+    if table[0, _HAS_ANSWERS] == 0:
         log[k, 0], log[k, 1] = nbytes, row[_BASE] + row[_USED]
-        row[_USED] += need
+        row[_USED] += rounded
     table[0, _NEXT] = k + 1
     row[_LIVE] += 1
     return log[k, 1]
 
 
 @jit
-def _give(table, address):  # type: ignore[no-untyped-def]
+def _record_free(table, address):  # type: ignore[no-untyped-def]
     """Decrements the count of live segments in the arena that contains the freed address."""
     for r in range(1, len(table)):
         row = table[r]
@@ -111,9 +111,9 @@ def functions() -> tuple[Any, Any]:
         log = carray(_pointer(_LOG_ADDRESS), _LOG_SHAPE, np.int64)
         while _exchange(lock, 1) != 0:
             pass
-        found = _take(table, log, nbytes, device)
+        address = _allocate(table, log, nbytes, device)
         _exchange(lock, 0)
-        return found
+        return address
 
     @cfunc(_types.void(word, word, number, word))  # type: ignore[untyped-decorator]
     def free(address, nbytes, device, stream):  # type: ignore[no-untyped-def]
@@ -121,11 +121,11 @@ def functions() -> tuple[Any, Any]:
         if address != 0:
             while _exchange(lock, 1) != 0:
                 pass
-            _give(table, address)
+            _record_free(table, address)
             _exchange(lock, 0)
 
-    for kept in (allocate, free, _TABLE, _LOG):  # immortal: PyTorch frees memory after the interpreter has shut down
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    for item in (allocate, free, _TABLE, _LOG):  # immortal: PyTorch frees memory after the interpreter has shut down
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
     return allocate, free
 
 
@@ -181,7 +181,7 @@ class Arena:
         sweep()
         self.base = -(-address // ALIGNMENT) * ALIGNMENT
         self.nbytes = max(0, nbytes - (self.base - address)) // ALIGNMENT * ALIGNMENT
-        with _ROWS:
+        with _ROWS_LOCK:
             free = np.flatnonzero(_TABLE[1:, _BASE] == 0)
             if not len(free):
                 release()
@@ -198,18 +198,18 @@ class Arena:
         Raises:
             MemoryError: the device has too little free memory, or the CUDA driver is not installed.
         """
-        driver, found = Driver(device), ctypes.c_uint64()
+        driver, address = Driver(device), ctypes.c_uint64()
         torch.cuda.empty_cache()
         try:
-            driver("cuMemAlloc_v2", ctypes.byref(found), ctypes.c_size_t(nbytes + ALIGNMENT))
+            driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes + ALIGNMENT))
         except MemoryError as error:
             raise MemoryError(f"the device has no contiguous {nbytes:,} bytes ({error})") from None
 
         def release() -> None:
             torch.cuda.synchronize(driver.index)
-            driver("cuMemFree_v2", found)
+            driver("cuMemFree_v2", address)
 
-        return cls(int(found.value), nbytes + ALIGNMENT, driver.index, release)
+        return cls(int(address.value), nbytes + ALIGNMENT, driver.index, release)
 
     @classmethod
     def aliased(cls, device: torch.device, nbytes: int) -> Arena:
@@ -221,17 +221,17 @@ class Arena:
         driver, size = Driver(device), -(-nbytes // CHUNK) * CHUNK
         handle, base = ctypes.c_uint64(), ctypes.c_uint64()
         torch.cuda.empty_cache()
-        place = np.array([1, driver.index], np.int32)  # CU_MEM_LOCATION_TYPE_DEVICE
+        location = np.array([1, driver.index], np.int32)  # CU_MEM_LOCATION_TYPE_DEVICE
         # CUmemAllocationProp: pinned, no handle type, location, no security attributes, no flags; CUmemAccessDesc.
-        properties = np.concatenate((np.array([1, 0], np.int32), place, np.zeros(4, np.int32)))
-        access = np.append(place, np.int32(3))
+        properties = np.concatenate((np.array([1, 0], np.int32), location, np.zeros(4, np.int32)))
+        access = np.append(location, np.int32(3))
         driver("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(CHUNK), ctypes.c_void_p(properties.ctypes.data),
                ctypes.c_uint64(0))  # fmt: skip
         mapped: list[ctypes.c_uint64] = []
 
         def release() -> None:
-            for at in mapped:
-                driver("cuMemUnmap", at, ctypes.c_size_t(CHUNK))
+            for chunk in mapped:
+                driver("cuMemUnmap", chunk, ctypes.c_size_t(CHUNK))
             if base.value:
                 driver("cuMemAddressFree", base, ctypes.c_size_t(size))
             driver("cuMemRelease", handle)
@@ -240,9 +240,9 @@ class Arena:
             driver("cuMemAddressReserve", ctypes.byref(base), ctypes.c_size_t(size), ctypes.c_size_t(0),
                    ctypes.c_uint64(0), ctypes.c_uint64(0))  # fmt: skip
             for offset in range(0, size, CHUNK):
-                at = ctypes.c_uint64(base.value + offset)
-                driver("cuMemMap", at, ctypes.c_size_t(CHUNK), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
-                mapped.append(at)
+                chunk = ctypes.c_uint64(base.value + offset)
+                driver("cuMemMap", chunk, ctypes.c_size_t(CHUNK), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+                mapped.append(chunk)
             driver("cuMemSetAccess", base, ctypes.c_size_t(size), ctypes.c_void_p(access.ctypes.data),
                    ctypes.c_size_t(1))  # fmt: skip
         except MemoryError:
@@ -257,15 +257,15 @@ class Arena:
         Args:
             requests: int64[n, 2], bytes and address of each request in order; None records the requests instead.
         """
-        with _ONE:
+        with _SERVING_LOCK:
             _LOG[:] = 0
             if requests is not None:
                 _LOG[: len(requests)] = requests
-            _TABLE[0, _NEXT], _TABLE[0, _ANSWERS], _TABLE[0, _OPEN] = 0, requests is not None, self._index
+            _TABLE[0, _NEXT], _TABLE[0, _HAS_ANSWERS], _TABLE[0, _SERVING] = 0, requests is not None, self._index
             try:
                 yield
             finally:
-                _TABLE[0, _OPEN] = 0
+                _TABLE[0, _SERVING] = 0
 
     @property
     def live(self) -> int:

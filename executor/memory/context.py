@@ -40,26 +40,26 @@ def measure_context(device: str | torch.device = "cuda") -> Context:
     index = cuda_index(torch.device(device))
     torch.cuda.synchronize(index)
     spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=_hold, args=(there, index), daemon=True)
-    before = torch.cuda.mem_get_info(index)[0]
+    receiver, sender = spawn.Pipe()
+    process = spawn.Process(target=_hold_context, args=(sender, index), daemon=True)
+    free_before = torch.cuda.mem_get_info(index)[0]
     process.start()
-    there.close()  # or recv() would not see the second process exit
+    sender.close()  # or recv() would not see the second process exit
     try:
-        reserved = here.recv()
-        listed = nvml_bytes(str(torch.cuda.get_device_properties(index).uuid), process.pid)
-        if listed is not None:
-            return Context(listed - reserved, "device memory of a second process by NVML, less its tensors")
-        free = torch.cuda.mem_get_info(index)[0]
+        reserved = receiver.recv()
+        process_bytes = nvml_bytes(str(torch.cuda.get_device_properties(index).uuid), process.pid)
+        if process_bytes is not None:
+            return Context(process_bytes - reserved, "device memory of a second process by NVML, less its tensors")
+        free_after = torch.cuda.mem_get_info(index)[0]
         return Context(
-            before - free - reserved,
+            free_before - free_after - reserved,
             "decrease in free device memory with a second process, less its tensors; NVML did not list that process, "
             "so allocations of other processes in the meantime are included",
         )
     except EOFError:
         raise ContextError("the second process failed before it could create a CUDA context") from None
     finally:
-        here.close()
+        receiver.close()
         process.join()
 
 
@@ -78,7 +78,7 @@ def nvml_bytes(uuid: str, pid: int | None) -> int | None:
     return used.get(pid)
 
 
-def _hold(connection: Connection, index: int) -> None:
+def _hold_context(connection: Connection, index: int) -> None:
     """Initializes cuDNN, cuBLAS and a context, sends the bytes the allocator reserved, and waits for the reader."""
     device = torch.device("cuda", index)
     layers = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 8)).to(device)

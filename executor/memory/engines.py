@@ -20,7 +20,7 @@ class TransferError(RuntimeError):
     """Raised if a copy between device and host fails or its host memory cannot be allocated."""
 
 
-class _Copied:
+class _CopyEvent:
     """Event of host copies: holds the error of the last copy, or None."""
 
     error: Exception | None = None
@@ -39,14 +39,14 @@ class Engines:
 
     def pinned(self, nbytes: int) -> Bytes:
         """Returns pinned host memory uint8[nbytes], freed with the array; raises TransferError."""
-        return _take(HOST, nbytes)
+        return _allocate_pinned(HOST, nbytes)
 
     def borrow(self, tensor: Tensor) -> None:
         """Marks memory, possibly of another stream, as reusable only after the compute issued so far."""
 
     def event(self) -> Any:
         """Returns a reusable event for one tensor's copies in one direction; only one such copy is ever pending."""
-        return _Copied()
+        return _CopyEvent()
 
     def begin(self) -> bool:
         """Orders copies after the calling thread's current stream; returns True if that stream has changed.
@@ -98,15 +98,15 @@ def copy_streams(index: int, compute: torch.cuda.Stream) -> tuple[torch.cuda.Str
 
     PyTorch hands out 32 streams per device round-robin (c10/cuda/CUDAStream.cpp), so new streams may coincide.
     """
-    others = {compute.cuda_stream, capture_stream(index).cuda_stream}
+    reserved = {compute.cuda_stream, capture_stream(index).cuda_stream}
     pair = _PAIRS.get(index)
-    if pair is None or any(stream.cuda_stream in others for stream in pair):
-        found: dict[int, torch.cuda.Stream] = {}
-        while len(found) < 2:
+    if pair is None or any(stream.cuda_stream in reserved for stream in pair):
+        distinct: dict[int, torch.cuda.Stream] = {}
+        while len(distinct) < 2:
             stream = torch.cuda.Stream(index)
-            if stream.cuda_stream not in others:
-                found[stream.cuda_stream] = stream
-        d2h, h2d = found.values()
+            if stream.cuda_stream not in reserved:
+                distinct[stream.cuda_stream] = stream
+        d2h, h2d = distinct.values()
         pair = _PAIRS[index] = d2h, h2d
     return pair
 
@@ -117,11 +117,11 @@ class CudaEngines(Engines):
     def __init__(self, device: torch.device):
         self.device, self._index = device, cuda_index(device)
         self.d2h, self.h2d = self.streams = copy_streams(self._index, torch.cuda.current_stream(device))
-        self._computed = torch.cuda.Event()
+        self._compute_event = torch.cuda.Event()
         self._compute: torch.cuda.Stream | None = None
 
     def pinned(self, nbytes: int) -> Bytes:
-        return _take(CUDA, nbytes)
+        return _allocate_pinned(CUDA, nbytes)
 
     def borrow(self, tensor: Tensor) -> None:
         if not on_host(tensor):
@@ -131,12 +131,12 @@ class CudaEngines(Engines):
         return torch.cuda.Event()
 
     def begin(self) -> bool:
-        before = self._compute
-        self._compute, outside = torch.cuda.current_stream(self.device), torch.cuda.current_stream()
+        previous = self._compute
+        self._compute, caller = torch.cuda.current_stream(self.device), torch.cuda.current_stream()
         self.d2h, self.h2d = self.streams = copy_streams(self._index, self._compute)
         # set_stream also changes the current device, so the caller's stream is restored after the compute stream.
-        self._back = (self._compute,) if outside.device == self._compute.device else (self._compute, outside)
-        return before is not None and before != self._compute
+        self._to_restore = (self._compute,) if caller.device == self._compute.device else (self._compute, caller)
+        return previous is not None and previous != self._compute
 
     def copy_out(self, host: Tensor, device: Tensor, event: torch.cuda.Event) -> None:
         self._copy(self.d2h, host, device, event)
@@ -150,8 +150,8 @@ class CudaEngines(Engines):
                 other.synchronize()
             target.copy_(source)
             return
-        self._computed.record(self._compute)  # a wait refers to the last record before it, so one event suffices
-        stream.wait_event(self._computed)
+        self._compute_event.record(self._compute)  # a wait refers to the last record before it, so one event suffices
+        stream.wait_event(self._compute_event)
         try:
             torch.cuda.set_stream(stream)
             target.copy_(source, non_blocking=True)
@@ -159,7 +159,7 @@ class CudaEngines(Engines):
         except RuntimeError as error:
             raise TransferError(line(error)) from error
         finally:
-            for previous in self._back:
+            for previous in self._to_restore:
                 torch.cuda.set_stream(previous)
 
     def wait(self, event: torch.cuda.Event) -> None:
@@ -178,7 +178,7 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _take(slabs: Slabs, nbytes: int) -> Bytes:
+def _allocate_pinned(slabs: Slabs, nbytes: int) -> Bytes:
     try:
         return slabs.take(nbytes)
     except MemoryError as error:

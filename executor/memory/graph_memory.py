@@ -1,8 +1,8 @@
 """Memory of a CUDA graph: one pool per operator, and the stream on which the graph is captured.
 
     memory = GraphMemory(device, Arena.aliased(device, nbytes))
-    with memory.arena.serving(), memory.recorded() as events:
-        with memory.capturing(graph, sides):    # sides: the copy streams
+    with memory.arena.serving(), memory.recording() as events:
+        with memory.capturing(graph, streams):  # streams: the copy streams
             with memory.pool():                 # the arena serves all allocations within
                 ...                             # one operator
     found = requests_of(events, memory)
@@ -27,8 +27,8 @@ from executor.memory.addresses import Arena, allocator, served
 from executor.memory.engines import capture_stream
 from simulator.compiled.encoding import Ints
 
-_BROKEN: list[Any] = []  # graphs whose capture did not end: PyTorch's pinned-memory allocator still queries them
-_OUTLIVED: list[Any] = []  # allocators whose pools still had tensors when their graph was closed
+_BROKEN_GRAPHS: list[Any] = []  # graphs whose capture did not end: PyTorch's pinned-memory allocator still queries them
+_OUTLIVED_ALLOCATORS: list[Any] = []  # allocators whose pools still had tensors when their graph was closed
 
 
 class Event(NamedTuple):
@@ -73,7 +73,7 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
     """Returns the memory requests of a capture.
 
     Args:
-        events: allocation history of the capture (``GraphMemory.recorded``).
+        events: allocation history of the capture (``GraphMemory.recording``).
         memory: the memory that served the capture.
 
     Raises:
@@ -82,30 +82,30 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
     index = {int(address): i for i, address in enumerate(memory.served[:, 1])}
     n = len(index)
     nbytes, begin, end = np.zeros(n, np.int64), np.full(n, -1), np.full(n, len(events))
-    last = np.full(n, -1)  # allocation
-    for at, event in enumerate(events):
+    last_allocation = np.full(n, -1)
+    for time, event in enumerate(events):
         i = index[event.address]
         if event.allocates:
-            begin[i] = at if begin[i] < 0 else begin[i]
-            last[i], nbytes[i], end[i] = at, max(nbytes[i], event.nbytes), len(events)
+            begin[i] = time if begin[i] < 0 else begin[i]
+            last_allocation[i], nbytes[i], end[i] = time, max(nbytes[i], event.nbytes), len(events)
         else:
-            end[i] = at
+            end[i] = time
     if n and begin.min() < 0:
         raise RecordError(f"PyTorch's allocation history lacks {(begin < 0).sum()} of {n} requests")
     # Until an operator's last request, its pool may reuse freed segments. Of equally large ones it takes the lowest
     # address, which differs between captures, so such segments get the same bytes and the same lifetime.
     group = np.arange(n)
-    for first, behind in memory.operators:
-        if behind > first:
-            own = np.arange(first, behind)
-            if behind < n and last[own].max() > begin[behind]:
+    for first, stop in memory.operators:
+        if stop > first:
+            members = np.arange(first, stop)
+            if stop < n and last_allocation[members].max() > begin[stop]:
                 raise RecordError(f"pools do not nest in a capture of PyTorch {torch.__version__}")
-            end[own] = np.maximum(end[own], last[own].max() + 1)
-            for size in set(memory.served[own, 0].tolist()):
-                same = own[memory.served[own, 0] == size]
-                if len(same) > 1 and (last[same] > begin[same]).any():  # a segment was reused
-                    group[same] = same[0]
-                    begin[same], end[same], nbytes[same] = begin[same].min(), end[same].max(), nbytes[same].max()
+            end[members] = np.maximum(end[members], last_allocation[members].max() + 1)
+            for size in set(memory.served[members, 0].tolist()):
+                peers = members[memory.served[members, 0] == size]
+                if len(peers) > 1 and (last_allocation[peers] > begin[peers]).any():  # a segment was reused
+                    group[peers] = peers[0]
+                    begin[peers], end[peers], nbytes[peers] = begin[peers].min(), end[peers].max(), nbytes[peers].max()
     return Requests(memory.served, nbytes, begin, end, len(events), group)
 
 
@@ -124,7 +124,7 @@ class GraphMemory:
         self.served = np.zeros((0, 2), np.int64)
         self._pools: list[Any] = []
         self._allocators: list[Any] = []
-        self._rest = self._pool()
+        self._default_pool = self._pool()
 
     def _pool(self) -> Any:
         self._allocators.append(allocator())
@@ -144,62 +144,64 @@ class GraphMemory:
         self.operators.append((first, len(served())))
 
     @contextlib.contextmanager
-    def recorded(self) -> Iterator[list[Event]]:
+    def recording(self) -> Iterator[list[Event]]:
         """Yields the list of allocation events, filled in at the end; a history that the caller enabled stays on."""
         events: list[Event] = []
-        on = torch._C._cuda_isHistoryEnabled()
-        if not on:
+        was_enabled = torch._C._cuda_isHistoryEnabled()
+        if not was_enabled:
             torch.cuda.memory._record_memory_history(context=None, stacks="python")
         try:
-            before = len(self._trace())
+            n_before = len(self._trace())
             yield events
             low, high = self.arena.base, self.arena.base + self.arena.nbytes
             actions = {"alloc": True, "free_requested": False}
             events += [
                 Event(actions[entry["action"]], entry["addr"], entry["size"])
-                for entry in self._trace()[before:]
+                for entry in self._trace()[n_before:]
                 if entry["action"] in actions and low <= entry["addr"] < high
             ]
             self.served = served()
         finally:
-            if not on:
+            if not was_enabled:
                 torch.cuda.memory._record_memory_history(None)
 
     def _trace(self) -> list[dict[str, Any]]:
         return torch.cuda.memory._snapshot()["device_traces"][self.device.index]  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
-    def capturing(self, graph: Any, sides: Sequence[Any]) -> Iterator[None]:
+    def capturing(self, graph: Any, side_streams: Sequence[Any]) -> Iterator[None]:
         """Captures the work issued within the ``with`` block.
 
         Re-raises errors from within the block; a failure to end a failed capture is suppressed in favor of the first.
 
         Args:
             graph: ``torch.cuda.CUDAGraph`` with its generators registered.
-            sides: streams that may have unjoined work if the capture fails.
+            side_streams: streams that may have unjoined work if the capture fails.
         """
         with torch.cuda.device(self.device):
-            before = torch.cuda.current_stream()
-            failed: BaseException | None = None
+            caller_stream = torch.cuda.current_stream()
+            block_error: BaseException | None = None
             try:
-                with torch.cuda.graph(graph, pool=self._rest.id, stream=self.stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(
+                    graph, pool=self._default_pool.id, stream=self.stream, capture_error_mode="thread_local"
+                ):
                     try:
                         yield
                     except BaseException as error:
-                        failed = error
-                        self._join(sides)  # else the capture cannot end, and PyTorch would stay in capture mode
+                        block_error = error
+                        self._join(side_streams)  # else the capture cannot end, and PyTorch would stay in capture mode
                         raise
             except BaseException as error:
-                torch.cuda.set_stream(before)  # torch.cuda.graph leaves its stream current if capture_end fails
-                self._end(graph)
-                if failed is None or failed is error:
+                torch.cuda.set_stream(caller_stream)  # torch.cuda.graph leaves its stream current if capture_end fails
+                self._clean_up(graph)
+                if block_error is None or block_error is error:
                     raise
                 error.__context__ = None  # breaks a reference cycle whose frames would hold the captured tensors
-                raise failed from error.with_traceback(None)
+                raise block_error from error.with_traceback(None)
             finally:
-                failed = None  # this frame would hold them, too
+                block_error = None  # this frame would hold them, too
 
-    def _end(self, graph: Any) -> None:
+    def _clean_up(self, graph: Any) -> None:
         """Cleans up after a failed capture, because CUDAGraph::capture_end raises before it does so.
 
         Otherwise PyTorch's allocator would stay in capture mode (no reuse of memory shared by two streams, no retry
@@ -208,45 +210,45 @@ class GraphMemory:
         """
         index = self.device.index
         try:
-            torch._C._cuda_endAllocateToPool(index, self._rest.id)
+            torch._C._cuda_endAllocateToPool(index, self._default_pool.id)
         except RuntimeError:  # the capture has ended properly
             return
-        torch._C._cuda_releasePool(index, self._rest.id)
+        torch._C._cuda_releasePool(index, self._default_pool.id)
         graph.reset()
-        _BROKEN.append(graph)
+        _BROKEN_GRAPHS.append(graph)
         with contextlib.suppress(RuntimeError):
-            one = torch.ones(1, device=self.device)
+            scratch = torch.ones(1, device=self.device)
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream, capture_error_mode="thread_local"):
-                one.zero_()  # a successful capture resets the generator
+                scratch.zero_()  # a successful capture resets the generator
 
-    def _join(self, sides: Sequence[Any]) -> None:
-        for side in sides:
-            with torch.cuda.stream(side):
+    def _join(self, side_streams: Sequence[Any]) -> None:
+        for stream in side_streams:
+            with torch.cuda.stream(stream):
                 forked = torch.cuda.is_current_stream_capturing()
             if forked:
-                self.stream.wait_stream(side)
+                self.stream.wait_stream(stream)
 
     def counted_bytes(self) -> int:
         """Returns the bytes in use in the pools by PyTorch's allocator, which rounds up to whole segments."""
-        own = {pool.id for pool in self._pools}
+        pool_ids = {pool.id for pool in self._pools}
         segments = torch.cuda.memory_snapshot()
-        return sum(s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) in own)
+        return sum(segment["allocated_size"] for segment in segments if tuple(segment["segment_pool_id"]) in pool_ids)
 
     def close(self) -> None:
         """Frees the memory; call it after the graph has been released."""
-        self._rest = None
+        self._default_pool = None
         self._pools.clear()  # returns their segments to the arena
         if self.arena.live:
-            _OUTLIVED.extend(self._allocators)
+            _OUTLIVED_ALLOCATORS.extend(self._allocators)
         self.arena.close()
 
 
 @cache
 def libraries_bytes(index: int) -> int:
     """Creates the cuBLAS workspaces of a device's capture stream and returns their bytes."""
-    before = torch.cuda.memory_stats(index)["allocated_bytes.all.current"]
+    bytes_before = torch.cuda.memory_stats(index)["allocated_bytes.all.current"]
     with torch.cuda.device(index), torch.cuda.stream(capture_stream(index)):
         ones = torch.ones(16, 16, device=torch.device("cuda", index))
         torch.addmm(ones[0], ones, ones @ ones)
         del ones
-    return int(torch.cuda.memory_stats(index)["allocated_bytes.all.current"] - before)
+    return int(torch.cuda.memory_stats(index)["allocated_bytes.all.current"] - bytes_before)

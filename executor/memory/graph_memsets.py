@@ -59,34 +59,34 @@ def replace_memsets(device: torch.device, graph: int) -> int:
         MemoryError: the CUDA driver reports an error.
     """
     driver, replaced = Driver(device), 0
-    for node in _list(driver, "cuGraphGetNodes", graph):
+    for node in _list_nodes(driver, "cuGraphGetNodes", graph):
         kind, memset = ctypes.c_int(), _Memset()
         driver("cuGraphNodeGetType", c_void_p(node), byref(kind))
         if kind.value == MEMSET:
             driver("cuGraphMemsetNodeGetParams", c_void_p(node), byref(memset))
         if kind.value != MEMSET or memset.height > 1:
             continue
-        parents = _list(driver, "cuGraphNodeGetDependencies", node)
-        children = _list(driver, "cuGraphNodeGetDependentNodes", node)
-        new, launch = c_void_p(), _launch(memset, _fill(driver.index).func)
-        driver("cuGraphAddKernelNode_v2", byref(new), c_void_p(graph), _nodes(parents), c_size_t(len(parents)),
-               byref(launch))  # fmt: skip
-        driver("cuGraphAddDependencies", c_void_p(graph), _nodes([new.value] * len(children)), _nodes(children),
+        parents = _list_nodes(driver, "cuGraphNodeGetDependencies", node)
+        children = _list_nodes(driver, "cuGraphNodeGetDependentNodes", node)
+        kernel, params = c_void_p(), _kernel_params(memset, _fill(driver.index).func)
+        driver("cuGraphAddKernelNode_v2", byref(kernel), c_void_p(graph), _nodes(parents), c_size_t(len(parents)),
+               byref(params))  # fmt: skip
+        driver("cuGraphAddDependencies", c_void_p(graph), _nodes([kernel.value] * len(children)), _nodes(children),
                c_size_t(len(children)))  # fmt: skip
         driver("cuGraphDestroyNode", c_void_p(node))
         replaced += 1
     return replaced
 
 
-def _launch(memset: _Memset, function: c_void_p) -> _Kernel:
+def _kernel_params(memset: _Memset, function: c_void_p) -> _Kernel:
     """Returns the launch of ``fill`` that does the same as a memset; the driver copies its arguments at once."""
     arguments = c_uint64(memset.target), c_uint(memset.value), c_uint(memset.size), c_uint64(memset.width)
     addresses = (c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
     blocks = min(max(-(-memset.width // THREADS), 1), 1024)
-    launch = _Kernel(function, (c_uint * 3)(blocks, 1, 1), (c_uint * 3)(THREADS, 1, 1), 0,
+    params = _Kernel(function, (c_uint * 3)(blocks, 1, 1), (c_uint * 3)(THREADS, 1, 1), 0,
                      cast(addresses, POINTER(c_void_p)))  # fmt: skip
-    launch.kept = arguments, addresses  # type: ignore[attr-defined]
-    return launch
+    params.references = arguments, addresses  # type: ignore[attr-defined]
+    return params
 
 
 @cache
@@ -100,11 +100,11 @@ def _nodes(handles: Sequence[int | None]) -> Any:
     return (c_void_p * len(handles))(*handles)
 
 
-def _list(driver: Driver, name: str, owner: int) -> list[int]:
+def _list_nodes(driver: Driver, name: str, owner: int) -> list[int]:
     """Returns the nodes that a function of the driver lists for a graph or node."""
     count = c_size_t()
     driver(name, c_void_p(owner), None, byref(count))
-    found = (c_void_p * count.value)()
+    handles = (c_void_p * count.value)()
     if count.value:
-        driver(name, c_void_p(owner), found, byref(count))
-    return [int(x) for x in found]
+        driver(name, c_void_p(owner), handles, byref(count))
+    return [int(x) for x in handles]

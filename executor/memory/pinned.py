@@ -34,13 +34,13 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 
 
 class _Slab:
-    """Pinned whole pages; ``used`` until their last array has died."""
+    """Pinned whole pages; ``is_used`` until their last array has died."""
 
     def __init__(self, pages: mmap.mmap, address: int):
-        self.pages, self.address, self.nbytes, self.used = pages, address, len(pages), False
+        self.pages, self.address, self.nbytes, self.is_used = pages, address, len(pages), False
 
     def release(self) -> None:
-        self.used = False
+        self.is_used = False
 
 
 class Slabs:
@@ -50,15 +50,15 @@ class Slabs:
         pin: pins the memory at (address, bytes) for device copies; raises MemoryError.
         unpin: unpins the memory at an address.
         settle: blocks until no copy is in flight.
-        forks: whether forked processes inherit the memory.
+        inherit_on_fork: whether forked processes inherit the memory.
     """
 
     def __init__(
         self, pin: Callable[[int, int], None], unpin: Callable[[int], None], settle: Callable[[], None],
-        forks: bool = False,
+        inherit_on_fork: bool = False,
     ) -> None:  # fmt: skip
         self._pin, self._unpin, self._settle = pin, unpin, settle
-        self._advice = [mmap.MADV_HUGEPAGE, *([] if forks else [mmap.MADV_DONTFORK])]
+        self._advice = [mmap.MADV_HUGEPAGE, *([] if inherit_on_fork else [mmap.MADV_DONTFORK])]
         self._slabs: list[_Slab] = []
         self._lock = threading.Lock()
 
@@ -76,14 +76,14 @@ class Slabs:
         if not nbytes:
             return np.empty(0, np.uint8)
         with self._lock:
-            free = [slab for slab in self._slabs if not slab.used and slab.nbytes >= nbytes]
+            free = [slab for slab in self._slabs if not slab.is_used and slab.nbytes >= nbytes]
             slab = min(free, key=lambda slab: slab.nbytes, default=None)
             if slab:
                 self._settle()  # copies of the previous user may be in flight
             else:
                 self._drop()
-                slab = self._make(nbytes)
-            slab.used = True
+                slab = self._pin_slab(nbytes)
+            slab.is_used = True
             memory = np.frombuffer(slab.pages, np.uint8, nbytes)
             weakref.finalize(memory, slab.release).atexit = False  # views and tensors keep the array alive
             return memory
@@ -94,23 +94,23 @@ class Slabs:
             self._drop()
 
     def _drop(self) -> None:
-        free = [slab for slab in self._slabs if not slab.used]
+        free = [slab for slab in self._slabs if not slab.is_used]
         if free:
             self._settle()
         for slab in free:
             self._slabs.remove(slab)
             self._unpin(slab.address)
 
-    def _make(self, nbytes: int) -> _Slab:
+    def _pin_slab(self, nbytes: int) -> _Slab:
         size = -(-nbytes // PAGE) * PAGE
-        what = f"{nbytes:,} bytes of host memory cannot be pinned"
-        left, source = available()
-        if size > left:
-            raise MemoryError(f"{what}: {left:,} are available ({source})")
+        message = f"{nbytes:,} bytes of host memory cannot be pinned"
+        available_bytes, source = available()
+        if size > available_bytes:
+            raise MemoryError(f"{message}: {available_bytes:,} are available ({source})")
         try:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
-            raise MemoryError(f"{what}: {error}") from None
+            raise MemoryError(f"{message}: {error}") from None
         for advice in self._advice:
             with contextlib.suppress(OSError):  # small pages work where huge pages are unavailable
                 pages.madvise(advice)
@@ -118,7 +118,7 @@ class Slabs:
         try:
             self._pin(address, size)
         except MemoryError as error:
-            raise MemoryError(f"{what}: {error}") from None
+            raise MemoryError(f"{message}: {error}") from None
         self._slabs.append(_Slab(pages, address))
         return self._slabs[-1]
 
@@ -132,34 +132,34 @@ def available(root: Path = Path("/")) -> tuple[int, str]:
         root: root of the file system.
     """
     lines = (root / "proc/meminfo").read_text().splitlines()
-    words = {line.partition(":")[0]: line.partition(":")[2].split() for line in lines}
-    found = [(1024 * int(words["MemAvailable"][0]), "MemAvailable in /proc/meminfo"), *_groups(root)]
-    left, source = min(found)
-    return max(left, 0), source
+    fields = {line.partition(":")[0]: line.partition(":")[2].split() for line in lines}
+    limits = [(1024 * int(fields["MemAvailable"][0]), "MemAvailable in /proc/meminfo"), *_cgroup_limits(root)]
+    nbytes, source = min(limits)
+    return max(nbytes, 0), source
 
 
-def _groups(root: Path) -> Iterator[tuple[int, str]]:
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, str]]:
     """Yields the bytes left in the process's control groups (v2 and v1), from the innermost to the outermost."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, most, now, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            top, maximum, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            top, cached = root / "sys/fs/cgroup/memory", "total_inactive_file"
-            most, now = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            top, cache = root / "sys/fs/cgroup/memory", "total_inactive_file"
+            maximum, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         folder = top / path.lstrip("/")
         for group in (folder, *folder.parents):
-            limit, used = _text(group / most), _text(group / now)
+            limit, used = _read(group / maximum), _read(group / usage)
             if limit.isdigit() and used.isdigit():
-                stat = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
-                yield int(limit) - int(used) + int(stat.get(cached, 0)), f"limit in {group / most}"
+                stat = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines() if " " in line)
+                yield int(limit) - int(used) + int(stat.get(cache, 0)), f"limit in {group / maximum}"
             if group == top:
                 break
 
 
-def _text(path: Path) -> str:
+def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
@@ -189,4 +189,4 @@ def _synchronize() -> None:
 
 
 CUDA = Slabs(_register, _unregister, _synchronize)
-HOST = Slabs(lambda address, nbytes: None, lambda address: None, lambda: None, forks=True)
+HOST = Slabs(lambda address, nbytes: None, lambda address: None, lambda: None, inherit_on_fork=True)

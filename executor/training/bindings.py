@@ -16,32 +16,32 @@ from torch.utils._pytree import tree_map_only
 from executor.capture.capture import Captured
 from executor.capture.optimizers import step_without_hooks
 from executor.capture.reach import hooks_of
-from executor.training.memory_source import Block, Place, Shared, StepError, movable, shared
+from executor.training.memory_source import Block, Place, StepError, UserTensor, is_movable, is_shared
 
 
-class Binding(Shared):
+class Binding(UserTensor):
     """A user's tensor bound to a placeholder of the captured graph."""
 
     def __init__(self, captured: Captured, i: int):
         self.node, self.name, self.home = captured.placeholders[i], captured.names[i], captured.homes[i]
-        self.source, self.tensor, self.meant = captured.sources[i], captured.values[self.node], meant(captured, i)
-        self.user = self.own = self.seen = None  # type: ignore[assignment]
+        self.source, self.tensor, self.layout = captured.sources[i], captured.values[self.node], layout_of(captured, i)
+        self.user = self.device_tensor = self.visible = None  # type: ignore[assignment]
         self.block: Block | None = None  # set if the plan swaps the tensor
 
-    def present(self) -> Any:
+    def current(self) -> Any:
         """Returns the tensor currently bound to this slot, or None."""
         return self.home.get() if self.home else self.source
 
-    def found(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Returns True if the tensor is unchanged since the last step."""
-        now = self.present()
-        if now is None or now is not self.user or now.device != self.seen.device or not self.seen.is_set_to(now):
+        now = self.current()
+        if now is None or now is not self.user or now.device != self.visible.device or not self.visible.is_set_to(now):
             return False
         if self.block is None:
             return True
-        return movable(now) if self.block.place is Place.DEVICE else not shared(now)
+        return is_movable(now) if self.block.place is Place.DEVICE else not is_shared(now)
 
-    def take(self, nbytes: int) -> None:
+    def bind(self, nbytes: int) -> None:
         """Binds the current tensor, which must have the form that it had at the capture.
 
         While a parameter is on the host between two steps, tensors derived from it are created there (loaded optimizer
@@ -53,20 +53,20 @@ class Binding(Shared):
         Raises:
             StepError: the parameter was replaced, or the form or memory of the tensor has changed.
         """
-        now = self.present()
+        now = self.current()
         if isinstance(self.source, nn.Parameter) and now is not self.source:
             raise StepError(f"{self.name} was replaced by another parameter after the capture; capture the step again")
-        if self.block and isinstance(now, Tensor) and shared(now):
+        if self.block and isinstance(now, Tensor) and is_shared(now):
             raise StepError(f"the plan swaps {self.name}, whose memory is shared with other processes: clone it")
-        if isinstance(now, Tensor) and now.device.type == "cpu" != self.meant[0].type and self._may_be_away():
-            now.data = now.data.to(self.meant[0])
-        compare(self.name, now, self.node, *self.meant)
+        if isinstance(now, Tensor) and now.device.type == "cpu" != self.layout[0].type and self._may_be_on_host():
+            now.data = now.data.to(self.layout[0])
+        compare(self.name, now, self.node, *self.layout)
         if self.block and now.untyped_storage().nbytes() != nbytes:
             raise StepError(f"{self.name} is part of other memory than at the capture; capture the step again")
-        self.user, self.own = now, now.detach()
-        self.seen = self.own
+        self.user, self.device_tensor = now, now.detach()
+        self.visible = self.device_tensor
 
-    def _may_be_away(self) -> bool:
+    def _may_be_on_host(self) -> bool:
         return self.block is not None or (self.home is not None and isinstance(self.home.container, Optimizer))
 
 
@@ -84,7 +84,7 @@ def inputs_of(captured: Captured) -> set[int]:
     return {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
 
 
-def meant(captured: Captured, i: int) -> tuple[torch.device, int | None]:
+def layout_of(captured: Captured, i: int) -> tuple[torch.device, int | None]:
     """Returns the expected device of a placeholder's tensor, and its storage offset if the graph depends on it."""
     node, source = captured.placeholders[i], captured.sources[i]
     absolute = any(user.target is torch.ops.aten.as_strided.default for user in node.users)
@@ -93,19 +93,19 @@ def meant(captured: Captured, i: int) -> tuple[torch.device, int | None]:
 
 def compare(name: str, tensor: Any, node: fx.Node, device: torch.device, offset: int | None) -> None:
     """Raises StepError if a tensor's shape, dtype, device, strides or ``offset`` differ from its placeholder's."""
-    want = node.meta["tensor_meta"]
+    meta = node.meta["tensor_meta"]
     if not isinstance(tensor, Tensor):
         raise StepError(f"{name} is a {type(tensor).__name__}, not a tensor")
-    for what, now, was in (
-        ("shape", tuple(tensor.shape), tuple(want.shape)), ("type", tensor.dtype, want.dtype),
-        ("device", tensor.device, device), ("stride", tensor.stride(), tuple(want.stride)),
+    for field, actual, expected in (
+        ("shape", tuple(tensor.shape), tuple(meta.shape)), ("type", tensor.dtype, meta.dtype),
+        ("device", tensor.device, device), ("stride", tensor.stride(), tuple(meta.stride)),
         ("offset", tensor.storage_offset() if offset is not None else None, offset),
     ):  # fmt: skip
-        if now != was:
-            raise StepError(f"{name} has {what} {now}, but had {was} at the capture")
+        if actual != expected:
+            raise StepError(f"{name} has {field} {actual}, but had {expected} at the capture")
 
 
-def check(captured: Captured, parameters: list[Binding]) -> None:
+def check_model(captured: Captured, parameters: list[Binding]) -> None:
     """Raises StepError if module structure, modes, hooks or gradients have changed since the capture."""
     for module, training, children in captured.modules:
         if tuple(module._modules.values()) != children:
@@ -134,12 +134,12 @@ def check_settings(captured: Captured) -> None:
     for optimizer, groups in captured.settings:
         if len(groups) != len(optimizer.param_groups):
             raise StepError("the optimizer has other parameter groups than at the capture; capture the step again")
-        for was_options, group in zip(groups, optimizer.param_groups, strict=True):
-            for option, value in was_options.items():
-                present = len(group["params"]) if option == "params" else group[option]
-                if present is not value and present != value:
+        for captured_options, group in zip(groups, optimizer.param_groups, strict=True):
+            for option, value in captured_options.items():
+                current = len(group["params"]) if option == "params" else group[option]
+                if current is not value and current != value:
                     raise StepError(
-                        f"the optimizer's {option} was {value} at the capture and is {present} now; capture the step "
+                        f"the optimizer's {option} was {value} at the capture and is {current} now; capture the step "
                         "again, or make it a tensor before the capture"
                     )
 
@@ -148,7 +148,7 @@ _TRAINING, _CHILDREN = attrgetter("training"), attrgetter("_modules")
 _GRAD, _REQUIRES_GRAD, _HOOKS = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_backward_hooks")
 
 
-class Known:
+class ChangeDetector:
     """Fast check whether bindings and model are unchanged since the last full check.
 
     It detects replaced tensors or tables, changes of a tensor's form, type or memory (``data``), gradients, frozen
@@ -158,35 +158,35 @@ class Known:
     """
 
     def __init__(self, captured: Captured, bindings: list[Binding], parameters: list[Binding]):
-        stay = [b for b in bindings if not b.block]
-        homes = [(b, b.home) for b in stay if b.home]
-        of_optimizers = [(b, h) for b, h in homes if isinstance(h.container, Optimizer) and len(h.key) == 2]
-        states = [(b, h) for b, h in of_optimizers if not isinstance(h.key[0], int)]
+        resident = [b for b in bindings if not b.block]
+        homes = [(b, b.home) for b in resident if b.home]
+        in_optimizers = [(b, h) for b, h in homes if isinstance(h.container, Optimizer) and len(h.key) == 2]
+        states = [(b, h) for b, h in in_optimizers if not isinstance(h.key[0], int)]
         tables = [(b, h) for b, h in homes if isinstance(h.container, (dict, list)) and h.part is None]
-        at_once = {id(b) for b, _ in (*states, *tables)}
-        self.single = [b for b in bindings if b.block or (b.home and id(b) not in at_once)]
+        bulk_ids = {id(b) for b, _ in (*states, *tables)}
+        self.individual = [b for b in bindings if b.block or (b.home and id(b) not in bulk_ids)]
         # Per optimizer: the state dictionary, its parameters, and the state of each parameter.
         self.optimizers = [
             (o, o.state, tuple(o.state.keys()), tuple(o.state.values()))
             for o in {id(h.container): h.container for _, h in states}.values()
         ]
-        found = [(h.container, h.key, b.user) for b, h in tables]
-        found += [(h.container.state[h.key[0]], h.key[1], b.user) for b, h in states]
-        self.tables, self.keys, self.users = zip(*found, strict=True) if found else ((), (), ())
-        self.tensors = [b.user for b in stay]
+        entries = [(h.container, h.key, b.user) for b, h in tables]
+        entries += [(h.container.state[h.key[0]], h.key[1], b.user) for b, h in states]
+        self.tables, self.keys, self.users = zip(*entries, strict=True) if entries else ((), (), ())
+        self.tensors = [b.user for b in resident]
         self.guards = (
             TensorGuards(*self.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if self.tensors else None
         )
         self.addresses = list(map(Tensor.data_ptr, self.tensors))
         self.parameters = [b.user for b in parameters]
-        self.frozen = list(map(_REQUIRES_GRAD, self.parameters))
+        self.requires_grad = list(map(_REQUIRES_GRAD, self.parameters))
         self.modules = [module for module, _, _ in captured.modules]
         self.modes, self.children = list(map(_TRAINING, self.modules)), list(map(_CHILDREN, self.modules))
-        self.hooks, self.n_hooks = hooks_of(self.modules), captured.hooks
-        self.hooked = list(map(_HOOKS, self.parameters))
-        self.parts = tuple(chain.from_iterable(children for _, _, children in captured.modules))
+        self.module_hooks, self.n_hooks = hooks_of(self.modules), captured.hooks
+        self.parameter_hooks = list(map(_HOOKS, self.parameters))
+        self.submodules = tuple(chain.from_iterable(children for _, _, children in captured.modules))
 
-    def same(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Returns True if nothing has changed, and False if something may have changed."""
         for optimizer, state, keys, values in self.optimizers:
             if optimizer.state is not state or len(state) != len(keys):
@@ -202,33 +202,33 @@ class Known:
             (self.guards is None or self.guards.check(*self.tensors))
             and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
             and all(map(is_, map(_GRAD, self.parameters), repeat(None)))
-            and list(map(_REQUIRES_GRAD, self.parameters)) == self.frozen
-            and sum(map(len, self.hooks)) == self.n_hooks
-            and all(map(is_, map(_HOOKS, self.parameters), self.hooked))
-            and self._same_modules()
-            and all(b.found() for b in self.single)
+            and list(map(_REQUIRES_GRAD, self.parameters)) == self.requires_grad
+            and sum(map(len, self.module_hooks)) == self.n_hooks
+            and all(map(is_, map(_HOOKS, self.parameters), self.parameter_hooks))
+            and self._are_modules_unchanged()
+            and all(b.is_unchanged() for b in self.individual)
         )
 
-    def _same_modules(self) -> bool:
+    def _are_modules_unchanged(self) -> bool:
         children = list(map(_CHILDREN, self.modules))
-        parts = list(chain.from_iterable(map(dict.values, children)))
+        submodules = list(chain.from_iterable(map(dict.values, children)))
         return (
             all(map(is_, map(_TRAINING, self.modules), self.modes))
             and all(map(is_, children, self.children))
-            and len(parts) == len(self.parts)
-            and all(map(is_, parts, self.parts))
+            and len(submodules) == len(self.submodules)
+            and all(map(is_, submodules, self.submodules))
         )
 
 
-class _First(dict[Any, Any]):
+class _FirstValues(dict[Any, Any]):
     """Dictionary that records the first value stored under each key."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first: dict[Any, Any] = {}
+        self.first_values: dict[Any, Any] = {}
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.first.setdefault(key, tree_map_only(Tensor, Tensor.clone, value))
+        self.first_values.setdefault(key, tree_map_only(Tensor, Tensor.clone, value))
         super().__setitem__(key, value)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
@@ -249,30 +249,30 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
     if group.get("dampening") and group.get("momentum"):
         raise StepError("SGD with dampening uses its first gradient undamped: run the first step eagerly")
-    known = type(optimizer).__module__.startswith("torch.optim")  # these fill each new state tensor with one value
-    like = torch.full((1,) * param.dim(), -0.0, dtype=param.dtype, device=param.device) if known else param.detach()
+    builtin = type(optimizer).__module__.startswith("torch.optim")  # these fill each new state tensor with one value
+    like = torch.full((1,) * param.dim(), -0.0, dtype=param.dtype, device=param.device) if builtin else param.detach()
     probe = like.clone().requires_grad_()
     probe.grad = torch.full_like(probe, -0.0)
-    before = dict(vars(optimizer))
-    first: defaultdict[Any, _First] = defaultdict(_First)
+    attributes = dict(vars(optimizer))
+    recorded: defaultdict[Any, _FirstValues] = defaultdict(_FirstValues)
     try:
-        optimizer.param_groups, optimizer.state = [{**group, "params": [probe]}], first
+        optimizer.param_groups, optimizer.state = [{**group, "params": [probe]}], recorded
         step_without_hooks(optimizer)
     finally:
         vars(optimizer).clear()
-        vars(optimizer).update(before)
-    wanted = {
+        vars(optimizer).update(attributes)
+    placeholders = {
         x.home.key[1]: x.node for x in bindings if x.home and x.home.container is optimizer and x.home.key[0] is param
     }
     state = optimizer.state[param]
-    for key, value in first[probe].first.items():
+    for key, value in recorded[probe].first_values.items():
         if key in state:
             continue
-        if not known or not isinstance(value, Tensor):
+        if not builtin or not isinstance(value, Tensor):
             state[key] = value
-        elif key in wanted:
-            meta = wanted[key].meta["tensor_meta"]
-            made = torch.empty_strided(meta.shape, meta.stride, dtype=value.dtype, device=value.device)
-            state[key] = made.fill_(value.flatten()[0].item())
-    if b.present() is None:
+        elif key in placeholders:
+            meta = placeholders[key].meta["tensor_meta"]
+            tensor = torch.empty_strided(meta.shape, meta.stride, dtype=value.dtype, device=value.device)
+            state[key] = tensor.fill_(value.flatten()[0].item())
+    if b.current() is None:
         raise StepError(f"{b.name} is not created by the optimizer's first step: run the first step eagerly")

@@ -56,44 +56,44 @@ def check(captured: Captured) -> None:
     source, args = captured.source, captured.source.args
     if any(isinstance(x, Tensor) and x.device.type == "meta" for x in (*captured.sources, *flatten(args)[0])):
         return
-    small = captured
+    reduced = captured
     if sum(kernel.flops for kernel in captured.program.kernels) > SMALL_FLOPS:
-        few = EXAMPLES if any(isinstance(m, _BatchNorm) for m, *_ in captured.modules) else 1
-        if (args := cut(source.args, few)) is not source.args:
+        count = EXAMPLES if any(isinstance(m, _BatchNorm) for m, *_ in captured.modules) else 1
+        if (args := first_examples(source.args, count)) is not source.args:
             try:
-                small = source.recapture(args)
+                reduced = source.recapture(args)
             except CaptureError:  # the step needs the whole batch
                 args = source.args
-    _Twin(small, args).compare()
+    _Comparison(reduced, args).compare()
 
 
-def cut(args: Any, examples: int) -> Any:
+def first_examples(args: Any, examples: int) -> Any:
     """Returns the first examples of a batch whose tensors share their first dimension, else the batch itself."""
     leaves, spec = flatten(args)
     tensors = {id(x): x for x in leaves if isinstance(x, Tensor) and x.dim()}
     sizes = {len(x) for x in tensors.values()}
-    alone = len({x.untyped_storage()._cdata for x in tensors.values()}) == len(tensors)
-    if len(sizes) != 1 or sizes.pop() <= examples or not alone:
+    are_unshared = len({x.untyped_storage()._cdata for x in tensors.values()}) == len(tensors)
+    if len(sizes) != 1 or sizes.pop() <= examples or not are_unshared:
         return args
-    few = {at: x[:examples].clone() for at, x in tensors.items()}
-    return tree_unflatten([few.get(id(x), x) for x in leaves], spec)
+    cut_tensors = {key: x[:examples].clone() for key, x in tensors.items()}
+    return tree_unflatten([cut_tensors.get(id(x), x) for x in leaves], spec)
 
 
 @dataclass
-class _Run:
+class _Effects:
     """State, results and peak memory after two steps."""
 
     state: dict[str, Any] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
     peak: int = 0
 
-    def largest(self) -> float:
+    def max_abs(self) -> float:
         """Returns the largest absolute value of all floating-point tensors."""
-        found = [x for x in (*self.state.values(), *self.results) if isinstance(x, Tensor) and x.is_floating_point()]
-        return max((float(x.abs().max()) for x in found if x.numel()), default=0.0)
+        tensors = [x for x in (*self.state.values(), *self.results) if isinstance(x, Tensor) and x.is_floating_point()]
+        return max((float(x.abs().max()) for x in tensors if x.numel()), default=0.0)
 
 
-class _Twin:
+class _Comparison:
     """The user's step and its captured counterpart, both on the user's objects."""
 
     def __init__(self, captured: Captured, args: Any) -> None:
@@ -105,73 +105,73 @@ class _Twin:
         """Raises CaptureError if the two steps differ."""
         try:
             with self.restored():
-                eager = self.run(self.step, tracked=True)
+                eager = self.run(self.step, track_memory=True)
         except ExceptionGroup:  # the state could not be restored
             raise
         except Exception as error:  # includes out-of-memory errors
-            _not_run(f"the step without a plan raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            _warn(f"the step without a plan raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             return
         try:
             with self.restored():
                 plan = Plan.of(self.captured.program, (), "", self.captured.program.peak_bytes, "")
-                planned = self.run(PlannedStep(self.captured, plan, graph=False), tracked=False)
+                planned = self.run(PlannedStep(self.captured, plan, graph=False), track_memory=False)
         except torch.OutOfMemoryError:
-            _not_run("the device has no memory for a copy of the step's state")
+            _warn("the device has no memory for a copy of the step's state")
             return
         tolerance: float | None = None
 
-        def same(a: Any, b: Any) -> bool:
+        def agree(a: Any, b: Any) -> bool:
             nonlocal tolerance
             if equal(a, b) or repeats(self.device):
                 return equal(a, b)
             if tolerance is None:
                 with self.restored():
-                    again = self.run(self.step, tracked=False)
-                pairs = [(x, again.state.get(name)) for name, x in eager.state.items()]
-                spread = max(difference(x, y) for x, y in (*pairs, *zip(eager.results, again.results, strict=True)))
-                tolerance = SPREAD * spread if spread <= NOISE * eager.largest() else -1.0
+                    repeated = self.run(self.step, track_memory=False)
+                pairs = [(x, repeated.state.get(name)) for name, x in eager.state.items()]
+                spread = max(difference(x, y) for x, y in (*pairs, *zip(eager.results, repeated.results, strict=True)))
+                tolerance = SPREAD * spread if spread <= NOISE * eager.max_abs() else -1.0
             return difference(a, b) <= tolerance
 
         for name in dict.fromkeys((*eager.state, *planned.state)):
             a, b = eager.state.get(name), planned.state.get(name)
             if self.captured.skippable and ".state." in name and a is None:
                 continue  # a GradScaler has skipped the update that would create it
-            if not same(a, b):
+            if not agree(a, b):
                 raise CaptureError(
-                    f"the captured step changes {name} differently from the eager step ({_how(a, b)}): keep such "
+                    f"the captured step changes {name} differently from the eager step ({_diff(a, b)}): keep such "
                     "state in tensors that are written in place (copy_), pass it as an argument, or set check=False"
                 )
         for i, (a, b) in enumerate(zip(eager.results, planned.results, strict=True)):
-            if not same(a, b):
+            if not agree(a, b):
                 raise CaptureError(
-                    f"result {i} of the captured step differs from the eager step ({_how(a, b)}): the step reads "
+                    f"result {i} of the captured step differs from the eager step ({_diff(a, b)}): the step reads "
                     "a value that was not captured; pass it as an argument, or set check=False"
                 )
-        expected, (share, nbytes) = self.captured.program.peak_bytes, PEAK_TOLERANCE
-        if eager.peak and abs(eager.peak - expected) > max(share * expected, nbytes):
+        expected, (relative, nbytes) = self.captured.program.peak_bytes, PEAK_TOLERANCE
+        if eager.peak and abs(eager.peak - expected) > max(relative * expected, nbytes):
             warnings.warn(
                 f"the step's peak is {eager.peak:,} bytes by PyTorch's MemTracker and {expected:,} by the capture: a "
                 "limit may not hold on the device",
                 stacklevel=2,
             )
 
-    def run(self, step: Callable[..., Any], tracked: bool) -> _Run:
+    def run(self, step: Callable[..., Any], track_memory: bool) -> _Effects:
         """Runs two steps and records their effects."""
-        run = _Run()
+        effects = _Effects()
         for i in range(RUNS):
             args, _ = copy_batch(self.args)
             leaves, _ = flatten(args)
-            self.forget_gradients()
-            with _tracker(self, leaves) if tracked and i == RUNS - 1 else nullcontext() as tracker:
+            self.clear_gradients()
+            with _tracker(self, leaves) if track_memory and i == RUNS - 1 else nullcontext() as tracker:
                 result = step(*args)
                 if hasattr(result, "send"):  # a step of micro-batches is a generator
-                    result = _last(result)
-            run.results += [_kept(x) for x in (*flatten(result)[0], *leaves)]
+                    result = _exhaust(result)
+            effects.results += [_clone(x) for x in (*flatten(result)[0], *leaves)]
             del result
-        run.peak = tracker.get_tracker_snapshot("peak")[self.device]["Total"] if tracker is not None else 0
-        run.state = {name: _kept(value) for name, value in self.observed()}
-        run.state["the random state"] = torch.get_rng_state()
-        return run
+        effects.peak = tracker.get_tracker_snapshot("peak")[self.device]["Total"] if tracker is not None else 0
+        effects.state = {name: _clone(value) for name, value in self.observe()}
+        effects.state["the random state"] = torch.get_rng_state()
+        return effects
 
     def reach(self) -> Reach:
         reach = Reach()
@@ -179,7 +179,7 @@ class _Twin:
             reach.add(value, label)
         return reach
 
-    def observed(self) -> Iterator[tuple[str, Any]]:
+    def observe(self) -> Iterator[tuple[str, Any]]:
         """Yields every reachable tensor and Python value with its path."""
         reach, seen = self.reach(), dict[str, int]()
         for owner in reach.owners.values():
@@ -197,7 +197,7 @@ class _Twin:
         for i, generator in enumerate(reach.generators):
             yield f"generator {i}", generator.get_state()
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         for module, *_ in self.captured.modules:
             for p in module._parameters.values():
                 if p is not None:
@@ -261,27 +261,27 @@ def difference(a: Any, b: Any) -> float:
     return float(gap.nan_to_num(math.inf).max())
 
 
-def _kept(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _how(a: Any, b: Any) -> str:
+def _diff(a: Any, b: Any) -> str:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return f"{_short(b)} for {_short(a)}"
+        return f"{_describe(b)} for {_describe(a)}"
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{tuple(b.shape)} for {tuple(a.shape)}"
     return f"by up to {float((a.to(torch.complex128) - b.to(torch.complex128)).abs().max()):.3g}"
 
 
-def _short(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
 
 
-def _not_run(why: str) -> None:
-    warnings.warn(f"the captured step was not compared with the eager step: {why}", CheckNotRun, stacklevel=3)
+def _warn(reason: str) -> None:
+    warnings.warn(f"the captured step was not compared with the eager step: {reason}", CheckNotRun, stacklevel=3)
 
 
-def _last(step: Any) -> Any:
+def _exhaust(step: Any) -> Any:
     try:
         while True:
             next(step)
@@ -299,14 +299,14 @@ def memory_tracker() -> Any:
 
 
 @contextmanager
-def _tracker(twin: _Twin, batch: list[Any]) -> Iterator[Any]:
+def _tracker(comparison: _Comparison, batch: list[Any]) -> Iterator[Any]:
     """Yields a memory tracker that covers the models, their optimizers and the batch."""
-    tracker, reach = memory_tracker(), twin.reach()
-    own = [t for owner in reach.owners.values() for t in owner.content().values() if isinstance(t, Tensor)]
-    inside = {id(m) for module in reach.modules for m in module.children()}
+    tracker, reach = memory_tracker(), comparison.reach()
+    owned = [t for owner in reach.owners.values() for t in owner.content().values() if isinstance(t, Tensor)]
+    submodules = {id(m) for module in reach.modules for m in module.children()}
     tracker.track_external(
-        *(m for m in reach.modules if id(m) not in inside), *reach.optimizers,
-        *(t for t in (*own, *batch) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)),
+        *(m for m in reach.modules if id(m) not in submodules), *reach.optimizers,
+        *(t for t in (*owned, *batch) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)),
     )  # fmt: skip
     with tracker:
         yield tracker

@@ -23,10 +23,10 @@ _MODULES: tuple[tuple[str, Any], ...] = (
 aten = torch.ops.aten
 
 # Operators whose binding has another name.
-_SAME = {aten._local_scalar_dense.default: "item"}
+_METHODS = {aten._local_scalar_dense.default: "item"}
 
 # Overloads that only wrap the number in a tensor and call another overload (aten/src/ATen/native/BinaryOps.cpp).
-_CALLS = {getattr(aten, name).Scalar: getattr(aten, name).Tensor
+_WRAPPED = {getattr(aten, name).Scalar: getattr(aten, name).Tensor
           for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")}  # fmt: skip
 
 
@@ -34,10 +34,10 @@ class _Dispatched(BaseException):
     """Raised with the first dispatched operator, before it runs."""
 
     def __init__(self, target: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-        self.target, self.args_given, self.options = target, args, options
+        self.target, self.call_args, self.options = target, args, options
 
 
-class _Stop(TorchDispatchMode):
+class _RaiseDispatched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _Dispatched(func, args, kwargs or {})
 
@@ -56,41 +56,41 @@ def direct(
         A function of ``torch._C`` that dispatches to ``target`` (or to the overload that it wraps) with these
         arguments. If PyTorch has none: the overload itself, or None if ``spread`` is given.
     """
-    given = _given(target, args, options)
-    name = _SAME.get(target, target._overloadpacket.__name__)
+    bound = _bind(target, args, options)
+    name = _METHODS.get(target, target._overloadpacket.__name__)
     # Otherwise a default device that is set later would apply.
-    somewhere = given.get("device") or any(isinstance(v, Tensor) for v in tree_leaves(given))
-    for prefix, module in _MODULES if target.namespace == "aten" and somewhere else ():
+    has_device = bound.get("device") or any(isinstance(v, Tensor) for v in tree_leaves(bound))
+    for prefix, module in _MODULES if target.namespace == "aten" and has_device else ():
         function = getattr(module, name.removeprefix(prefix), None) if name.startswith(prefix) else None
-        if function is not None and _dispatches(function, target, given, args if spread is None else spread, options):
+        if function is not None and _dispatches(function, target, bound, args if spread is None else spread, options):
             return function  # type: ignore[no-any-return]
     return target._op if spread is None else None
 
 
 def _dispatches(
-    function: Callable[..., Any], target: OpOverload, given: dict[str, Any], args: Sequence[Any],
+    function: Callable[..., Any], target: OpOverload, bound: dict[str, Any], args: Sequence[Any],
     options: Mapping[str, Any],
 ) -> bool:  # fmt: skip
-    """Returns True if the function dispatches to ``target`` with the arguments ``given``."""
+    """Returns True if the function dispatches to ``target`` with the arguments ``bound``."""
     try:
-        with torch.no_grad(), _Stop():
+        with torch.no_grad(), _RaiseDispatched():
             function(*args, **options)
-    except _Dispatched as found:
-        same = found.target in (target, _CALLS.get(target))
-        return same and _equal(_given(target, found.args_given, found.options), given)
+    except _Dispatched as dispatched:
+        is_target = dispatched.target in (target, _WRAPPED.get(target))
+        return is_target and _equal(_bind(target, dispatched.call_args, dispatched.options), bound)
     except Exception:  # the function does not accept these arguments
         return False
     return False
 
 
-def _given(target: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def _bind(target: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all arguments by name, including defaults."""
-    found = {a.name: a.default_value for a in target._schema.arguments}
-    found.update(zip(found, args, strict=False))
-    found.update(options)
-    if "pin_memory" in found:
-        found["pin_memory"] = bool(found["pin_memory"])
-    return found
+    values = {a.name: a.default_value for a in target._schema.arguments}
+    values.update(zip(values, args, strict=False))
+    values.update(options)
+    if "pin_memory" in values:
+        values["pin_memory"] = bool(values["pin_memory"])
+    return values
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -42,7 +42,7 @@ from simulator.compiled.encoding import Ints
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.packed import pack_within
 
-CAPTURES, SELDOM = 3, 100  # captures always allowed; replays that allow one more capture
+CAPTURES, REPLAYS_PER_CAPTURE = 3, 100  # captures always allowed; replays that allow one more capture
 SEGMENT = 20 << 20  # bytes by which PyTorch may round up a request
 ADDRESSES = 1 << 32  # bytes of extra address space in a dry capture
 UNDONE = "a replay cannot be undone"
@@ -86,13 +86,13 @@ def not_by_default(captured: Captured, undo: bool) -> str | None:
     return UNDONE if undo else None
 
 
-def refused(captured: Captured, calls: Calls, undo: bool) -> str | None:
+def graph_refusal(captured: Captured, calls: Calls, undo: bool) -> str | None:
     """Returns why the step cannot be captured as a graph, or None if it can."""
     schedule, device, inputs = calls.schedule, device_of(captured), inputs_of(captured)
     program = schedule.program
     if captured.returned.gradients:
         return "a graph copies its outputs, and so would copy the kept gradients"
-    if calls.asks:
+    if calls.skip_flags:
         return "a GradScaler decides on the host whether to skip the update"
     for node in captured.graph.graph.nodes:
         if node.target is NUMBER:
@@ -102,7 +102,7 @@ def refused(captured: Captured, calls: Calls, undo: bool) -> str | None:
         if node in captured.values and not on_device(captured.devices[i], device):
             return f"{captured.names[i]} is on the host, where a replay cannot read it: move it to the device"
     for step in schedule.steps:
-        if step.again and calls.random(step.kernel):
+        if step.again and calls.is_random(step.kernel):
             return f"the plan recomputes {program.kernels[step.kernel].name}, which draws random numbers"
     if captured.draws:
         return "the model's checkpoints restore random states"
@@ -117,9 +117,9 @@ def refused(captured: Captured, calls: Calls, undo: bool) -> str | None:
     return None
 
 
-def on_device(where: torch.device, device: torch.device) -> bool:
+def on_device(tensor_device: torch.device, device: torch.device) -> bool:
     """Returns True if a tensor is on the step's type of device."""
-    return where.type == device.type
+    return tensor_device.type == device.type
 
 
 @dataclass
@@ -147,7 +147,7 @@ class GraphStep:
     Args:
         step: the compiled step.
         limit: memory limit in bytes.
-        always: whether to capture again after every change, without a bound on captures.
+        always_recapture: whether to capture again after every change, without a bound on captures.
 
     Attributes:
         captures: number of captures.
@@ -156,15 +156,15 @@ class GraphStep:
             batch, the batch itself, and library workspaces.
     """
 
-    def __init__(self, step: StepState, limit: int, always: bool = True) -> None:
-        self._step, self._limit, self.always, self._replays = step, limit, always, 0
+    def __init__(self, step: StepState, limit: int, always_recapture: bool = True) -> None:
+        self._step, self._limit, self.always_recapture, self._replays = step, limit, always_recapture, 0
         self.captures = self.peak_bytes = 0
         self.graph: Graph | None = None
-        self.warm = False
+        self.is_warm = False
         self._slots: dict[fx.Node, Tensor] = {}
-        self._seen: tuple[Any, Any] | None = None  # StepState.seen at the capture
+        self._checked: tuple[Any, Any] | None = None  # StepState.checked at the capture
         # The user's tensors that are on the host at the iteration boundary.
-        self._away = [step.blocks.blocks[t] for t in on_host(step) if t not in step.inputs]
+        self._on_host = [step.blocks.blocks[t] for t in on_host(step) if t not in step.inputs]
 
     def __call__(self, batch: dict[fx.Node, Tensor], wait: bool) -> list[Tensor]:
         """Runs one step after the user's tensors have been checked.
@@ -183,16 +183,16 @@ class GraphStep:
         step = self._step
         with Interrupt(), torch.no_grad(), torch.autocast(step.device.type, enabled=False):
             try:
-                if self._seen is None or any(a is not b for a, b in zip(self._seen, step.seen, strict=True)):
-                    self._ask_for_another()
+                if self._checked is None or any(a is not b for a, b in zip(self._checked, step.checked, strict=True)):
+                    self._check_capture_count()
                     self.close()
                     self._capture(batch)
-                    self._seen = step.seen
+                    self._checked = step.checked
                 assert self.graph is not None
                 self._replays += 1
                 for node, tensor in batch.items():
                     self._slots[node].copy_(tensor, non_blocking=True)
-                put_away(step, self._away)
+                swap_out(step, self._on_host)
                 self.graph.replay()
             except StepError:
                 raise
@@ -200,7 +200,7 @@ class GraphStep:
                 raise StepError(
                     f"the graph failed: {line(error)}; the model is in an undefined state within this step"
                 ) from error
-            if wait and self._away:
+            if wait and self._on_host:
                 torch.cuda.current_stream(step.device).synchronize()
             return [output.clone() for output in self.graph.outputs]
 
@@ -209,16 +209,16 @@ class GraphStep:
         self._slots = {node: tensor.detach().clone() for node, tensor in batch.items()}
         swapped = {node: blocks[values[node]] for node in batch if values.get(node) in blocks}
         for node, block in swapped.items():
-            block.on(self._slots[node])
+            block.attach(self._slots[node])
         persistent = [block for block in blocks.values() if block.persistent]
         step.blocks.settle()
-        put_away(step, persistent)
+        swap_out(step, persistent)
         step.blocks.settle()
         try:
             dry = dry_capture(step, self._table())
-            beside = self._beside()
-            packing = pack_within(dry.intervals, self._limit - beside, ALIGNMENT)
-            self.peak_bytes = beside + packing.footprint
+            outside = self._outside_bytes()
+            packing = pack_within(dry.intervals, self._limit - outside, ALIGNMENT)
+            self.peak_bytes = outside + packing.footprint
             if self.peak_bytes > self._limit:
                 raise OverLimit(self.peak_bytes, self._limit)
             self.graph = capture(step, self._table(), dry, packing)
@@ -228,22 +228,22 @@ class GraphStep:
             for block in swapped.values():
                 step.blocks.used += block.nbytes * (block.place is Place.HOST)
                 block.place, block.storage, block.bytes = Place.DEVICE, None, None
-                block.valid = block.shown = False
+                block.valid = block.is_shown = False
         for node in batch.keys() & swapped.keys():
             if values[node] in on_host(step):  # the replay swaps it in from there
                 self._slots[node] = as_tensor(swapped[node].host, self._slots[node])
         self.captures += 1
 
-    def _beside(self) -> int:
+    def _outside_bytes(self) -> int:
         """Returns the device bytes of a replay outside the graph's memory, including the caller's batch."""
         step = self._step
         swapped = sum(b.nbytes for t, b in step.blocks.blocks.items() if b.persistent and t not in step.inputs)
         slots = sum(slot.untyped_storage().nbytes() for slot in self._slots.values())  # none for swapped batch tensors
         return step.blocks.total - swapped + slots + libraries_bytes(cuda_index(step.device))
 
-    def _ask_for_another(self) -> None:
+    def _check_capture_count(self) -> None:
         """Raises NoGraph if the step was captured too often for its number of replays."""
-        if not self.always and self.captures >= CAPTURES + self._replays // SELDOM:
+        if not self.always_recapture and self.captures >= CAPTURES + self._replays // REPLAYS_PER_CAPTURE:
             raise NoGraph(
                 f"it was captured {self.captures} times for {self._replays} replays, because the optimizer's numbers, "
                 "the user's tensors or the batch's shape change (a learning rate that is a tensor on the device is "
@@ -261,7 +261,7 @@ class GraphStep:
 
     def close(self) -> None:
         """Frees the graph's memory; the next step is captured again."""
-        graph, self.graph, self._seen = self.graph, None, None
+        graph, self.graph, self._checked = self.graph, None, None
         if graph is not None:
             graph.close()
 
@@ -271,13 +271,13 @@ def on_host(step: StepState) -> set[int]:
     return {t for t, place in step.order.start.items() if place == "host"}
 
 
-def put_away(step: StepState, which: Iterable[Block]) -> None:
+def swap_out(step: StepState, candidates: Iterable[Block]) -> None:
     """Moves tensors to the host and shows the host copies to the user; the copies may be in flight."""
-    blocks, moved = step.blocks, [block for block in which if block.place is Place.DEVICE]
+    blocks, moved = step.blocks, [block for block in candidates if block.place is Place.DEVICE]
     if moved:
         blocks.engines.begin()
     for block in moved:
-        blocks.out(block)
+        blocks.swap_out(block)
     for block in moved:
         blocks.reclaim(block)
         block.show()
@@ -292,12 +292,12 @@ def address_of(block: Block) -> int:
     return block.storage.data_ptr()
 
 
-class _Pass:
+class _Capture:
     """One capture of a step; raises NoGraph, with the table emptied, if the step cannot be captured.
 
-    ``requests`` are those of the dry capture at their packed addresses, or None for the dry capture itself. ``home``
-    are the blocks on the device at the iteration boundary, ``places`` their addresses before the first and after the
-    last kernel.
+    ``requests`` are those of the dry capture at their packed addresses, or None for the dry capture itself.
+    ``resident`` are the blocks on the device at the iteration boundary, ``addresses`` their addresses before the first
+    and after the last kernel.
     """
 
     def __init__(self, step: StepState, table: list[Any], arena: Arena, requests: Ints | None) -> None:
@@ -308,23 +308,23 @@ class _Pass:
         for generator in step.random.generators:
             if generator.device.type == "cuda":
                 self.graph.register_generator_state(generator)
-        self.home = [b for t, b in blocks.blocks.items() if b.persistent and t not in on_host(step)]
+        self.resident = [b for t, b in blocks.blocks.items() if b.persistent and t not in on_host(step)]
 
         def run(calls: Sequence[Call]) -> None:
             with self.memory.pool():
                 for out, function, get, options in calls:
                     table[out] = function(*get(table), **options)
 
-        blocks.take = self._take
+        blocks.allocate = self._take
         try:
-            with arena.serving(requests), self.memory.recorded() as events:
+            with arena.serving(requests), self.memory.recording() as events:
                 with torch.cuda.stream(self.memory.stream):
-                    for block in self.home:
+                    for block in self.resident:
                         self._take(block)
                         block.place = Place.DEVICE
                         if requests is not None:
                             block.bytes.copy_(block.host)  # type: ignore[union-attr]
-                first = [address_of(block) for block in self.home]
+                first = [address_of(block) for block in self.resident]
                 with self.memory.capturing(self.graph, blocks.engines.streams):
                     _issue(step, table, run)
                     self.outputs += [table[slot] for slot in step.calls.outputs]
@@ -332,7 +332,7 @@ class _Pass:
                 replace_memsets(step.device, self.graph.raw_cuda_graph())
                 self.graph.instantiate()
             self.events: list[Event] = events
-            self.places = list(zip(first, map(address_of, self.home), strict=True))
+            self.addresses = list(zip(first, map(address_of, self.resident), strict=True))
         except Exception as error:
             reason = line(error)
             if arena.refused_bytes:
@@ -342,17 +342,17 @@ class _Pass:
             table.clear()
             self.abandon(step)
             raise NoGraph(f"the step cannot be captured: {reason}") from error
-        blocks.take, blocks.values = Block.take, []
+        blocks.allocate, blocks.values = Block.allocate, []
 
     def _take(self, block: Block) -> None:
         """Allocates the memory of a swapped block from a new pool."""
         with self.memory.pool():
-            block.take()
+            block.allocate()
 
     def abandon(self, step: StepState) -> None:
         """Frees all memory and leaves swapped persistent tensors on the host."""
         blocks = step.blocks
-        blocks.take, blocks.values, blocks.used = Block.take, [], blocks.total
+        blocks.allocate, blocks.values, blocks.used = Block.allocate, [], blocks.total
         for block in blocks.blocks.values():
             block.place = Place.DEVICE
             if not block.persistent:
@@ -375,21 +375,21 @@ def _issue(step: StepState, table: list[Any], run: Callable[[Sequence[Call]], No
     the tensor between steps.
     """
     blocks = step.blocks
-    leaving = [blocks.blocks[t] for t, place in step.order.start.items() if place == "out"]
-    last = {what[0]: (i, k) for i, item in enumerate(step.work) for k, (act, what) in enumerate(item.after)
-            if act == blocks.leave and what[0] in leaving}  # fmt: skip
-    late = set(last.values())
+    swapping_out = [blocks.blocks[t] for t, place in step.order.start.items() if place == "out"]
+    last = {argument[0]: (i, k) for i, item in enumerate(step.work) for k, (action, argument) in enumerate(item.after)
+            if action == blocks.start_swap_out and argument[0] in swapping_out}  # fmt: skip
+    deferred = set(last.values())
     blocks.values = table
     blocks.start(step.order.start)
     for i, (before, _, calls, clear, _, after) in enumerate(step.work):
-        for act, what in before:
-            act(what)
+        for action, argument in before:
+            action(argument)
         run(calls)
         for slot in clear:
             table[slot] = None
-        for k, (act, what) in enumerate(after):
-            if (i, k) not in late:
-                act(what)
+        for k, (action, argument) in enumerate(after):
+            if (i, k) not in deferred:
+                action(argument)
     for block in blocks.blocks.values():
         if block.persistent:
             blocks.wait(block)
@@ -413,9 +413,9 @@ class Dry:
     @property
     def intervals(self) -> Intervals:
         """Lifetimes of the requests on a circle; the second of two twins has zero bytes."""
-        found = self.requests
-        period = max(found.length, 1)
-        lower, upper, nbytes = found.begin.copy(), found.end.copy(), found.nbytes.copy()
+        requests = self.requests
+        period = max(requests.length, 1)
+        lower, upper, nbytes = requests.begin.copy(), requests.end.copy(), requests.nbytes.copy()
         for first, last in self.twins:
             if first == last:
                 lower[first], upper[first] = 0, period
@@ -434,37 +434,37 @@ class Dry:
 def dry_capture(step: StepState, table: list[Any]) -> Dry:
     """Captures a step at valid addresses that are never accessed; raises NoGraph."""
     blocks = step.order.schedule.blocks
-    born = [blocks[b].nbytes for s in step.order.schedule.steps for b in s.allocates]
-    moved = [block.nbytes for block in step.blocks.blocks.values()]
+    created = [blocks[b].nbytes for s in step.order.schedule.steps for b in s.allocates]
+    swapped = [block.nbytes for block in step.blocks.blocks.values()]
     # Every request is rounded up, and an operator may make a few requests that its profile lacks.
-    expected = sum(2 * nbytes + SEGMENT for nbytes in (*born, *moved, *moved)) + ADDRESSES
-    made = _Pass(step, table, Arena.aliased(step.device, expected), None)
+    expected = sum(2 * nbytes + SEGMENT for nbytes in (*created, *swapped, *swapped)) + ADDRESSES
+    attempt = _Capture(step, table, Arena.aliased(step.device, expected), None)
     try:
-        found = requests_of(made.events, made.memory)
-        index = {int(address): i for i, address in enumerate(found.served[:, 1])}
-        record = [(event.allocates, index[event.address], event.nbytes) for event in made.events]
-        return Dry(found, [(index[first], index[last]) for first, last in made.places], record)
+        requests = requests_of(attempt.events, attempt.memory)
+        index = {int(address): i for i, address in enumerate(requests.served[:, 1])}
+        record = [(event.allocates, index[event.address], event.nbytes) for event in attempt.events]
+        return Dry(requests, [(index[first], index[last]) for first, last in attempt.addresses], record)
     finally:
         table.clear()
-        made.abandon(step)
+        attempt.abandon(step)
 
 
 def capture(step: StepState, table: list[Any], dry: Dry, packing: Packing) -> Graph:
     """Captures a step at packed addresses; raises NoGraph."""
     arena = Arena.resident(step.device, max(packing.footprint, ALIGNMENT))
     answers = dry.answers(packing, arena.base)
-    made = _Pass(step, table, arena, answers)
+    attempt = _Capture(step, table, arena, answers)
     group = dry.requests.group
     if (
-        len(made.memory.served) != len(answers)
-        or len(made.events) != len(dry.record)
+        len(attempt.memory.served) != len(answers)
+        or len(attempt.events) != len(dry.record)
         or any(
             (event.allocates, event.nbytes) != (allocates, nbytes) or event.address not in answers[group == group[i], 1]
-            for event, (allocates, i, nbytes) in zip(made.events, dry.record, strict=True)
+            for event, (allocates, i, nbytes) in zip(attempt.events, dry.record, strict=True)
         )
     ):
         table.clear()
-        made.abandon(step)
+        attempt.abandon(step)
         raise NoGraph("the step cannot be captured: its operators have not asked for the memory of the dry capture")
     blocks = step.blocks
     blocks.used = blocks.total
@@ -474,23 +474,23 @@ def capture(step: StepState, table: list[Any], dry: Dry, packing: Packing) -> Gr
         elif block.place is Place.HOST:
             blocks.used -= block.nbytes
             block.show()
-    graph = Graph(made.graph.replay, int, made.outputs, packing.footprint, made.memory.counted_bytes())
-    home = [block.bytes for block in made.home if block.bytes is not None]
-    graph.close = weakref.finalize(graph, _give_back, made.graph, made.memory, made.outputs, home)
+    graph = Graph(attempt.graph.replay, int, attempt.outputs, packing.footprint, attempt.memory.counted_bytes())
+    resident = [block.bytes for block in attempt.resident if block.bytes is not None]
+    graph.close = weakref.finalize(graph, _release_graph, attempt.graph, attempt.memory, attempt.outputs, resident)
     return graph
 
 
-def _give_back(graph: Any, memory: GraphMemory, outputs: list[Tensor], home: list[Tensor]) -> None:
-    """Moves the user's tensors (``home``) out of the arena, then releases the graph, its pools and the arena."""
+def _release_graph(graph: Any, memory: GraphMemory, outputs: list[Tensor], resident: list[Tensor]) -> None:
+    """Moves the user's tensors (``resident``) out of the arena, then releases the graph, its pools and the arena."""
     with contextlib.suppress(RuntimeError):  # earlier failures are reported where they occur
         torch.cuda.synchronize(memory.device)  # a replay may be in flight
     outputs.clear()
     with _disable_current_modes():  # the garbage collector may call this
-        for own in home:
-            storage, content = own.untyped_storage(), own.clone()
+        for tensor in resident:
+            storage, content = tensor.untyped_storage(), tensor.clone()
             storage.resize_(0)
             storage.resize_(content.nbytes)
-            own.copy_(content)
-    home.clear()
+            tensor.copy_(content)
+    resident.clear()
     graph.reset()
     memory.close()

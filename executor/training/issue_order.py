@@ -77,15 +77,15 @@ class Order:
         """The program under the plan's variants."""
         return self.schedule.program
 
-    def held(self, alignment: int) -> Held:
+    def host_slots(self, alignment: int) -> Held:
         """Returns the host slots. The clock counts moves; a slot is held until compute has waited for its swap-in."""
         moves = [move for item in self.items for move in item.before + item.after]
-        when: dict[str, dict[int, list[int]]] = {"out": {}, "wait": {}}
-        for at, (kind, block) in enumerate(moves):
-            if kind in when:
-                when[kind].setdefault(self.schedule.blocks[block].owner, []).append(at)
+        times: dict[str, dict[int, list[int]]] = {"out": {}, "wait": {}}
+        for time, (kind, block) in enumerate(moves):
+            if kind in times:
+                times[kind].setdefault(self.schedule.blocks[block].owner, []).append(time)
         nbytes = [t.nbytes for t in self.program.tensors]
-        return Held(when["out"], when["wait"], nbytes, max(len(moves), 1), alignment)
+        return Held(times["out"], times["wait"], nbytes, max(len(moves), 1), alignment)
 
 
 def order(schedule: Schedule, timeline: Timeline, graph: bool = False) -> Order:
@@ -100,19 +100,19 @@ def order(schedule: Schedule, timeline: Timeline, graph: bool = False) -> Order:
         PlanError: the plan contains a kind of decision that training does not support.
     """
     schedule.plan.only("a training step", "swap", "recompute", "rerun")
-    walk = _Walk(schedule, timeline.limit, graph)
-    walk.read(timeline)
+    builder = _IssueBuilder(schedule, timeline.limit, graph)
+    builder.read_timeline(timeline)
     for _ in range(MAX_ITERATIONS):
-        before = walk.state()
-        out = walk.iteration()
-        if walk.state() == before:
+        state = builder.state()
+        out = builder.iteration()
+        if builder.state() == state:
             return out
-    walk.barrier = True
-    walk.iteration()
-    return walk.iteration()
+    builder.barrier = True
+    builder.iteration()
+    return builder.iteration()
 
 
-class _Walk:
+class _IssueBuilder:
     """Walk over iterations item by item; items and kernels are numbered consecutively across iterations."""
 
     def __init__(self, schedule: Schedule, limit: int, graph: bool):
@@ -122,114 +122,114 @@ class _Walk:
         self.size = [t.nbytes for t in self.program.tensors]
         self.n = len(self.program.kernels)
         # The simulator makes these copies in the previous iteration; here the user may change the content between (4).
-        self.renewed = [d for d in schedule.moved if d.copy is not None and d.copy > d.after]
+        self.recopied = [d for d in schedule.moved if d.copy is not None and d.copy > d.after]
         self.position = self.clock = 0  # numbers of finished kernels and items
         self.copying: list[int] = []  # tensors with a copy to the host in flight, in order of issue
         # Those with an open gap -> the item before which the simulated swap-out has ended.
-        self.leaving: dict[int, int] = {}
-        self.coming: set[int] = set()  # swap-in in flight
-        self.early: dict[int, int] = {}  # tensor swapped in or being swapped in -> the kernel that needs it
-        self.away: dict[int, Swap] = {}  # tensors on the host or being swapped out
-        self.needed: dict[int, int] = {}  # tensor in ``away`` -> the kernel that needs it
+        self.swapping_out: dict[int, int] = {}
+        self.swapping_in: set[int] = set()  # swap-in in flight
+        self.restored: dict[int, int] = {}  # tensor swapped in or being swapped in -> the kernel that needs it
+        self.evicted: dict[int, Swap] = {}  # tensors on the host or being swapped out
+        self.needed_at: dict[int, int] = {}  # tensor in ``evicted`` -> the kernel that needs it
         self.block: dict[int, int] = {}  # tensor -> its block swapped out or in last
         self.valid = set(schedule.away_at_start)  # tensors with a valid host copy
         self.barrier = False
-        self.waited: dict[tuple[int, int], int] = {}  # (tensor, kernel) -> the kernel's first item that waits for it
+        self.waits: dict[tuple[int, int], int] = {}  # (tensor, kernel) -> the kernel's first item that waits for it
         for d in schedule.moved:
             if d.tensor in schedule.away_at_start and d.after >= d.before:
-                self._open(d, d.after - self.n)
-        self.used = sum(b.nbytes for b in schedule.blocks if b.first < 0) - sum(self.size[t] for t in self.away)
+                self._open_gap(d, d.after - self.n)
+        self.used = sum(b.nbytes for b in schedule.blocks if b.first < 0) - sum(self.size[t] for t in self.evicted)
 
-    def _open(self, d: Swap, position: int) -> None:
+    def _open_gap(self, d: Swap, position: int) -> None:
         """Opens the gap of a swap at kernel ``position``."""
-        self.away[d.tensor], self.block[d.tensor] = d, self.schedule.moved[d]
-        self.needed[d.tensor] = self._ahead(d, position)
+        self.evicted[d.tensor], self.block[d.tensor] = d, self.schedule.moved[d]
+        self.needed_at[d.tensor] = self._gap_end(d, position)
 
-    def _ahead(self, d: Swap, position: int) -> int:
+    def _gap_end(self, d: Swap, position: int) -> int:
         """Returns the kernel that ends the gap opened by kernel ``position``."""
         return position + (self.schedule.returns[d] - d.after - 1) % self.n + 1
 
     def state(self) -> object:
         """Returns the state that determines later iterations, relative to the boundary."""
         return (
-            [(t, max(0, self.leaving[t] - self.clock)) for t in self.copying],
-            self.coming.copy(),
-            {t: k - self.position for t, k in self.early.items()},
-            {t: k - self.position for t, k in self.needed.items()},
+            [(t, max(0, self.swapping_out[t] - self.clock)) for t in self.copying],
+            self.swapping_in.copy(),
+            {t: k - self.position for t, k in self.restored.items()},
+            {t: k - self.position for t, k in self.needed_at.items()},
         )
 
-    def read(self, timeline: Timeline) -> None:
+    def read_timeline(self, timeline: Timeline) -> None:
         """Converts the simulated times of each swap to distances in items, from its last occurrence.
 
-        ``over``: distance from the item that opens the gap to the first item that starts with the memory freed.
+        ``reclaim_distance``: distance from the item that opens the gap to the first item with the memory freed.
         ``lead``: distance from the item before which the swap-in is issued to the first item that waits for it.
         """
         compute = [s for s in timeline.spans if s.stream == "compute"]
         starts, ends = [s.start_ns for s in compute], [s.end_ns for s in compute]
         starts += [s + timeline.iteration_ns for s in starts[-len(self.steps) :]]  # one more iteration
-        self.over: dict[Swap, int] = {}
+        self.reclaim_distance: dict[Swap, int] = {}
         self.lead: dict[Swap, int] = {}
         gaps, count = self.schedule.gaps_of_blocks, Counter[tuple[int, bool]]()
         for event in timeline.events:
-            if (found := gaps.get(event.block)) is None:
+            if (swaps := gaps.get(event.block)) is None:
                 continue
-            came = event.nbytes >= 0
+            is_swap_in = event.nbytes >= 0
             # A tensor created in the iteration has one more allocation at the start and one more free at the end.
-            born = self.schedule.blocks[event.block].first >= 0
-            turn, gap = divmod(count[event.block, came] - came, len(found) + born)
-            count[event.block, came] += 1
-            if gap == len(found):
+            is_created = self.schedule.blocks[event.block].first >= 0
+            iteration, gap = divmod(count[event.block, is_swap_in] - is_swap_in, len(swaps) + is_created)
+            count[event.block, is_swap_in] += 1
+            if gap == len(swaps):
                 continue
-            d, at = found[gap], bisect_left(starts, event.time_ns)
-            if not came:
-                self.over[d] = at - turn * len(self.steps) - self.schedule.step_of(d.after)
+            d, item = swaps[gap], bisect_left(starts, event.time_ns)
+            if not is_swap_in:
+                self.reclaim_distance[d] = item - iteration * len(self.steps) - self.schedule.step_of(d.after)
                 continue
             # Before the running item; before the next one if none is running or one is just starting.
-            if at and (at > len(ends) or ends[at - 1] > event.time_ns):
-                at -= 1
-            self.lead[d] = self._first_wait(d.tensor, self._ahead(d, turn * self.n + d.after)) - at
+            if item and (item > len(ends) or ends[item - 1] > event.time_ns):
+                item -= 1
+            self.lead[d] = self._first_wait(d.tensor, self._gap_end(d, iteration * self.n + d.after)) - item
 
     def _first_wait(self, t: int, k: int) -> int:
         """Returns the first item of kernel ``k`` that needs the tensor."""
-        turn, k = divmod(k, self.n)
-        if (t, k) not in self.waited:
+        iteration, k = divmod(k, self.n)
+        if (t, k) not in self.waits:
             items = range(self.schedule.first[k], self.schedule.first[k + 1])
-            self.waited[t, k] = next(i for i in items if t in self.steps[i].waits)
-        return turn * len(self.steps) + self.waited[t, k]
+            self.waits[t, k] = next(i for i in items if t in self.steps[i].waits)
+        return iteration * len(self.steps) + self.waits[t, k]
 
     # ------------------------------------------------------------------------------------------ moves
 
-    def _copy(self, d: Swap, moves: list[Move]) -> None:
+    def _start_copy(self, d: Swap, moves: list[Move]) -> None:
         if d.tensor not in self.valid and d.tensor not in self.copying:
             moves.append(("out", self.schedule.moved[d]))
             self.copying.append(d.tensor)
 
     def _oldest(self) -> int:
         """Returns the tensor of the oldest swap-out in flight."""
-        return next(t for t in self.copying if t in self.leaving)
+        return next(t for t in self.copying if t in self.swapping_out)
 
     def _reclaim(self, moves: list[Move]) -> None:
         """Reclaims the memory of the oldest swap-out."""
         t = self._oldest()
         self.copying.remove(t)
-        del self.leaving[t]
+        del self.swapping_out[t]
         moves.append(("reclaim", self.block[t]))
         self.valid.add(t)
         self.used -= self.size[t]
 
     def _make_room(self, nbytes: int, moves: list[Move]) -> None:
-        while self.used + nbytes > self.limit and self.leaving:
+        while self.used + nbytes > self.limit and self.swapping_out:
             self._reclaim(moves)
 
     def _swap_in(self, t: int, moves: list[Move]) -> None:
-        while t in self.leaving:
+        while t in self.swapping_out:
             self._reclaim(moves)
         self._make_room(self.size[t], moves)
         moves.append(("in", self.block[t]))
         self.used += self.size[t]
-        self.coming.add(t)
-        self.early[t] = self.needed.pop(t)
-        del self.away[t]
+        self.swapping_in.add(t)
+        self.restored[t] = self.needed_at.pop(t)
+        del self.evicted[t]
 
     def _fits(self, t: int, charge: int) -> bool:
         """Returns True if a swap-in before an item of ``charge`` bytes fits until its use without extra waits.
@@ -237,22 +237,22 @@ class _Walk:
         This repeats the simulator's rule 5 on the order's own ledger: here swap-outs end later, copies are repeated
         (rule 4), and if iterations differ, the times are those of the last one.
         """
-        gone = {x for x, over in self.leaving.items() if over <= self.clock}
-        if t in self.leaving and t not in gone:
+        reclaimable = {x for x, item in self.swapping_out.items() if item <= self.clock}
+        if t in self.swapping_out and t not in reclaimable:
             return False
-        free = sum(self.size[x] for x in gone)
+        free = sum(self.size[x] for x in reclaimable)
         if self.used - free + self.size[t] + charge > self.limit:
             return False
-        load = self.residency.take(range(self.position, self.needed[t]), mode="wrap")
-        for x, k in self.early.items():
+        load = self.residency.take(range(self.position, self.needed_at[t]), mode="wrap")
+        for x, k in self.restored.items():
             load[: k - self.position] += self.size[x]
         return bool((load + self.size[t] <= self.limit).all())
 
     def iteration(self) -> Order:
         """Walks over one iteration and returns its order."""
-        self.valid &= self.away.keys()
-        start: dict[int, Literal["host", "out", "in"]] = dict.fromkeys(self.coming, "in")
-        start = {t: "out" if t in self.leaving else "host" for t in self.away} | start
+        self.valid &= self.evicted.keys()
+        start: dict[int, Literal["host", "out", "in"]] = dict.fromkeys(self.swapping_in, "in")
+        start = {t: "out" if t in self.swapping_out else "host" for t in self.evicted} | start
         used = peak = self.used
         items: list[Item] = []
         end = self.position + self.n
@@ -261,52 +261,52 @@ class _Walk:
             before: list[Move] = []
             after: list[Move] = []
             if not items:
-                for d in self.renewed:
-                    self._copy(d, before)
-            charged, freed = (sum(blocks[b].nbytes for b in which) for which in (step.allocates, step.frees))
-            for t in sorted(step.waits & self.away.keys(), key=lambda t: (self.needed[t], t)):
+                for d in self.recopied:
+                    self._start_copy(d, before)
+            charged, freed = (sum(blocks[b].nbytes for b in ids) for ids in (step.allocates, step.frees))
+            for t in sorted(step.waits & self.evicted.keys(), key=lambda t: (self.needed_at[t], t)):
                 self._swap_in(t, before)
             peak = max(peak, self.used)
-            for t in sorted(self.away, key=lambda t: (self.needed[t], t)):
-                d, k_back = self.away[t], self.needed[t]
-                if self.clock < self._first_wait(t, k_back) - self.lead.get(d, 0) or (self.barrier and k_back >= end):
+            for t in sorted(self.evicted, key=lambda t: (self.needed_at[t], t)):
+                d, kernel = self.evicted[t], self.needed_at[t]
+                if self.clock < self._first_wait(t, kernel) - self.lead.get(d, 0) or (self.barrier and kernel >= end):
                     continue
                 if not self._fits(t, charged):
                     break
                 self._swap_in(t, before)
             self._make_room(charged, before)
-            for t in sorted(step.waits & self.coming):
+            for t in sorted(step.waits & self.swapping_in):
                 before.append(("wait", self.block[t]))
-                self.coming.remove(t)
+                self.swapping_in.remove(t)
             if self.used + charged > self.limit:
                 raise AssertionError(f"kernel {step.kernel}: the planned residency promised that it would fit")
             peak = max(peak, self.used + charged)
             self.used += charged - freed
             if not step.again:
-                self._over(step, after)
+                self._end_kernel(step, after)
             self.clock += 1
             items.append(Item(step, tuple(before), charged, freed, tuple(after)))
-        while self.leaving and (self.barrier or (self.graph and self.leaving[self._oldest()] <= self.clock)):
+        while self.swapping_out and (self.barrier or (self.graph and self.swapping_out[self._oldest()] <= self.clock)):
             self._reclaim(after)
         items[-1] = items[-1]._replace(after=tuple(after))
         return Order(self.schedule, tuple(items), start, used, peak, self.limit)
 
-    def _over(self, step: Step, after: list[Move]) -> None:
+    def _end_kernel(self, step: Step, after: list[Move]) -> None:
         """Ends a kernel: starts copies and opens gaps."""
         self.valid -= set(self.program.kernels[step.kernel].outputs)
         for d in step.copies:
-            if d not in self.renewed:
-                self._copy(d, after)
+            if d not in self.recopied:
+                self._start_copy(d, after)
         for d in step.opens:
             t = d.tensor
-            self.early.pop(t, None)
-            self._open(d, self.position)
+            self.restored.pop(t, None)
+            self._open_gap(d, self.position)
             if t in self.valid:
                 after.append(("release", self.block[t]))
                 self.used -= self.size[t]
                 continue
-            self.leaving[t] = self.clock + self.over.get(d, len(self.steps))
-            while d.sync and t in self.leaving:
+            self.swapping_out[t] = self.clock + self.reclaim_distance.get(d, len(self.steps))
+            while d.sync and t in self.swapping_out:
                 self._reclaim(after)
         self.position += 1
-        self.early = {t: p for t, p in self.early.items() if p >= self.position}
+        self.restored = {t: p for t, p in self.restored.items() if p >= self.position}

@@ -43,7 +43,7 @@ def allocator_stats(device: torch.device) -> dict[str, Any] | None:
     return torch.cuda.memory_stats(device) if device.type == "cuda" else None
 
 
-class Watch:
+class FirstStepObserver:
     """Observer of the first completed step; it then removes itself from the step's work list.
 
     Attributes:
@@ -51,42 +51,42 @@ class Watch:
     """
 
     def __init__(self, state: StepState) -> None:
-        self._state, self.over = state, False
+        self._state, self.is_done = state, False
         self._differing: dict[str, tuple[int, int]] = {}
         self._before: dict[str, Any] | None = None
-        self._others = self._most = self._ledger = 0
+        self._others = self._peak_bytes = self._ledger_bytes = 0
         for i, item in enumerate(state.work):  # appends an observing call to each item
             if item.calls:
-                look = state.calls.nothing, self._look, lambda table, i=i: (table, i), dict[str, Any]()
-                state.work[i] = item._replace(calls=(*item.calls, look))
+                call = state.calls.unused_slot, self._observe, lambda table, i=i: (table, i), dict[str, Any]()
+                state.work[i] = item._replace(calls=(*item.calls, call))
 
     def begin(self) -> None:
         """Starts observing a step."""
         state, self._differing = self._state, {}
         for b in state.bindings:
             if b.block is None:
-                self._compare(b.name, b.own, state.order.program.tensors[b.tensor].nbytes)
+                self._compare(b.name, b.device_tensor, state.order.program.tensors[b.tensor].nbytes)
         self._before = allocator_stats(state.device)
         if self._before is not None:
             self._others = self._before["allocated_bytes.all.current"] - state.blocks.used
-        self._most, self._ledger = 0, state.blocks.used
+        self._peak_bytes, self._ledger_bytes = 0, state.blocks.used
 
     def _compare(self, name: str, tensor: Tensor, nbytes: int) -> None:
         real = tensor.untyped_storage().nbytes()
         if -(-real // ALIGNMENT) != -(-nbytes // ALIGNMENT):
             self._differing.setdefault(name, (real, nbytes))
 
-    def _look(self, table: list[Any], i: int) -> Any:
+    def _observe(self, table: list[Any], i: int) -> Any:
         order, calls, used = self._state.order, self._state.calls, self._state.blocks.used
         for b in order.items[i].step.allocates:
             owner = order.schedule.blocks[b].owner
-            for value in (table[slot] for slot in calls.of.get(b, ()) if owner >= 0):
+            for value in (table[slot] for slot in calls.slots_of_block.get(b, ()) if owner >= 0):
                 if isinstance(value, Tensor):
                     self._compare(order.program.tensors[owner].name, value, order.program.tensors[owner].nbytes)
         if self._before is not None and (now := allocator_stats(self._state.device)) is not None:
-            self._most = max(self._most, now["allocated_bytes.all.current"])
-        self._ledger = max(self._ledger, used)
-        return table[calls.nothing]
+            self._peak_bytes = max(self._peak_bytes, now["allocated_bytes.all.current"])
+        self._ledger_bytes = max(self._ledger_bytes, used)
+        return table[calls.unused_slot]
 
     def end(self, limit: int) -> tuple[Allocator | None, dict[str, tuple[int, int]]]:
         """Ends the observation, warns about differences and returns them.
@@ -97,15 +97,15 @@ class Watch:
         Returns:
             ``allocator`` and ``differing`` of PlannedStep.
         """
-        self.over = True
+        self.is_done = True
         for i, item in enumerate(self._state.work):
             if item.calls:
                 self._state.work[i] = item._replace(calls=item.calls[:-1])
         if self._differing:
-            more = sum(real - nbytes for real, nbytes in self._differing.values())
+            excess = sum(real - nbytes for real, nbytes in self._differing.values())
             name, (real, nbytes) = max(self._differing.items(), key=lambda item: abs(item[1][0] - item[1][1]))
             warnings.warn(
-                f"{len(self._differing)} storages are not as large as in the program, {more:+,} bytes in all: {name} "
+                f"{len(self._differing)} storages are not as large as in the program, {excess:+,} bytes in all: {name} "
                 f"has {real:,} and not {nbytes:,} bytes; the limit holds only in bytes of the program",
                 stacklevel=3,
             )
@@ -113,13 +113,13 @@ class Watch:
         if before is None or now is None:
             return None, self._differing
         if now["allocated_bytes.all.peak"] > before["allocated_bytes.all.peak"]:  # includes peaks within kernels
-            self._most = max(self._most, now["allocated_bytes.all.peak"])
+            self._peak_bytes = max(self._peak_bytes, now["allocated_bytes.all.peak"])
         retries = now["num_alloc_retries"] - before["num_alloc_retries"]
         rounding = ALIGNMENT * len(self._state.order.program.tensors)
-        found = Allocator(self._others, self._most - self._others, self._ledger, retries)
-        if found.peak_bytes > found.ledger_bytes * (1 + TOLERANCE) + rounding:
+        stats = Allocator(self._others, self._peak_bytes - self._others, self._ledger_bytes, retries)
+        if stats.peak_bytes > stats.ledger_bytes * (1 + TOLERANCE) + rounding:
             warnings.warn(
-                f"the first step had {found.peak_bytes:,} bytes in use on the device, and {found.ledger_bytes:,} in "
+                f"the first step had {stats.peak_bytes:,} bytes in use on the device, and {stats.ledger_bytes:,} in "
                 f"the program; the limit of {limit:,} holds only in bytes of the program",
                 stacklevel=3,
             )
@@ -130,4 +130,4 @@ class Watch:
                 f"{limit:,} is too large for this device: plan for a smaller one",
                 stacklevel=3,
             )
-        return found, self._differing
+        return stats, self._differing

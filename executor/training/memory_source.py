@@ -38,16 +38,16 @@ class Place(Enum):
     IN = "in"  # on the host, with a swap-in in flight
 
 
-class Shared:
-    """A user's tensor that steps use: ``own`` is its device tensor, ``seen`` the tensor that the user sees."""
+class UserTensor:
+    """A user's tensor that steps use: its ``device_tensor``, and ``visible``, the tensor that the user sees."""
 
     user: Tensor
-    own: Tensor
-    seen: Tensor
+    device_tensor: Tensor
+    visible: Tensor
 
-    def see(self, what: Tensor) -> None:
-        """Makes the user's tensor refer to the data of ``what``."""
-        self.user.data = self.seen = what
+    def show_tensor(self, tensor: Tensor) -> None:
+        """Makes the user's tensor refer to the data of ``tensor``."""
+        self.user.data = self.visible = tensor
 
 
 class Block:
@@ -60,7 +60,7 @@ class Block:
         valid: whether the slot contains the tensor's content.
         users: the user's tensors, for a persistent tensor.
         absent: whether it belongs to a micro-batch that has not arrived; its moves then only count bytes.
-        shown: whether the user's tensors refer to the host copy.
+        is_shown: whether the user's tensors refer to the host copy.
     """
 
     def __init__(self, name: str, nbytes: int, persistent: bool):
@@ -69,44 +69,44 @@ class Block:
         self.place = Place.DEVICE
         self.storage: torch.UntypedStorage | None = None
         self.bytes: Tensor | None = None
-        self.went: Any  # events: of swap-outs (went), of swap-ins (came), of the last of either (event)
-        self.went = self.came = self.event = None
-        self.valid = self.shown = self.absent = False
-        self.users: Sequence[Shared] = ()
+        self.out_event: Any  # events: of swap-outs (out_event), of swap-ins (in_event), of the last of either (event)
+        self.out_event = self.in_event = self.event = None
+        self.valid = self.is_shown = self.absent = False
+        self.users: Sequence[UserTensor] = ()
 
-    def on(self, tensor: Tensor) -> None:
+    def attach(self, tensor: Tensor) -> None:
         """Assigns the storage of this tensor to the block."""
         self.storage = tensor.untyped_storage()
         self.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self.storage)  # type: ignore[call-overload]
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Allocates its storage from PyTorch's allocator."""
         self.storage.resize_(self.nbytes)  # type: ignore[union-attr]
 
     def adopt(self) -> None:
         """Assigns the storage of ``users`` to the block; a storage that cannot be emptied is replaced by a copy."""
-        if not movable(self.users[0].own):
-            memory = self.users[0].own.untyped_storage().clone()
-            for shared in self.users:
-                own = shared.own
-                shared.own = torch.empty(0, dtype=own.dtype, device=own.device).set_(
+        if not is_movable(self.users[0].device_tensor):
+            memory = self.users[0].device_tensor.untyped_storage().clone()
+            for user_tensor in self.users:
+                own = user_tensor.device_tensor
+                user_tensor.device_tensor = torch.empty(0, dtype=own.dtype, device=own.device).set_(
                     memory, own.storage_offset(), own.size(), own.stride()
                 )  # type: ignore[call-overload]
-                shared.see(shared.own)
-        self.on(self.users[0].own)
+                user_tensor.show_tensor(user_tensor.device_tensor)
+        self.attach(self.users[0].device_tensor)
 
     def show(self) -> None:
         """Makes the user's tensors refer to the host copy."""
-        for shared in self.users:
-            shared.see(as_tensor(self.host, shared.own))
-        self.shown = True
+        for user_tensor in self.users:
+            user_tensor.show_tensor(as_tensor(self.host, user_tensor.device_tensor))
+        self.is_shown = True
 
     def hide(self) -> None:
         """Makes the user's tensors refer to the device again."""
-        if self.shown:
-            for shared in self.users:
-                shared.see(shared.own)
-            self.shown = False
+        if self.is_shown:
+            for user_tensor in self.users:
+                user_tensor.show_tensor(user_tensor.device_tensor)
+            self.is_shown = False
 
 
 class Blocks:
@@ -114,7 +114,7 @@ class Blocks:
 
     Attributes:
         values: table of values of the current step.
-        take: function that allocates a block's device memory.
+        allocate: function that allocates a block's device memory.
         total: bytes of the persistent tensors.
         used: bytes of the program's tensors on the device.
         tolerant: whether a failed copy is recorded in ``faults`` instead of stopping the step.
@@ -123,37 +123,37 @@ class Blocks:
     def __init__(self, engines: Engines, blocks: dict[int, Block], total: int):
         self.engines, self.blocks, self.total, self.used = engines, blocks, total, total
         for block in blocks.values():
-            block.went, block.came = engines.event(), engines.event()
+            block.out_event, block.in_event = engines.event(), engines.event()
         self.values: list[Any] = []
-        self.take: Callable[[Block], None] = Block.take
+        self.allocate: Callable[[Block], None] = Block.allocate
         self.tolerant = False
         self.faults: list[str] = []
 
-    def find(self, block: Block, slots: Sequence[int]) -> None:
+    def attach_storage(self, block: Block, slots: Sequence[int]) -> None:
         """Finds the storage of a tensor created in the step, shared by the values in these table slots."""
         if block.storage is None:
             for slot in slots:
                 if (value := self.values[slot]) is not None:
                     break
-            block.on(value)
-            if (found := value.untyped_storage().nbytes()) != block.nbytes:
+            block.attach(value)
+            if (nbytes := value.untyped_storage().nbytes()) != block.nbytes:
                 raise TransferError(
-                    f"{block.name} has {found:,} bytes, but {block.nbytes:,} in the program: the operator's output "
+                    f"{block.name} has {nbytes:,} bytes, but {block.nbytes:,} in the program: the operator's output "
                     "differs from its trace"
                 )
 
-    def leave(self, which: tuple[Block, Sequence[int]]) -> None:
+    def start_swap_out(self, target: tuple[Block, Sequence[int]]) -> None:
         """Starts the swap-out (``out``) of a tensor given by its block and table slots."""
-        if not which[0].absent:
-            self.find(*which)
-        self.out(which[0])
+        if not target[0].absent:
+            self.attach_storage(*target)
+        self.swap_out(target[0])
 
-    def out(self, block: Block) -> None:
+    def swap_out(self, block: Block) -> None:
         """Starts the copy to the host; the tensor stays usable until ``reclaim``."""
-        block.event, block.valid = block.went, False
+        block.event, block.valid = block.out_event, False
         try:
             if not block.absent:
-                self.engines.copy_out(block.host, block.bytes, block.went)  # type: ignore[arg-type]
+                self.engines.copy_out(block.host, block.bytes, block.out_event)  # type: ignore[arg-type]
         except TransferError as error:
             self._fault(block, "out", error)
             return  # the tensor stays on the device
@@ -165,20 +165,20 @@ class Blocks:
             return
         try:
             if not block.absent:
-                self.engines.wait(block.went)
+                self.engines.wait(block.out_event)
         except TransferError as error:
             self._fault(block, "out", error)
-            self._arrive(block)  # its device memory is still intact
+            self._finish_swap_in(block)  # its device memory is still intact
             return
         block.valid = True
         self._free(block)
 
-    def release(self, which: tuple[Block, Sequence[int]]) -> None:
-        """Frees a tensor's memory if its host copy is valid; arguments as in ``leave``."""
-        if which[0].valid:
-            if not which[0].absent:
-                self.find(*which)
-            self._free(which[0])
+    def release(self, target: tuple[Block, Sequence[int]]) -> None:
+        """Frees a tensor's memory if its host copy is valid; arguments as in ``start_swap_out``."""
+        if target[0].valid:
+            if not target[0].absent:
+                self.attach_storage(*target)
+            self._free(target[0])
 
     def _free(self, block: Block) -> None:
         if not block.absent:
@@ -195,42 +195,42 @@ class Blocks:
             block.place = Place.DEVICE
             self.used += block.nbytes
             return
-        self.take(block)
+        self.allocate(block)
         self.used += block.nbytes
-        block.place, block.event = Place.IN, block.came
+        block.place, block.event = Place.IN, block.in_event
         try:
-            self.engines.copy_in(block.bytes, block.host, block.came)  # type: ignore[arg-type]
+            self.engines.copy_in(block.bytes, block.host, block.in_event)  # type: ignore[arg-type]
         except TransferError as error:
-            self._again(block, error)
+            self._retry_swap_in(block, error)
 
     def wait(self, block: Block) -> None:
         """Waits for the swap-in."""
         if block.place is not Place.IN:
             return
         try:
-            self.engines.wait(block.came)
+            self.engines.wait(block.in_event)
         except TransferError as error:
-            self._again(block, error)
+            self._retry_swap_in(block, error)
             return
-        self._arrive(block)
+        self._finish_swap_in(block)
 
-    def _again(self, block: Block, error: TransferError) -> None:
+    def _retry_swap_in(self, block: Block, error: TransferError) -> None:
         """Repeats a failed swap-in synchronously, without the engines."""
         self._fault(block, "in", error)
         block.bytes.copy_(block.host)  # type: ignore[union-attr]
-        self._arrive(block)
+        self._finish_swap_in(block)
 
-    def _arrive(self, block: Block) -> None:
+    def _finish_swap_in(self, block: Block) -> None:
         block.place = Place.DEVICE
         block.hide()
         if not block.persistent:
             block.storage = block.bytes = None  # its values keep the storage alive
 
-    def _fault(self, block: Block, way: str, error: TransferError) -> None:
-        what = f"the swap-{way} of {block.name} failed: {error}"
+    def _fault(self, block: Block, direction: str, error: TransferError) -> None:
+        message = f"the swap-{direction} of {block.name} failed: {error}"
         if not self.tolerant:
-            raise TransferError(what) from error
-        self.faults.append(what)
+            raise TransferError(message) from error
+        self.faults.append(message)
 
     # ---------------------------------------------------------------------------------- between steps
 
@@ -242,20 +242,20 @@ class Blocks:
             if place != "in":
                 self.wait(block)
                 if block.place is Place.DEVICE:
-                    self.out(block)
+                    self.swap_out(block)
         for t in places:
             if places[t] == "host":
                 self.reclaim(self.blocks[t])
             elif places[t] == "in":
                 self.swap_in(self.blocks[t])
-        self.back(t for t, block in self.blocks.items() if block.persistent and t not in places)
+        self.swap_in_all(t for t, block in self.blocks.items() if block.persistent and t not in places)
 
-    def back(self, which: Iterable[int]) -> None:
+    def swap_in_all(self, tensors: Iterable[int]) -> None:
         """Swaps tensors in; a tensor with a swap-out in flight stays on the device."""
-        blocks = [self.blocks[t] for t in which]
+        blocks = [self.blocks[t] for t in tensors]
         for block in blocks:
             if block.place is Place.OUT:
-                self.engines.join(block.went)
+                self.engines.join(block.out_event)
                 block.place = Place.DEVICE
             self.swap_in(block)
         for block in blocks:
@@ -273,36 +273,36 @@ class Blocks:
                 self.wait(block)
         for block in self.blocks.values():
             block.valid = block.place is Place.HOST
-            if block.valid and not block.shown:
+            if block.valid and not block.is_shown:
                 if wait:
                     self.engines.join(block.event)
                 block.show()
 
     def show(self) -> list[Block]:
         """Shows all host copies to the user without waiting; returns the blocks not shown before."""
-        found = [b for b in self.blocks.values() if b.users and b.place is Place.HOST and not b.shown]
-        for block in found:
+        hidden = [b for b in self.blocks.values() if b.users and b.place is Place.HOST and not b.is_shown]
+        for block in hidden:
             block.show()
-        return found
+        return hidden
 
-    def drain(self, away: Set[int]) -> None:
+    def drain(self, on_host: Set[int]) -> None:
         """Cleans up after a failure: ends copies, drops tensors created in the step and restores persistent ones.
 
         Args:
-            away: persistent tensors that may stay on the host; all others are copied to the device synchronously.
+            on_host: persistent tensors that may stay on the host; all others are copied to the device synchronously.
         """
         self.engines.synchronize()
         self.used = self.total
         for t, block in self.blocks.items():
             if not block.persistent:
                 block.place, block.storage, block.bytes = Place.DEVICE, None, None
-            elif block.place is Place.HOST and t in away:
+            elif block.place is Place.HOST and t in on_host:
                 self.used -= block.nbytes
             elif block.place in (Place.HOST, Place.IN):
                 assert block.storage is not None and block.bytes is not None
                 block.storage.resize_(block.nbytes)
                 block.bytes.copy_(block.host)
-                self._arrive(block)
+                self._finish_swap_in(block)
             else:
                 block.place = Place.DEVICE
 
@@ -311,12 +311,12 @@ class Blocks:
             block.users = ()
 
 
-def movable(tensor: Tensor) -> bool:
+def is_movable(tensor: Tensor) -> bool:
     """Returns True if the storage can be emptied: not if a NumPy array, a file or another process holds it."""
-    return tensor.untyped_storage().resizable() and not shared(tensor)
+    return tensor.untyped_storage().resizable() and not is_shared(tensor)
 
 
-def shared(tensor: Tensor) -> bool:
+def is_shared(tensor: Tensor) -> bool:
     """Returns True for memory shared between processes, whose resizing crashes although PyTorch allows it."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
 
@@ -337,42 +337,45 @@ class HostMemory:
         device: device that copies to and from this memory.
 
     Attributes:
-        kept: undo copies on the device, with the bindings that they belong to.
-        rest: bindings whose undo copies are in this memory.
-        undo: per device and dtype, all undo copies and their bindings; only while ``taken``.
+        copies: undo copies on the device, with the bindings that they belong to.
+        bindings: bindings whose undo copies are in this memory.
+        undo: per device and dtype, all undo copies and their bindings; only while ``is_allocated``.
     """
 
     def __init__(self, blocks: Blocks, places: dict[int, int], device: torch.device) -> None:
         self._blocks, self._places, self._device = blocks, places, device
-        self.kept: list[tuple[Tensor, Shared]] = []
-        self.rest: list[Shared] = []
-        self.undo: list[tuple[list[Tensor], list[Shared]]] = []
-        self.taken = False
+        self.copies: list[tuple[Tensor, UserTensor]] = []
+        self.bindings: list[UserTensor] = []
+        self.undo: list[tuple[list[Tensor], list[UserTensor]]] = []
+        self.is_allocated = False
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Allocates the memory; raises StepError, with nothing allocated, if the host has too little."""
-        blocks, rest, what = self._blocks.blocks, self.rest, "the plan cannot be run"
+        blocks, rest, message = self._blocks.blocks, self.bindings, "the plan cannot be run"
         try:
             places = slab(self._blocks.engines, [b.nbytes for b in blocks.values()], [self._places[t] for t in blocks])
-            what = "the host has no memory to undo a step"
-            sizes = [b.own.untyped_storage().nbytes() for b in rest]
+            message = "the host has no memory to undo a step"
+            sizes = [b.device_tensor.untyped_storage().nbytes() for b in rest]
             ends = [0, *accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes)]
             copies = slab(engines_for(self._device), sizes, ends[:-1]) if rest else []
         except TransferError as error:
-            raise StepError(f"{what}: {error}") from error
+            raise StepError(f"{message}: {error}") from error
         for block, place in zip(blocks.values(), places, strict=True):
             block.host = place
-        groups: dict[Any, list[tuple[Tensor, Shared]]] = {}
-        for copy, b in (*self.kept, *((as_tensor(copy, b.own), b) for copy, b in zip(copies, rest, strict=True))):
+        groups: dict[Any, list[tuple[Tensor, UserTensor]]] = {}
+        for copy, b in (
+            *self.copies,
+            *((as_tensor(copy, b.device_tensor), b) for copy, b in zip(copies, rest, strict=True)),
+        ):
             groups.setdefault((copy.device, copy.dtype), []).append((copy, b))
         self.undo = [([copy for copy, _ in group], [b for _, b in group]) for group in groups.values()]
-        self.taken = True
+        self.is_allocated = True
 
-    def give(self) -> None:
-        """Frees the memory; it must hold no content, and no copy may use it before the next ``take``."""
+    def release(self) -> None:
+        """Frees the memory; it must hold no content, and no copy may use it before the next ``allocate``."""
         for block in self._blocks.blocks.values():
             block.host = None
-        self.undo, self.taken = [], False
+        self.undo, self.is_allocated = [], False
 
 
 def slab(engines: Engines, sizes: Sequence[int], offsets: Sequence[int]) -> list[Tensor]:
@@ -381,6 +384,6 @@ def slab(engines: Engines, sizes: Sequence[int], offsets: Sequence[int]) -> list
     Each slot has its own storage, so that saving a tensor saves only its slot.
     """
     places = list(zip(offsets, sizes, strict=True))
-    end = max((-(-(at + nbytes) // ALIGNMENT) * ALIGNMENT for at, nbytes in places), default=0)
+    end = max((-(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT for offset, nbytes in places), default=0)
     memory = engines.pinned(end) if end else None  # tensors created from the array keep the memory alive
-    return [torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=at) for at, nbytes in places]
+    return [torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset) for offset, nbytes in places]

@@ -25,10 +25,10 @@ from torch import Tensor, fx, nn
 from executor.capture.captured import Captured
 from executor.capture.state import Home
 from executor.memory.engines import TransferError, line
-from executor.training.bindings import Binding, Known, StepError, check, check_settings, create_state
-from executor.training.graph import GraphStep, NoGraph, beside_bytes, not_by_default, refused
+from executor.training.bindings import Binding, ChangeDetector, StepError, check_model, check_settings, create_state
+from executor.training.graph import GraphStep, NoGraph, beside_bytes, graph_refusal, not_by_default
 from executor.training.issue_order import order
-from executor.training.memory_check import Allocator, Watch
+from executor.training.memory_check import Allocator, FirstStepObserver
 from executor.training.memory_source import Place
 from executor.training.node_calls import Calls
 from executor.training.progress import BEGIN, UNDO, Interrupt, Part
@@ -42,14 +42,14 @@ from simulator.schedule import OutOfMemory, Schedule, lower
 from simulator.timeline import Timeline
 
 
-def held(home: Home) -> tuple[int, int]:
+def count_references(home: Home) -> tuple[int, int]:
     """Returns the identity of the tensor in this slot and the reference count of it and its memory."""
     tensor = home.get()
     if not isinstance(tensor, Tensor):
         return 0, 0
-    whole = home._replace(part=None).get()  # the containing tuple, or the tensor itself
+    container = home._replace(part=None).get()  # the containing tuple, or the tensor itself
     memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return id(tensor), sys.getrefcount(tensor) + sys.getrefcount(whole) + memory
+    return id(tensor), sys.getrefcount(tensor) + sys.getrefcount(container) + memory
 
 
 def _timeline_of_graph(captured: Captured, plan: Plan, schedule: Schedule, machine: Machine, limit: int) -> Timeline:
@@ -58,11 +58,11 @@ def _timeline_of_graph(captured: Captured, plan: Plan, schedule: Schedule, machi
     If no packing fits, the simulation uses the fewest bytes that the plan needs, and the capture decides.
     """
     machine = machine.in_graph()
-    most = min(limit, plan.limit or limit)
+    max_bytes = min(limit, plan.limit or limit)
 
     def attempt(nbytes: int) -> tuple[Timeline, Timeline]:
-        found = simulate(captured.program, plan, machine, min(nbytes, most), schedule=schedule)
-        return found, found
+        timeline = simulate(captured.program, plan, machine, min(nbytes, max_bytes), schedule=schedule)
+        return timeline, timeline
 
     try:
         return first_that_packs(max(limit - beside_bytes(captured), 1), attempt, machine.alignment)[0]
@@ -112,7 +112,7 @@ class PlannedStep:
         plan.check(captured.program)
         schedule = lower(captured.program, plan)
         calls = Calls(captured, schedule)
-        self.not_graph = self.not_graph or refused(captured, calls, undo)
+        self.not_graph = self.not_graph or graph_refusal(captured, calls, undo)
         if self.not_graph and graph:
             raise StepError(f"the step cannot be a graph: {self.not_graph}")
         if self.not_graph is None:
@@ -123,7 +123,7 @@ class PlannedStep:
         self.state = StepState(captured, self.order, calls, graph=self.not_graph is None)
         self.program: Program = self.order.program
         self.calls, self.device, self.pinned_bytes = self.state.calls, self.state.device, self.state.pinned_bytes
-        self._watch = Watch(self.state)
+        self._observer = FirstStepObserver(self.state)
         self.peak_bytes = 0
         self.allocator: Allocator | None = None
         self.differing: dict[str, tuple[int, int]] = {}
@@ -131,7 +131,7 @@ class PlannedStep:
         self.grad_norm: Tensor | None = None
         self.graph: GraphStep | None = None
         self._numbers: list[Any] = []  # the optimizers' numbers as last read, each with its type
-        self._known: Known | None = None
+        self._detector: ChangeDetector | None = None
         self._with_grad: list[Binding] = []  # parameters whose gradients are kept
         self._bind()
         self._parameters = [b for b in self.state.bindings if isinstance(b.user, nn.Parameter)]
@@ -140,20 +140,20 @@ class PlannedStep:
         self._optimizers = [optimizer for optimizer, _ in captured.settings]
         rebound = {captured.placeholders[i] for i in captured.returned.rebound}
         self._rebound = [b.home for b in self.state.bindings if b.node in rebound and b.home]
-        self._references: list[tuple[int, int]] = []  # ``held`` of each slot after the last step
-        self._make_undo(undo)
-        self.state.host.take()
+        self._references: list[tuple[int, int]] = []  # ``count_references`` of each slot after the last step
+        self._prepare_undo(undo)
+        self.state.host.allocate()
         self.graph = GraphStep(self.state, self.limit, bool(graph)) if self.not_graph is None else None
 
-    def _make_undo(self, everything: bool) -> None:
+    def _prepare_undo(self, undo_all: bool) -> None:
         """Prepares undo copies of overwritten tensors, on the device or in the step's host memory."""
         state = self.state
-        state.undoes_all = everything
-        late = {t for kernel in self.program.kernels for t in kernel.outputs} - state.early if everything else set()
-        kept = [b for b in state.bindings if b.tensor in state.early]
-        rest = [b for b in state.bindings if b.tensor in late]
-        state.host.kept, state.host.rest = [(torch.empty_like(b.own), b) for b in kept], list(rest)
-        self._undoes_away = any(b.block for b in (*kept, *rest))
+        state.undoes_all = undo_all
+        late = {t for kernel in self.program.kernels for t in kernel.outputs} - state.early if undo_all else set()
+        early = [b for b in state.bindings if b.tensor in state.early]
+        later = [b for b in state.bindings if b.tensor in late]
+        state.host.copies, state.host.bindings = [(torch.empty_like(b.device_tensor), b) for b in early], list(later)
+        self._undoes_swapped = any(b.block for b in (*early, *later))
 
     # ------------------------------------------------------------------------------------ binding
 
@@ -164,41 +164,41 @@ class PlannedStep:
         """
         for b in self._with_grad:
             b.user.grad = None
-        self._leave_aliases()
-        if self._known is None or not self._known.same():
-            self._known = None
+        self._copy_aliased()
+        if self._detector is None or not self._detector.is_unchanged():
+            self._detector = None
             self._bind()
-            check(self.captured, self._parameters)
-            self._known = Known(self.captured, self.state.bindings, self._parameters)
+            check_model(self.captured, self._parameters)
+            self._detector = ChangeDetector(self.captured, self.state.bindings, self._parameters)
         check_settings(self.captured)
         self._read_numbers()
-        self.state.seen = self._known, self._numbers
-        if not self.state.host.taken:
-            self.state.host.take()
+        self.state.checked = self._detector, self._numbers
+        if not self.state.host.is_allocated:
+            self.state.host.allocate()
 
-    def _leave_aliases(self) -> None:
+    def _copy_aliased(self) -> None:
         """Replaces tensors that the step rebinds by copies if other references to them exist."""
         references = self._references or [(0, 0)] * len(self._rebound)
-        for home, before in zip(self._rebound, references, strict=True):
-            if held(home) != before and isinstance(now := home.get(), Tensor):
-                home.set(now.detach().clone())
+        for home, reference in zip(self._rebound, references, strict=True):
+            if count_references(home) != reference and isinstance(tensor := home.get(), Tensor):
+                home.set(tensor.detach().clone())
 
     def _bind(self) -> None:
         """Binds the user's tensors that have changed since the last step, and creates missing optimizer state."""
         state = self.state
-        changed = [b for b in state.bindings if not b.found()]
+        changed = [b for b in state.bindings if not b.is_unchanged()]
         if not changed and state.table:
             return
         state.blocks.engines.synchronize()
         try:
-            self._take_state(changed)
+            self._bind_tensors(changed)
         except StepError:
             for b in changed:
                 b.user = None  # type: ignore[assignment]  # the next step binds it again
             raise
         state.table, self._numbers = self.calls.table.copy(), []
         for b in state.bindings:
-            state.table[self.calls.slots[b.node]] = b.own
+            state.table[self.calls.slots[b.node]] = b.device_tensor
         with torch.no_grad():
             for out, function, get, options in self.calls.fixed:
                 state.table[out] = function(*get(state.table), **options)
@@ -206,38 +206,38 @@ class PlannedStep:
     def _read_numbers(self) -> None:
         """Reads the current optimizer numbers, such as learning rates."""
         numbers, table = self.captured.numbers, self.state.table
-        present = {option: option() for option in numbers.options}
-        typed = [(type(value), value) for value in present.values()]
-        if typed == self._numbers:
+        current = {option: option() for option in numbers.options}
+        typed_values = [(type(value), value) for value in current.values()]
+        if typed_values == self._numbers:
             return
-        if wrong := numbers.first_violation(present):
+        if stale := numbers.first_violation(current):
             raise StepError(
-                f"the optimizer's {wrong.key} was {wrong.captured} at the capture and is {wrong()} now, which "
-                "changes the operations of its step; capture the step again"
+                f"the optimizer's {stale.key} was {stale.captured} at the capture and is {stale()} now, which changes the "
+                "operations of its step; capture the step again"
             )
         for out, function, get, options in self.calls.numbers:
             table[out] = function(*get(table), **options)
         for options, key, slot in self.calls.patches:
             options[key] = table[slot]
-        self._numbers = typed
+        self._numbers = typed_values
 
-    def _take_state(self, changed: list[Binding]) -> None:
+    def _bind_tensors(self, changed: list[Binding]) -> None:
         blocks, bindings = self.state.blocks, self.state.bindings
         for b in changed:
-            if b.present() is None:
+            if b.current() is None:
                 create_state(b, bindings)
-            b.take(self.program.tensors[b.tensor].nbytes)
+            b.bind(self.program.tensors[b.tensor].nbytes)
         groups: dict[int, list[Binding]] = {}
         for b in bindings:
             groups.setdefault(b.tensor, []).append(b)
         for t in dict.fromkeys(b.tensor for b in changed):
-            if len({b.own.untyped_storage()._cdata for b in groups[t]}) > 1:
+            if len({b.device_tensor.untyped_storage()._cdata for b in groups[t]}) > 1:
                 names = " and ".join(b.name for b in groups[t])
                 raise StepError(f"{names} shared their memory when the step was captured; capture it again")
             if block := blocks.blocks.get(t):
                 if block.place is Place.HOST:  # the host copy is no longer the user's
                     blocks.used += block.nbytes
-                block.place, block.shown, block.users = Place.DEVICE, False, groups[t]
+                block.place, block.is_shown, block.users = Place.DEVICE, False, groups[t]
                 block.adopt()
         if self.graph:  # the step will be captured again
             self.graph.close()
@@ -267,34 +267,34 @@ class PlannedStep:
             StepError: the batch or the model differs from the capture (nothing has run then), or the step failed.
         """
         state = self.state
-        part, batch = state.taken(args)
+        part, batch = state.match_batch(args)
         blocks, progress, commit, peak = state.blocks, state.progress, state.commit, self.peak_bytes
         if progress.done:
-            check(self.captured, self._parameters)
+            check_model(self.captured, self._parameters)
             check_settings(self.captured)
             self._read_numbers()
         else:
             self.look()
             if self.graph and part is not state.whole:
                 raise StepError("a graph needs all micro-batches of a step in one call")
-            if self.graph and self.graph.warm:
+            if self.graph and self.graph.is_warm:
                 try:
                     outputs = self.graph(batch, wait=not self._open)
                     self.peak_bytes = max(self.peak_bytes, self.graph.peak_bytes)
-                    return self._done(outputs)
+                    return self._finish_step(outputs)
                 except NoGraph as error:
-                    if not self._goes_on(error):
+                    if not self._falls_back(error):
                         raise
             blocks.values = state.table.copy()
-        table, at = blocks.values, part.begin - 1
+        table, index = blocks.values, part.begin - 1
         with Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             try:
                 self._begin(part, batch, table)
-                for at, (before, charged, calls, clear, freed, after) in enumerate(
+                for index, (before, charged, calls, clear, freed, after) in enumerate(
                     islice(state.work, part.begin, part.end), part.begin
                 ):
-                    if at <= commit:
-                        if at == commit:
+                    if index <= commit:
+                        if index == commit:
                             blocks.tolerant = True
                         elif interrupt.stop:
                             raise KeyboardInterrupt
@@ -310,28 +310,28 @@ class PlannedStep:
                     blocks.used -= freed
                     for act, t in after:
                         act(t)
-                over, loss = part.end == len(state.work), progress.loss if progress.alone else None
-                outputs = [table[slot] for slot in self.calls.outputs] if over else []
-                if not over:
+                is_last, loss = part.end == len(state.work), progress.loss if progress.by_micro_batch else None
+                outputs = [table[slot] for slot in self.calls.outputs] if is_last else []
+                if not is_last:
                     progress.pause(part, state.parts[progress.done + 1])
                 else:
-                    blocks.back(t for t in state.inputs if t in blocks.blocks)
-                    blocks.settle(wait=not self._open or self._undoes_away)
+                    blocks.swap_in_all(t for t in state.inputs if t in blocks.blocks)
+                    blocks.settle(wait=not self._open or self._undoes_swapped)
                     state.end()
             except BaseException as error:
-                self._fail(at, part, error)
+                self._fail(index, part, error)
                 raise
-        if not (progress.done or self._watch.over):
-            self.allocator, self.differing = self._watch.end(self.limit)
+        if not (progress.done or self._observer.is_done):
+            self.allocator, self.differing = self._observer.end(self.limit)
         self._report("the step finished, and the model is as after it")
         if self.graph:
-            self.graph.warm = True
-        result = self._done(outputs) if over else None
+            self.graph.is_warm = True
+        result = self._finish_step(outputs) if is_last else None
         return result if loss is None else loss
 
-    def _goes_on(self, error: NoGraph) -> bool:
+    def _falls_back(self, error: NoGraph) -> bool:
         """Switches to kernel-by-kernel execution after a failed capture; returns False if ``graph=True`` forbids it."""
-        if self.graph is None or self.graph.always:
+        if self.graph is None or self.graph.always_recapture:
             return False
         self.graph.close()
         self.not_graph, self.graph = str(error), None
@@ -347,24 +347,24 @@ class PlannedStep:
             return "kernel by kernel the first time, then as one CUDA graph"
         return f"as one CUDA graph, which takes {self.graph.peak_bytes:,} bytes"
 
-    def _give_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+    def _assign_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Assigns gradients to the parameters, on the device of each parameter."""
         for b, gradient in zip(self._with_grad, gradients, strict=True):
             b.user.grad = None if gradient is None else gradient.to(b.user.device)
 
-    def _done(self, outputs: Sequence[Tensor]) -> Any:
+    def _finish_step(self, outputs: Sequence[Tensor]) -> Any:
         """Finishes a step: assigns kept gradients, applies effects and returns the step's result."""
         returned = self.captured.returned
         first = sum(returned.tensors)
         end = first + len(self._with_grad)
-        self._give_gradients(outputs[first:end])
+        self._assign_gradients(outputs[first:end])
         if returned.norm:
             self.grad_norm = outputs[end]
         for effect in returned.effects:
             effect.apply(outputs[end + returned.norm :])
         for values in self.captured.python.first_run_values:
             values.restore()
-        self._references = [held(home) for home in self._rebound]
+        self._references = [count_references(home) for home in self._rebound]
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers check whether it has stepped
         return returned.result(outputs)
@@ -372,14 +372,14 @@ class PlannedStep:
     def _begin(self, part: Part, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
         """Snapshots undo state, binds the batch and applies the initial tensor placement."""
         state, blocks, progress = self.state, self.state.blocks.blocks, self.state.progress
-        first = progress.done == 0
-        if first:
+        is_first = progress.done == 0
+        if is_first:
             state.random.save(BEGIN)
             state.random.states[UNDO] = state.random.states[BEGIN]
-            for into, bindings in state.host.undo:
-                torch._foreach_copy_(into, [b.seen for b in bindings], non_blocking=True)
-            progress.alone = part is not state.whole
-            progress.expect((state.inputs - part.tensors) & blocks.keys() if progress.alone else set())
+            for copies, bindings in state.host.undo:
+                torch._foreach_copy_(copies, [b.visible for b in bindings], non_blocking=True)
+            progress.by_micro_batch = part is not state.whole
+            progress.expect((state.inputs - part.tensors) & blocks.keys() if progress.by_micro_batch else set())
         else:
             progress.resume(part)
             for out, *_ in self.calls.numbers:
@@ -387,52 +387,52 @@ class PlannedStep:
         for node, tensor in batch.items():
             t = self.captured.values.get(node, -1)
             if t in blocks:
-                blocks[t].on(tensor)
+                blocks[t].attach(tensor)
             table[self.calls.slots[node]] = tensor.detach()
-            if t in part.reads_on:
-                progress.needed.append((tensor, tensor._version))
+            if t in part.read_later:
+                progress.needed_batches.append((tensor, tensor._version))
             if t in state.early:
                 state.undo_batch.append((tensor, tensor.clone()))
         for out, function, get, options in part.first:
             table[out] = function(*get(table), **options)
-        if first:
+        if is_first:
             state.blocks.start(self.order.start)
-            if not self._watch.over:
-                self._watch.begin()
+            if not self._observer.is_done:
+                self._observer.begin()
         else:
             for t in part.tensors & blocks.keys():
                 progress.arrive(t)
 
-    def _report(self, left: str) -> None:
+    def _report(self, outcome: str) -> None:
         """Raises StepError if copies have failed without loss of content."""
         faults, self.state.blocks.faults = self.state.blocks.faults, []
         if faults:
-            raise StepError(f"{faults[0]}; {left}")
+            raise StepError(f"{faults[0]}; {outcome}")
 
     @torch.no_grad()
-    def _fail(self, at: int, part: Part, error: BaseException) -> None:
+    def _fail(self, index: int, part: Part, error: BaseException) -> None:
         """Undoes a failed step if possible; raises StepError unless the step was interrupted."""
-        state, what = self.state, "the step"
-        if at >= part.begin:
-            k = self.order.items[at].step.kernel
-            what = f"kernel {k} ({self.program.kernels[k].name})"
-        if alone := state.progress.alone:
-            what += f" in micro-batch {state.progress.done + 1} of {len(state.parts)}"
+        state, subject = self.state, "the step"
+        if index >= part.begin:
+            k = self.order.items[index].step.kernel
+            subject = f"kernel {k} ({self.program.kernels[k].name})"
+        if is_split := state.progress.by_micro_batch:
+            subject += f" in micro-batch {state.progress.done + 1} of {len(state.parts)}"
         reason = error if isinstance(error, TransferError) else line(error)
-        undone = at < state.commit or state.undoes_all
+        is_undone = index < state.commit or state.undoes_all
         try:
-            self._undo(at >= 0, undone)
-        except Exception as second:
-            raise StepError(f"{what} failed: {reason}; then the model could not be restored: {second}") from error
-        left = "the optimizer had begun: tensors that it updated before this kernel are one step ahead of the others"
-        if undone:
-            left = "the model is as before the step" + (", which restarts with micro-batch 1" if alone else "")
+            self._undo(index >= 0, is_undone)
+        except Exception as failure:
+            raise StepError(f"{subject} failed: {reason}; then the model could not be restored: {failure}") from error
+        outcome = "the optimizer had begun: tensors that it updated before this kernel are one step ahead of the others"
+        if is_undone:
+            outcome = "the model is as before the step" + (", which restarts with micro-batch 1" if is_split else "")
         if isinstance(error, Exception):
-            raise StepError(f"{what} failed: {reason}; {left}") from error
-        if not undone:
-            error.add_note(f"{what} was interrupted; {left}")
+            raise StepError(f"{subject} failed: {reason}; {outcome}") from error
+        if not is_undone:
+            error.add_note(f"{subject} was interrupted; {outcome}")
 
-    def _undo(self, began: bool, restore: bool) -> None:
+    def _undo(self, has_begun: bool, restore: bool) -> None:
         """Abandons the current step: ends copies, frees memory and, with ``restore``, restores the model."""
         state, blocks = self.state, self.state.blocks
         blocks.values.clear()
@@ -442,8 +442,8 @@ class PlannedStep:
             blocks.drain(self.order.start.keys() - state.inputs)
             blocks.settle()
             if restore:
-                for copies, bindings in state.host.undo if began else ():  # nothing is written before
-                    torch._foreach_copy_([b.seen for b in bindings], copies)
+                for copies, bindings in state.host.undo if has_begun else ():  # nothing is written before
+                    torch._foreach_copy_([b.visible for b in bindings], copies)
                 for tensor, copy in state.undo_batch:
                     tensor.copy_(copy)
                 state.random.restore(UNDO)
@@ -459,17 +459,17 @@ class PlannedStep:
         """
         if self.done:
             with torch.no_grad():
-                self._undo(began=True, restore=True)
+                self._undo(has_begun=True, restore=True)
         blocks = self.state.blocks
         blocks.tolerant = True
         blocks.engines.begin()
         try:
-            blocks.back(t for t, block in blocks.blocks.items() if block.users)
+            blocks.swap_in_all(t for t, block in blocks.blocks.items() if block.users)
         finally:
             blocks.tolerant = False
-        self._give_gradients([b.user.grad for b in self._with_grad])
+        self._assign_gradients([b.user.grad for b in self._with_grad])
         if not (self.graph and self.graph.graph):  # a graph's replays keep using the captured addresses
-            self.state.host.give()
+            self.state.host.release()
         self._report("the copy was repeated, and all tensors are on the device")
 
     def __enter__(self) -> PlannedStep:

@@ -78,20 +78,20 @@ class PlannedSteps:
             (model, loss_fn, optimizer), machine, planner, keep, undo
         )  # fmt: skip
         self.accumulate, self.options = accumulate, options
-        self._wanted = limit
+        self._requested_limit = limit
         self.limit: int | None = None
         self.steps: dict[tuple[Form, ...], PlannedStep] = {}
         # Steps of one form, by the numbers of the batch that the step's Python code reads.
         self._variants: dict[tuple[Form, ...], dict[tuple[Any, ...], PlannedStep]] = {}
         self._current: PlannedStep | None = None
-        self._own = not isinstance(model, nn.Module)  # a custom step
-        if self._own:
-            asked = {"loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, **options}
-            for name, plain in _IN_STEP.items():
-                if asked.get(name, plain) != plain:
+        self._is_custom = not isinstance(model, nn.Module)  # a custom step
+        if self._is_custom:
+            requested = {"loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, **options}
+            for name, default in _IN_STEP.items():
+                if requested.get(name, default) != default:
                     raise ValueError(f"{name}: a custom step must do this itself; remove the option")
             self.options = {name: value for name, value in self.options.items() if name not in _IN_STEP}
-        self._open = self._told = False  # _told: ``begin`` has announced the micro-batches of the current step
+        self._open = self._is_announced = False  # _is_announced: ``begin`` has announced the step's micro-batches
         self._structures: set[TreeSpec] = set()  # structures of (micro-)batches seen so far
 
     def __call__(self, *batch: Any) -> Any:
@@ -109,11 +109,11 @@ class PlannedSteps:
             StepError: as in PlannedStep, or a micro-batch has another shape than announced (the step can continue).
         """
         if pairs := self._pairs(batch):
-            return self._go_to(pairs)(*(pairs if len(pairs) > 1 else pairs[0]))
+            return self._select_step(pairs)(*(pairs if len(pairs) > 1 else pairs[0]))
         form = _form(batch)
-        if not (self._told or self.under_way):
-            self._go_to((batch,) * self.accumulate)
-        step, told = self._current, self._told
+        if not (self._is_announced or self.in_progress):
+            self._select_step((batch,) * self.accumulate)
+        step, was_announced = self._current, self._is_announced
         assert step is not None
         done, forms = step.done, next(reversed(self.steps))
         try:
@@ -125,7 +125,7 @@ class PlannedSteps:
                 f"micro-batch {done + 1} of {len(forms)} differs in shape from the step's first call: {error}; "
                 "announce all shapes with begin(*pairs), or undo the step with finish()"
             ) from error
-        self._told = told and step.done > 0
+        self._is_announced = was_announced and step.done > 0
         return loss
 
     def begin(self, *pairs: Any) -> None:
@@ -138,42 +138,42 @@ class PlannedSteps:
             CaptureError: such a step cannot be captured.
             StepError: another step is in progress (it can continue), or the batches are invalid.
         """
-        self._go_to(tuple(map(arguments, pairs)))
-        self._told = True
+        self._select_step(tuple(map(arguments, pairs)))
+        self._is_announced = True
 
     def step_for(self, *batch: Any) -> PlannedStep:
         """Returns the step for batches of this form and makes it the current one; raises as in ``begin``.
 
         A single micro-batch stands for a step of ``accumulate`` such batches.
         """
-        return self._go_to(self._pairs(batch) or (batch,) * self.accumulate)
+        return self._select_step(self._pairs(batch) or (batch,) * self.accumulate)
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """Whether a step has finished some, but not all, of its micro-batches."""
         return self._current is not None and self._current.done > 0
 
     def _pairs(self, batch: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Returns all (micro-)batches of a step as arguments, or None if ``batch`` is one of several."""
         if self.accumulate == 1:
-            return (batch if self._own or len(batch) != 1 else arguments(batch[0]),)
+            return (batch if self._is_custom or len(batch) != 1 else arguments(batch[0]),)
         if len(batch) == 1 and not isinstance(batch[0], (tuple, list)):
             return None
         if structure(batch) in self._structures:
             return None
-        several = tuple(map(arguments, batch))
-        return several if all(len(b) == 2 or structure(b) in self._structures for b in several) else None
+        batches = tuple(map(arguments, batch))
+        return batches if all(len(b) == 2 or structure(b) in self._structures for b in batches) else None
 
-    def _go_to(self, pairs: tuple[Any, ...]) -> PlannedStep:
-        if self.under_way:
+    def _select_step(self, pairs: tuple[Any, ...]) -> PlannedStep:
+        if self.in_progress:
             assert self._current is not None
             raise StepError(
                 f"{self._current.done} of the step's {len(next(reversed(self.steps)))} micro-batches are done; pass "
                 "the next one alone, or undo the step with finish()"
             )
-        if not 0 < len(pairs) <= self.accumulate or not (self._own or all(pairs)):
+        if not 0 < len(pairs) <= self.accumulate or not (self._is_custom or all(pairs)):
             raise StepError(f"a step takes 1 to {self.accumulate} micro-batches, each a pair (x, y) or one object")
-        self._told = False
+        self._is_announced = False
         forms = tuple(map(_form, pairs))
         step = self.steps.get(forms)
         if step is not None and step.captured.reads:
@@ -183,7 +183,7 @@ class PlannedSteps:
         if step is None or step is not self._current:
             if self._current is not None and self._current.graph is not None:
                 self._current.graph.close()  # frees its memory for the other shape
-            self._leave()
+            self._exit_current()
             self._current = None
             if step is None:
                 step = self._make(pairs)
@@ -203,11 +203,11 @@ class PlannedSteps:
 
     def _capture(self, pairs: tuple[Any, ...]) -> Captured:
         options = {**self.options, "check": self.options.get("check", True) and self.limit is None}
-        if self._own:
+        if self._is_custom:
             captured = capture_step(self.parts[0], *pairs[0], machine=self.machine, **options)
         else:
-            several: dict[str, Any] = {"accumulate": len(pairs), "others": pairs[1:], **options}
-            captured = capture(*self.parts, pairs[0], machine=self.machine, **several)
+            settings: dict[str, Any] = {"accumulate": len(pairs), "others": pairs[1:], **options}
+            captured = capture(*self.parts, pairs[0], machine=self.machine, **settings)
         if captured.python.unrepeatable:  # raised before planning
             raise StepError(captured.python.unrepeatable)
         return captured
@@ -215,7 +215,7 @@ class PlannedSteps:
     def _make(self, pairs: tuple[Any, ...]) -> PlannedStep:
         """Captures and plans a step of these micro-batches."""
         captured = self._capture(pairs)
-        limit = self.limit or limit_bytes(self._wanted, captured.program)
+        limit = self.limit or limit_bytes(self._requested_limit, captured.program)
         plan = self.planner(captured.program, self.machine, limit)
         return PlannedStep(captured, plan, self.machine, limit, self.undo)
 
@@ -224,7 +224,7 @@ class PlannedSteps:
 
         A step with unfinished micro-batches is undone.
         """
-        self._told = False
+        self._is_announced = False
         if self._current is not None:
             self._current.finish()
 
@@ -236,14 +236,14 @@ class PlannedSteps:
         Raises:
             StepError: a step is in progress.
         """
-        if self.under_way:
+        if self.in_progress:
             raise StepError("a step is in progress: call recapture() between steps")
-        self._leave()
+        self._exit_current()
         self.steps.clear()
         self._variants.clear()
         self._current = None
 
-    def _leave(self) -> None:
+    def _exit_current(self) -> None:
         if self._current is not None:
             self._current.__exit__()
 
@@ -265,8 +265,8 @@ class PlannedSteps:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open = self._told = False
-        self._leave()
+        self._open = self._is_announced = False
+        self._exit_current()
 
 
 def _form(batch: tuple[Any, ...]) -> Form:

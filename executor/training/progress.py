@@ -35,10 +35,10 @@ class Part:
         leaves: its batch's range among the step's flattened arguments.
         tensors: program tensors of its batch.
         slots: table slots of these tensors and their views, cleared at its end.
-        reads_on: tensors that later parts read, because they recompute its kernels.
+        read_later: tensors that later parts read, because they recompute its kernels.
         first: calls at its beginning.
         random: key of the random state at its beginning (``Random``).
-        put_back: whether the next part begins with another random state than its last kernel leaves.
+        restores_random: whether the next part begins with another random state than its last kernel leaves.
     """
 
     begin: int
@@ -46,37 +46,37 @@ class Part:
     leaves: range
     tensors: set[int]
     slots: list[int]
-    reads_on: set[int]
+    read_later: set[int]
     first: list[Call]
     random: int = BEGIN
-    put_back: bool = False
+    restores_random: bool = False
 
 
-def parts(captured: Captured, order: Order, calls: Calls, kept: dict[int, int]) -> tuple[Part, list[Part]]:
+def parts(captured: Captured, order: Order, calls: Calls, random_keys: dict[int, int]) -> tuple[Part, list[Part]]:
     """Returns the whole step and its micro-batches as parts.
 
     Args:
         captured: the captured step.
         order: its issue order.
         calls: its calls.
-        kept: kernel -> key under which the random state after the kernel is saved.
+        random_keys: kernel -> key under which the random state after the kernel is saved.
     """
 
     def part(begin: int, end: int, leaves: range, first: list[Call]) -> Part:
         tensors = {t for leaf in leaves if (t := captured.values.get(captured.leaves[leaf])) is not None}
-        reads_on = tensors & set[int]().union(*(item.step.uses.keys() for item in order.items[end:]))
-        slots = [slot for node, slot in calls.slots.items() if captured.values.get(node) in tensors - reads_on]
-        return Part(begin, end, leaves, tensors, slots, reads_on, first)
+        read_later = tensors & set[int]().union(*(item.step.uses.keys() for item in order.items[end:]))
+        slots = [slot for node, slot in calls.slots.items() if captured.values.get(node) in tensors - read_later]
+        return Part(begin, end, leaves, tensors, slots, read_later, first)
 
     n, count = len(order.items), len(captured.leaves)
     whole = part(0, n, range(count), [call for first in calls.first for call in first])
     ends = [order.schedule.first[micro.end] for micro in captured.micro[:-1]]
-    per = count // (len(ends) + 1)
-    found = [part(begin, end, range(i * per, (i + 1) * per), calls.first[i])
+    count_per_part = count // (len(ends) + 1)
+    micro_parts = [part(begin, end, range(i * count_per_part, (i + 1) * count_per_part), calls.first[i])
              for i, (begin, end) in enumerate(pairwise([0, *ends, n]))]  # fmt: skip
-    for micro, (before, after) in zip(captured.micro, pairwise(found), strict=False):
-        after.random, before.put_back = kept.get(micro.draw_kernel, BEGIN), micro.is_reset
-    return whole, found
+    for micro, (before, after) in zip(captured.micro, pairwise(micro_parts), strict=False):
+        after.random, before.restores_random = random_keys.get(micro.draw_kernel, BEGIN), micro.is_reset
+    return whole, micro_parts
 
 
 class Random:
@@ -93,8 +93,8 @@ class Random:
             self.generators.append(torch.cuda.default_generators[index])
         self._defaults = len(self.generators)
         for node in captured.graph.graph.nodes:
-            own = [getattr(captured.graph, node.target)] if node.op == "get_attr" else node.kwargs.values()
-            self.generators += [v for v in own if isinstance(v, torch.Generator) and v not in self.generators]
+            values = [getattr(captured.graph, node.target)] if node.op == "get_attr" else node.kwargs.values()
+            self.generators += [v for v in values if isinstance(v, torch.Generator) and v not in self.generators]
 
     def save(self, kernel: int) -> None:
         """Saves the generators' states under the key ``kernel``."""
@@ -105,7 +105,7 @@ class Random:
         for generator, state in zip(self.generators, self.states[kernel], strict=True):
             generator.set_state(state)
 
-    def put_back(self, kernel: int) -> None:
+    def restore_defaults(self, kernel: int) -> None:
         """Restores the states of PyTorch's own generators only, as a checkpoint does."""
         for generator, state in zip(self.generators[: self._defaults], self.states[kernel], strict=False):
             generator.set_state(state)
@@ -121,34 +121,34 @@ class Progress:
 
     Attributes:
         done: number of finished micro-batches of the current step.
-        alone: whether micro-batches are passed one by one.
+        by_micro_batch: whether micro-batches are passed one by one.
         loss: copy of the last micro-batch's loss.
         absent: batch tensors that have not arrived.
-        needed: arrived tensors that later parts need, each with its version.
+        needed_batches: arrived tensors that later parts need, each with its version.
     """
 
     def __init__(self, blocks: Blocks, random: Random) -> None:
         self._blocks, self._random = blocks, random
-        self.done, self.alone, self.absent = 0, False, set[int]()
+        self.done, self.by_micro_batch, self.absent = 0, False, set[int]()
         self.loss: Tensor | None = None
-        self.needed: list[tuple[Tensor, int]] = []
+        self.needed_batches: list[tuple[Tensor, int]] = []
         self._grad_mode = False
-        self._shown: list[Block] = []
+        self._shown_blocks: list[Block] = []
 
-    def keep(self, loss: Tensor) -> Tensor:
+    def keep_loss(self, loss: Tensor) -> Tensor:
         """Keeps a copy of a micro-batch's loss and returns the loss."""
-        if self.alone:
+        if self.by_micro_batch:
             self.loss = loss.clone()
         return loss
 
     def pause(self, part: Part, following: Part) -> None:
         """Suspends the step after a micro-batch."""
         self._grad_mode = torch.is_grad_enabled()
-        if part.put_back:
-            self._random.put_back(following.random)
+        if part.restores_random:
+            self._random.restore_defaults(following.random)
         for slot in part.slots:  # releases the caller's memory
             self._blocks.values[slot] = None
-        self._shown = self._blocks.show()
+        self._shown_blocks = self._blocks.show()
         self.done += 1
 
     def resume(self, part: Part) -> None:
@@ -159,13 +159,13 @@ class Progress:
             for value in self._blocks.values:  # their memory belongs to the previous stream
                 if isinstance(value, Tensor):
                     engines.borrow(value)
-        for block in self._shown:
+        for block in self._shown_blocks:
             block.hide()
         torch._C._set_grad_enabled(self._grad_mode)
 
     def end(self) -> None:
         """Resets the progress after a finished or abandoned step."""
-        self.done, self.alone, self.loss, self._shown, self.needed = 0, False, None, [], []
+        self.done, self.by_micro_batch, self.loss, self._shown_blocks, self.needed_batches = 0, False, None, [], []
         for block in map(self._blocks.blocks.__getitem__, self.absent):
             block.place, block.absent = Place.DEVICE, False
         self.absent.clear()
@@ -182,16 +182,16 @@ class Progress:
         """Moves a tensor that has arrived on the device to the location that the plan has reached."""
         self.absent.discard(t)
         block = self._blocks.blocks[t]
-        meant, valid = block.place, block.valid
+        planned, valid = block.place, block.valid
         block.place, block.valid, block.absent = Place.DEVICE, False, False
-        if meant is Place.HOST:
+        if planned is Place.HOST:
             self._blocks.used += block.nbytes
-        if valid or meant is Place.OUT:
-            self._blocks.out(block)
+        if valid or planned is Place.OUT:
+            self._blocks.swap_out(block)
         if valid:
             self._blocks.reclaim(block)
-        if meant is Place.DEVICE:
-            self._blocks.back([t])
+        if planned is Place.DEVICE:
+            self._blocks.swap_in_all([t])
 
 
 class Interrupt:
@@ -206,15 +206,15 @@ class Interrupt:
         handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
         self.handler = handler if callable(handler) else None
         if self.handler:
-            signal.signal(signal.SIGINT, self._note)
+            signal.signal(signal.SIGINT, self._on_signal)
         return self
 
-    def _note(self, *caught: Any) -> None:
+    def _on_signal(self, *caught: Any) -> None:
         self.caught = caught
         self.stop = self.handler is signal.default_int_handler
 
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(self, error_type: Any, *_: object) -> None:
         if self.handler:
             signal.signal(signal.SIGINT, self.handler)
-            if self.caught and kind is not KeyboardInterrupt:
+            if self.caught and error_type is not KeyboardInterrupt:
                 self.handler(*self.caught)

@@ -18,9 +18,9 @@ from executor.capture.captured import Captured
 from executor.capture.state import view_memory
 from executor.memory import ALIGNMENT
 from executor.memory.engines import Engines, TransferError, engines_for
-from executor.training.bindings import Binding, compare, device_of, inputs_of, meant
+from executor.training.bindings import Binding, compare, device_of, inputs_of, layout_of
 from executor.training.issue_order import Move, Order
-from executor.training.memory_source import Block, Blocks, HostMemory, StepError, movable, shared
+from executor.training.memory_source import Block, Blocks, HostMemory, StepError, is_movable, is_shared
 from executor.training.node_calls import Call, Calls
 from executor.training.progress import BEGIN, NOW, UNDO, Part, Progress, Random, parts
 from simulator.schedule import Schedule
@@ -47,7 +47,7 @@ class WorkItem(NamedTuple):
     after: tuple[Action, ...]
 
 
-class Skipping:
+class UpdateSkipper:
     """Skips the optimizer update if a GradScaler has found non-finite gradients.
 
     The plan's moves are made in any case. Skipped kernels that write no persistent tensor still run, because the plan
@@ -60,7 +60,7 @@ class Skipping:
         self.calls: dict[int, tuple[Call, ...]] = {}  # item -> its calls if the update is skipped
         self._normal: dict[int, WorkItem] = {}
 
-    def ask(self, slot: int) -> None:
+    def decide(self, slot: int) -> None:
         """Decides before the update whether to skip it, by the number in this table slot."""
         if self._blocks.values[slot]:
             for i, calls in self.calls.items():
@@ -88,13 +88,13 @@ class StepState:
         host: their pinned memory, of ``pinned_bytes``.
         bindings: the user's tensors.
         inputs: tensors of the batch.
-        meant: expected device and storage offset of each placeholder.
+        layouts: expected device and storage offset of each placeholder.
         work: work items, one per schedule step.
         table: values that persist between steps: constants, the user's tensors and their views.
         commit: index of the first item whose writes cannot be undone.
         early: tensors that earlier items write.
         whole, parts: the whole step as one part, and its micro-batches.
-        seen: results of the last check of the user's tensors and numbers; replaced by new objects after a change.
+        checked: results of the last check of the user's tensors and numbers; replaced by new objects after a change.
         undoes_all: whether tensors overwritten after ``commit`` are copied, too, so that the whole step can be undone.
         undo_batch: tensors of the batch that the step overwrites, with their copies.
 
@@ -107,7 +107,7 @@ class StepState:
         self.device, self.inputs, tensors = device_of(captured), inputs_of(captured), order.program.tensors
         self.bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
                          if node in captured.values and node not in captured.leaves]  # fmt: skip
-        self.meant = {node: meant(captured, i) for i, node in enumerate(captured.placeholders)}
+        self.layouts = {node: layout_of(captured, i) for i, node in enumerate(captured.placeholders)}
         self.commit, self.early = before_the_update(order.schedule)
         places, self.pinned_bytes = self._host_places(graph)
         try:
@@ -124,20 +124,20 @@ class StepState:
         # Random states that the model's checkpoints restore, and those between micro-batches, under negative keys. A
         # graph takes all micro-batches in one call, and a capture cannot read random states.
         between = () if graph else (m.draw_kernel for m in captured.micro)
-        kept = {k: UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
-        self.whole, self.parts = parts(captured, order, calls, kept)
+        random_keys = {k: UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
+        self.whole, self.parts = parts(captured, order, calls, random_keys)
         self.work: list[WorkItem] = []
-        self.skipping = Skipping(self.blocks, self.work)
-        self._fill(graph, kept)
+        self.skipping = UpdateSkipper(self.blocks, self.work)
+        self._fill(graph, random_keys)
         self.table: list[Any] = []
-        self.seen: tuple[Any, Any] = (None, None)
+        self.checked: tuple[Any, Any] = (None, None)
         self.undoes_all = False
         self.undo_batch: list[tuple[Tensor, Tensor]] = []
 
     def _host_places(self, graph: bool) -> tuple[dict[int, int], int]:
         """Returns the offset in host memory of each swapped tensor, and the bytes in total."""
-        tensors, held = self.order.program.tensors, self.order.held(ALIGNMENT)
-        places, pinned = dict(held.offsets), held.footprint
+        tensors, slots = self.order.program.tensors, self.order.host_slots(ALIGNMENT)
+        places, pinned = dict(slots.offsets), slots.footprint
         for t in places if graph else ():
             if tensors[t].persistent:
                 places[t] = pinned
@@ -146,9 +146,9 @@ class StepState:
         for t in map(self.captured.values.get, self.captured.outputs):
             if t in swapped and t not in self.inputs:
                 raise StepError(f"the plan swaps {tensors[t].name}, which the step returns: return a clone of it")
-        known = {b.tensor for b in self.bindings} | self.inputs
+        bound = {b.tensor for b in self.bindings} | self.inputs
         for t in swapped:
-            if t not in known or t in self.calls.read_first:
+            if t not in bound or t in self.calls.read_first:
                 raise StepError(f"the plan swaps {tensors[t].name}, which the step reads on the host")
         return places, pinned
 
@@ -164,7 +164,7 @@ class StepState:
         for block in self.swapped_inputs():  # the caller's memory
             block.storage = block.bytes = None
 
-    def taken(self, args: tuple[Any, ...]) -> tuple[Part, dict[fx.Node, Tensor]]:
+    def match_batch(self, args: tuple[Any, ...]) -> tuple[Part, dict[fx.Node, Tensor]]:
         """Returns the part of the step to run and its batch by placeholder; raises StepError on a mismatch."""
         leaves, spec = flatten(args)
         done, captured, part = self.progress.done, self.captured, self.whole
@@ -175,30 +175,30 @@ class StepState:
             raise StepError("the batch is {}, but the step was captured with {}".format(*forms))
         elif done:
             raise StepError(f"{done} of the step's {len(self.parts)} micro-batches are done; pass the next one alone")
-        if any(tensor._version != version for tensor, version in self.progress.needed):
+        if any(tensor._version != version for tensor, version in self.progress.needed_batches):
             raise StepError("a batch was changed before the end of the step, which needs it; undo it with finish()")
         batch: dict[fx.Node, Tensor] = {}
         seen: dict[fx.Node, Tensor] = {}
-        taken = {block: block.storage._cdata for block in self.swapped_inputs() if block.storage is not None}
+        memory_ids = {block: block.storage._cdata for block in self.swapped_inputs() if block.storage is not None}
         copies: dict[int, torch.UntypedStorage] = {}
         for i, leaf in zip(part.leaves, leaves, strict=True):
-            want = captured.leaves[i]
-            if not isinstance(want, fx.Node):
-                if leaf is not want and leaf != want:
-                    raise StepError(f"argument {i} of the step is {leaf!r}, but was {want!r} at the capture")
+            expected = captured.leaves[i]
+            if not isinstance(expected, fx.Node):
+                if leaf is not expected and leaf != expected:
+                    raise StepError(f"argument {i} of the step is {leaf!r}, but was {expected!r} at the capture")
                 continue
-            compare(f"tensor {i} of the batch", leaf, want, *self.meant[want])
-            if seen.setdefault(want, leaf) is not leaf:
+            compare(f"tensor {i} of the batch", leaf, expected, *self.layouts[expected])
+            if seen.setdefault(expected, leaf) is not leaf:
                 raise StepError(f"tensor {i} of the batch was the same as another one at the capture and now differs")
-            block = self.blocks.blocks.get(captured.values.get(want, -1))
-            if block is not None and want not in batch:
-                leaf = self._movable(leaf, captured.values[want], copies)
+            block = self.blocks.blocks.get(captured.values.get(expected, -1))
+            if block is not None and expected not in batch:
+                leaf = self._movable(leaf, captured.values[expected], copies)
                 memory = leaf.untyped_storage()
-                at = taken.setdefault(block, memory._cdata)
-                alone = at == memory._cdata and list(taken.values()).count(at) == 1
-                if memory.nbytes() != block.nbytes or not movable(leaf) or not alone:
+                memory_id = memory_ids.setdefault(block, memory._cdata)
+                is_unshared = memory_id == memory._cdata and list(memory_ids.values()).count(memory_id) == 1
+                if memory.nbytes() != block.nbytes or not is_movable(leaf) or not is_unshared:
                     raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
-            batch.setdefault(want, leaf)
+            batch.setdefault(expected, leaf)
         for read in captured.reads:
             if read.inputs <= batch.keys() and (now := read.evaluate(batch)) != read.value:
                 raise StepError(
@@ -209,23 +209,23 @@ class StepState:
 
     def _movable(self, leaf: Tensor, t: int, copies: dict[int, torch.UntypedStorage]) -> Tensor:
         """Returns a batch tensor, or a copy (of its storage in ``copies``) if a data loader's process shares it."""
-        if not shared(leaf) or any(t in kernel.outputs for kernel in self.order.program.kernels):
+        if not is_shared(leaf) or any(t in kernel.outputs for kernel in self.order.program.kernels):
             return leaf
         memory = leaf.untyped_storage()
         if memory._cdata not in copies:
             copies[memory._cdata] = memory.clone()
         return view_memory(copies[memory._cdata], leaf, leaf.device)
 
-    def _fill(self, graph: bool, kept: dict[int, int]) -> None:
-        """Fills the work list; ``kept`` maps a kernel to the key of the random state after it."""
+    def _fill(self, graph: bool, random_keys: dict[int, int]) -> None:
+        """Fills the work list; ``random_keys`` maps a kernel to the key of the random state after it."""
         order, calls, random, kernels = self.order, self.calls, self.random, self.order.program.kernels
         draws, n = self.captured.draws, len(kernels)
-        repeated = {item.step.kernel for item in order.items if item.step.again and calls.random(item.step.kernel)}
-        starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
-        end = kept.get(draws[n], BEGIN) if n in draws else None
-        last = max((k for k in range(n) if calls.random(k)), default=-1)
+        repeated = {item.step.kernel for item in order.items if item.step.again and calls.is_random(item.step.kernel)}
+        starts = {k: random_keys.get(source, BEGIN) for k, source in draws.items() if k < n}
+        end = random_keys.get(draws[n], BEGIN) if n in draws else None
+        last = max((k for k in range(n) if calls.is_random(k)), default=-1)
         grad_mode = False
-        for item, (own_calls, clear) in zip(order.items, calls.steps, strict=True):
+        for item, (step_calls, clear) in zip(order.items, calls.steps, strict=True):
             kernel = item.step.kernel
             before, first, after = self._actions(item.before), list[Action](), self._actions(item.after)
             forward = kernels[kernel].phase == "forward"
@@ -238,33 +238,33 @@ class StepState:
                     first.append((random.restore, NOW))
             else:
                 if kernel in starts:
-                    before.append((random.put_back, starts[kernel]))
+                    before.append((random.restore_defaults, starts[kernel]))
                 if kernel in repeated:
                     before.append((random.save, kernel))
-                if (asked := calls.asks.get(kernel)) is not None:
-                    first.append((self.skipping.ask, asked))
-                if kernel in kept:
-                    first.append((random.save, kept[kernel]))
+                if (flag := calls.skip_flags.get(kernel)) is not None:
+                    first.append((self.skipping.decide, flag))
+                if kernel in random_keys:
+                    first.append((random.save, random_keys[kernel]))
                 if kernel == last and end is not None:
-                    after.append((random.put_back, end))
+                    after.append((random.restore_defaults, end))
                 if not graph and (loss := calls.losses.get(kernel)) is not None:  # the plan may free it at once
-                    own_calls = [*own_calls, (loss, self.progress.keep, itemgetter(slice(loss, loss + 1)), {})]
+                    step_calls = [*step_calls, (loss, self.progress.keep_loss, itemgetter(slice(loss, loss + 1)), {})]
                 if kernel in calls.skipped:
                     self.skipping.calls[len(self.work)] = calls.skipped[kernel]
-            work = tuple(before), item.charged, tuple(own_calls), clear, item.freed, (*first, *after)
+            work = tuple(before), item.charged, tuple(step_calls), clear, item.freed, (*first, *after)
             self.work.append(WorkItem(*work))
 
     def _actions(self, moves: tuple[Move, ...]) -> list[Action]:
         """Converts moves to actions."""
         blocks, memory = self.blocks, self.order.schedule.blocks
-        acts = {"out": blocks.leave, "release": blocks.release, "in": blocks.swap_in, "reclaim": blocks.reclaim,
-                "wait": blocks.wait}  # fmt: skip
+        methods = {"out": blocks.start_swap_out, "release": blocks.release, "in": blocks.swap_in,
+                   "reclaim": blocks.reclaim, "wait": blocks.wait}  # fmt: skip
         actions: list[Action] = []
         for kind, b in moves:
             if memory[b].nbytes:
                 block = blocks.blocks[memory[b].owner]
-                with_slots = block, self.calls.of.get(b, ())
-                actions.append((acts[kind], with_slots if kind in ("out", "release") else block))
+                with_slots = block, self.calls.slots_of_block.get(b, ())
+                actions.append((methods[kind], with_slots if kind in ("out", "release") else block))
         return actions
 
 

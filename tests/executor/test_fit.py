@@ -62,7 +62,7 @@ class Fitted(Twins):
 
     def __init__(self, parts: Callable[[], Parts], memory: Any, batch: Callable[[int], Batch], **options: Any) -> None:
         super().__init__(decaying, parts, batch)
-        self.step = fit(*self.ours.given, parts()[3], memory, clip_norm=0.05, **options)
+        self.step = fit(*self.ours.capture_args, parts()[3], memory, clip_norm=0.05, **options)
 
     def train_on(self, *counts: int) -> None:
         """Trains both for a step of micro-batches of ``counts`` samples and checks that they are bit-identical."""
@@ -72,7 +72,7 @@ class Fitted(Twins):
         for i, batch in enumerate(batches):
             self.micro(self.step, i, batch, copy.deepcopy(batch))
         assert self.eager.norm > 0.05
-        self.ended(self.step)
+        self.finish_step(self.step)
 
 
 @pytest.mark.parametrize(

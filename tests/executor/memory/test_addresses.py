@@ -25,66 +25,68 @@ def native():
 
 @pytest.fixture
 def arena():
-    made = Arena(100 * MIB + 100, 8 * MIB - 100)
-    yield made
-    made._row[addresses._LIVE] = 0
-    made.close()
+    instance = Arena(100 * MIB + 100, 8 * MIB - 100)
+    yield instance
+    instance._row[addresses._LIVE] = 0
+    instance.close()
 
 
 def test_a_first_pass_gives_every_request_an_address_of_its_own(native, arena):
-    take, give = native
+    request, free = native
     assert arena.base % ALIGNMENT == 0 and arena.nbytes % ALIGNMENT == 0 and arena.nbytes >= 8 * MIB - 2 * ALIGNMENT
     sizes = [1, 511, 512, 513, MIB, 2 * MIB, 3]
     with arena.serving():
-        found = [take(nbytes) for nbytes in sizes]
-        give(found[0])
-        found.append(take(1))  # the first pass reuses no address
-        assert served().tolist() == [[nbytes, at] for nbytes, at in zip([*sizes, 1], found, strict=True)]
-        ends = [at + -(-nbytes // ALIGNMENT) * ALIGNMENT for at, nbytes in zip(found, [*sizes, 1], strict=True)]
-        assert found == [arena.base, *ends[:-1]] and ends[-1] <= arena.base + arena.nbytes
+        received = [request(nbytes) for nbytes in sizes]
+        free(received[0])
+        received.append(request(1))  # the first pass reuses no address
+        assert served().tolist() == [[nbytes, address] for nbytes, address in zip([*sizes, 1], received, strict=True)]
+        ends = [
+            address + -(-nbytes // ALIGNMENT) * ALIGNMENT for address, nbytes in zip(received, [*sizes, 1], strict=True)
+        ]
+        assert received == [arena.base, *ends[:-1]] and ends[-1] <= arena.base + arena.nbytes
         assert arena.live == 7 and not arena.refused_bytes
-        assert take(arena.nbytes) is None and arena.refused_bytes == arena.nbytes
-        assert take(0) is None and take(512, device=1) is None  # of another device
-    assert take(512) is None  # no arena serves
+        assert request(arena.nbytes) is None and arena.refused_bytes == arena.nbytes
+        assert request(0) is None and request(512, device=1) is None  # of another device
+    assert request(512) is None  # no arena serves
 
 
 def test_a_second_pass_gives_packed_addresses_and_refuses_what_was_not_asked_for(native, arena):
-    take, give = native
+    request, free = native
     packed = np.array([[512, arena.base + 1024], [3 * MIB, arena.base], [512, arena.base + 1024]])
-    for wrong, nbytes in ((0, 1024), (1, 512), (2, MIB), (3, 512)):
+    for position, nbytes in ((0, 1024), (1, 512), (2, MIB), (3, 512)):
         with arena.serving(packed):
-            for size, at in packed[:wrong].tolist():
-                assert take(size) == at
-                give(at)
-            assert take(nbytes) is None and arena.refused_bytes == nbytes
-            assert served().tolist() == packed[:wrong].tolist()
+            for size, address in packed[:position].tolist():
+                assert request(size) == address
+                free(address)
+            assert request(nbytes) is None and arena.refused_bytes == nbytes
+            assert served().tolist() == packed[:position].tolist()
 
 
 def test_a_free_finds_its_arena_and_no_other_memory(native, arena):
-    take, give = native
+    request, free = native
     other = Arena(200 * MIB, MIB)
     with arena.serving():
-        a = take(MIB)
+        a = request(MIB)
     with other.serving():
-        b = take(512)
-    give(7)
-    give(None)  # free(NULL) is valid
+        b = request(512)
+    free(7)
+    free(None)  # free(NULL) is valid
     assert (arena.live, other.live) == (1, 1)
-    give(a)
-    give(b)
+    free(a)
+    free(b)
     assert (arena.live, other.live) == (0, 0)
     other.close()
 
 
 def test_threads_get_addresses_of_their_own(native):
     """Calls from several threads without the GIL get distinct addresses."""
-    take, give = native
-    arena, found = Arena(300 * MIB, 64 * MIB), []
+    request, free = native
+    arena, received = Arena(300 * MIB, 64 * MIB), []
 
     def work():
         for _ in range(400):
-            found.append(take(512))
-            give(found[-1])
+            received.append(request(512))
+            free(received[-1])
 
     with arena.serving():
         threads = [threading.Thread(target=work) for _ in range(6)]
@@ -93,25 +95,25 @@ def test_threads_get_addresses_of_their_own(native):
         for thread in threads:
             thread.join()
         assert len(served()) == 2400
-    assert len(set(found)) == 2400 and arena.live == 0
+    assert len(set(received)) == 2400 and arena.live == 0
     arena.close()
 
 
 def test_memory_is_freed_once_after_the_last_segment(native):
-    take, give = native
-    back = []
-    arena = Arena(400 * MIB, MIB, release=lambda: back.append(1))
+    request, free = native
+    releases = []
+    arena = Arena(400 * MIB, MIB, release=lambda: releases.append(1))
     with arena.serving():
-        at = take(512)
+        address = request(512)
     arena.close()
     arena.close()
-    assert not back
+    assert not releases
     Arena(500 * MIB, 0).close()
-    assert not back  # it is still out
-    give(at)
+    assert not releases  # it is still out
+    free(address)
     Arena(500 * MIB, 0).close()
     arena.close()
-    assert back == [1]
+    assert releases == [1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -14,8 +14,8 @@ class NVMLError(Exception):
 
 
 def nvml(uuid, used):
-    def handle(given):
-        if given != uuid:
+    def handle(requested):
+        if requested != uuid:
             raise NVMLError("not found")
         return "gpu"
 
@@ -50,7 +50,7 @@ def test_without_a_gpu():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_the_context_of_a_gpu():
     """Only NVML's count is checked: free device memory changes with other processes."""
-    found = measure_context()
-    assert found.source
-    if found.source.startswith("NVML"):
-        assert 50 * 2**20 < found.nbytes < 2 * 2**30
+    context = measure_context()
+    assert context.source
+    if context.source.startswith("NVML"):
+        assert 50 * 2**20 < context.nbytes < 2 * 2**30

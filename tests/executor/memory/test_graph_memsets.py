@@ -38,28 +38,28 @@ class Double:
         if status := getattr(self, function)(*args):
             raise MemoryError(f"{function} failed with CUDA error {status}")
 
-    def _list(self, found: list[int], target: Any, count: Any) -> int:
+    def _list_handles(self, handles: list[int], target: Any, count: Any) -> int:
         if target is None:
-            count._obj.value = len(found)
-        for i, handle in enumerate(found if target else ()):
+            count._obj.value = len(handles)
+        for i, handle in enumerate(handles if target else ()):
             target[i] = handle
         return 0
 
     def cuGraphGetNodes(self, graph: Any, target: Any, count: Any) -> int:
-        return self._list(list(self.nodes), target, count)
+        return self._list_handles(list(self.nodes), target, count)
 
     def cuGraphNodeGetDependencies(self, node: Any, target: Any, count: Any) -> int:
-        return self._list(self.nodes[node.value].parents, target, count)
+        return self._list_handles(self.nodes[node.value].parents, target, count)
 
     def cuGraphNodeGetDependentNodes(self, node: Any, target: Any, count: Any) -> int:
-        return self._list([h for h, other in self.nodes.items() if node.value in other.parents], target, count)
+        return self._list_handles([h for h, other in self.nodes.items() if node.value in other.parents], target, count)
 
     def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
         kind._obj.value = self.nodes[node.value].kind
         return 0
 
-    def cuGraphMemsetNodeGetParams(self, node: Any, found: Any) -> int:
-        params, memset = found._obj, self.nodes[node.value].memset
+    def cuGraphMemsetNodeGetParams(self, node: Any, target: Any) -> int:
+        params, memset = target._obj, self.nodes[node.value].memset
         params.target, params.value, params.size, params.width, params.height = memset
         return 0
 
@@ -86,13 +86,13 @@ class Double:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Double:
     """A graph 1 -> 2 (memset) -> {3, 4 (two rows)} -> 5 (memset)."""
-    made = Double({
+    double = Double({
         1: Node(KERNEL), 2: Node(MEMSET, [1], (4096, 7, 4, 1, 1)), 3: Node(KERNEL, [2]),
         4: Node(MEMSET, [2], (512, 0, 1, 8, 2)), 5: Node(MEMSET, [3, 4], (8192, 0, 1, 1000, 1)),
     })  # fmt: skip
-    monkeypatch.setattr(graph_memsets, "Driver", lambda device: made)
+    monkeypatch.setattr(graph_memsets, "Driver", lambda device: double)
     monkeypatch.setattr(graph_memsets, "_fill", lambda index: SimpleNamespace(func=ctypes.c_void_p(99)))
-    return made
+    return double
 
 
 def test_kernels_take_the_place_of_memsets(driver: Double) -> None:

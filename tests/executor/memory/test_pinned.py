@@ -102,8 +102,8 @@ def tree(folder: Path, files: dict[str, str]) -> Path:
     ],
 )  # fmt: skip
 def test_what_is_available_by_hand(tmp_path, files, left, source):
-    found, who = available(tree(tmp_path, TREE | files))
-    assert found == left and source in who
+    nbytes, origin = available(tree(tmp_path, TREE | files))
+    assert nbytes == left and source in origin
     assert 2**20 < available()[0] < 2**50  # on this machine
 
 
@@ -111,14 +111,14 @@ def test_what_is_available_by_hand(tmp_path, files, left, source):
 def test_huge_pages_are_allowed_and_children_inherit_no_pinned_memory(slabs, request):
     """Checks the mapping's flags in /proc/self/smaps: huge pages require a private mapping."""
     memory = (request.getfixturevalue("driver").slabs if slabs == "driver" else slabs).take(64 * PAGE)
-    address, found = memory.ctypes.data, ""
+    address, flags_line = memory.ctypes.data, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.partition(" ")[0]
         if "-" in first:
             begin, end = (int(x, 16) for x in first.split("-"))
         elif line.startswith("VmFlags:") and begin <= address < end:
-            found = line
-    flags = found.split()[1:]
+            flags_line = line
+    flags = flags_line.split()[1:]
     assert "hg" in flags and "sh" not in flags and ("dc" in flags) == (slabs == "driver")
 
 

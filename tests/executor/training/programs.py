@@ -30,7 +30,7 @@ class Loop:
     """A training loop.
 
     Attributes:
-        given: arguments of the capture: model, loss function and optimizer; or a custom step, None and None.
+        capture_args: arguments of the capture: model, loss function and optimizer; or a custom step, None and None.
         options: options of the capture.
         micro: ``(i, *batch)`` -> result of micro-batch ``i`` of a step in eager PyTorch; the last one updates.
         batch: index of a batch -> the batch, drawn from the global random state.
@@ -39,7 +39,7 @@ class Loop:
         norm: gradient norm in the last eager step, if gradients are clipped.
     """
 
-    given: tuple[Any, Any, Any]
+    capture_args: tuple[Any, Any, Any]
     models: list[nn.Module]
     optimizers: list[Optimizer]
     micro: Callable[..., Any]
@@ -108,12 +108,12 @@ def standard(
     return loop
 
 
-def own(
+def custom(
     step: Callable[..., Any], models: list[nn.Module], optimizers: list[Optimizer],
-    batch: Callable[[int], tuple[Any, ...]], **rest: Any,
+    batch: Callable[[int], tuple[Any, ...]], **fields: Any,
 ) -> Loop:  # fmt: skip
     """Builds a loop for ``capture_step(step, *batch)``."""
-    return Loop((step, None, None), models, optimizers, lambda i, *batch: step(*batch), batch, **rest)
+    return Loop((step, None, None), models, optimizers, lambda i, *batch: step(*batch), batch, **fields)
 
 
 def network(
@@ -144,21 +144,21 @@ class Twins:
         torch.manual_seed(0)
         return network(loop, *args, **options) if isinstance(loop, str) else loop(*args, **options)
 
-    def next_batch(self, ahead: int = 0) -> tuple[Any, ...]:
+    def next_batch(self, offset: int = 0) -> tuple[Any, ...]:
         with torch.random.fork_rng():
-            torch.manual_seed(100 + self.seed + ahead)
-            return self.ours.batch(self.seed + ahead)
+            torch.manual_seed(100 + self.seed + offset)
+            return self.ours.batch(self.seed + offset)
 
     def captured(self, check: bool = False, **options: Any) -> Captured:
         """Captures our loop; ``check`` runs the differential check, too, which repeats what these tests compare."""
-        (first, *rest), batch = self.ours.given, self.next_batch()
+        (first, *rest), batch = self.ours.capture_args, self.next_batch()
         options = self.ours.options | {"check": check} | options
         if not isinstance(first, nn.Module):
             return capture_step(first, *batch, machine=GPU, **options)
         return capture(first, *rest, batch if len(batch) > 1 else batch[0], machine=GPU, **options)
 
     def steps_under(self, planner: Callable[..., Plan], limit: int | float = 2**30, **options: Any) -> PlannedSteps:
-        return PlannedSteps(*self.ours.given, GPU, limit, planner, **self.ours.options, **options)
+        return PlannedSteps(*self.ours.capture_args, GPU, limit, planner, **self.ours.options, **options)
 
     def eager_step(self) -> Any:
         """Runs the eager loop's next step, which has one micro-batch."""
@@ -174,21 +174,21 @@ class Twins:
     def at_once(self, step: Callable[..., Any], ours: Sequence[Any], theirs: Sequence[Any], first: int = 0) -> None:
         """Runs all micro-batches from ``first`` in one planned call; its result must be the sum of the eager ones."""
         torch.manual_seed(self.seed)
-        found, drawn = step(*(ours if len(ours) > 1 else ours[0])), torch.get_rng_state()
+        result, random_state = step(*(ours if len(ours) > 1 else ours[0])), torch.get_rng_state()
         torch.manual_seed(self.seed)
-        wanted, *rest = [self.eager.micro(i, *batch) for i, batch in enumerate(theirs, first)]
-        equal(found, sum(rest, wanted) if rest else wanted)
-        assert torch.equal(drawn, torch.get_rng_state())
-        assert not any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(found))
-        self.returned.append((found, copy.deepcopy(found)))
+        expected, *others = [self.eager.micro(i, *batch) for i, batch in enumerate(theirs, first)]
+        equal(result, sum(others, expected) if others else expected)
+        assert torch.equal(random_state, torch.get_rng_state())
+        assert not any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(result))
+        self.returned.append((result, copy.deepcopy(result)))
         self.seed += len(ours)
 
-    def train(self, step: Callable[..., Any], steps: int = 1, at_once: bool = False, look: bool = True) -> None:
+    def train(self, step: Callable[..., Any], steps: int = 1, at_once: bool = False, compare: bool = True) -> None:
         """Trains both loops and asserts equal results, batches, random states and trained state after each step.
 
         Args:
             at_once: whether to pass all micro-batches of a step in one call.
-            look: whether to compare the trained state, which is invalid within ``with step:``.
+            compare: whether to compare the trained state, which is invalid within ``with step:``.
         """
         for _ in range(steps):
             ours = [self.next_batch(i) for i in range(self.ours.count)]
@@ -199,16 +199,16 @@ class Twins:
                 for i, pair in enumerate(zip(ours, theirs, strict=True)):
                     self.micro(step, i, *pair)
             equal(ours, theirs)
-            self.ended(step, look)
+            self.finish_step(step, compare)
 
-    def ended(self, step: Any, look: bool = True) -> None:
+    def finish_step(self, step: Any, compare: bool = True) -> None:
         """Compares both loops after a step."""
         if self.eager.norm is not None:
             equal(step.grad_norm, self.eager.norm)
         for loop in (self.ours, self.eager):
             loop.after(self.steps)
         self.steps += 1
-        if look:
+        if compare:
             self.compare()
 
     def go_on_eagerly(self, steps: int = 1) -> None:
@@ -224,8 +224,8 @@ class Twins:
         self.compare()
 
     def compare(self) -> None:
-        for found, as_it_was in self.returned:
-            equal(found, as_it_was)
+        for result, original in self.returned:
+            equal(result, original)
         keep = self.ours.options.get("keep_grads", False)
         for model, twin in zip(self.ours.models, self.eager.models, strict=True):
             for p, q in zip(model.parameters(), twin.parameters(), strict=True):
@@ -234,7 +234,7 @@ class Twins:
         assert repr(self.ours.others()) == repr(self.eager.others())
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def bit_identical(a: Tensor, b: Tensor) -> bool:
     """Returns True if two tensors are bit-identical, on any devices; NaN equals NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
@@ -247,7 +247,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def equal(ours: Any, theirs: Any) -> None:
     """Asserts that all leaves are equal, and tensors bit-identical."""
     for a, b in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
-        assert same(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else repr(a) == repr(b)
+        assert bit_identical(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else repr(a) == repr(b)
 
 
 def equal_states(ours: tuple[list[dict], list[dict]], theirs: tuple[list[dict], list[dict]]) -> None:
@@ -265,29 +265,29 @@ def equal_states(ours: tuple[list[dict], list[dict]], theirs: tuple[list[dict], 
         assert b["state"] or not any(v.any() for v in tree_leaves(a["state"]) if isinstance(v, Tensor))
 
 
-def random_plan(program: Program, seed: int, nothing: float = 0.3) -> Plan:
+def random_plan(program: Program, seed: int, empty_share: float = 0.3) -> Plan:
     """Draws a random plan that is valid for the program.
 
     It contains swaps (early copies, late ends, pinned or synchronous, wrapping gaps) and recomputations.
 
     Args:
-        nothing: probability that a gap is left empty of decisions.
+        empty_share: probability that a gap is left empty of decisions.
     """
-    rng, more = random.Random(seed), random.Random(seed)
+    rng, extra_rng = random.Random(seed), random.Random(seed)
     n = len(program.kernels)
     decisions: list[Decision] = []
     for gap in program.gaps():
-        if rng.random() < nothing:
+        if rng.random() < empty_share:
             continue
         late = rng.randint(0, (gap.before - gap.after - 1) % n) if rng.random() < 0.3 else 0
         after = (gap.after + late) % n
-        rest = (gap.before - after - 1) % n
-        prefetch = (after + rng.randint(0, rest)) % n if rng.random() < 0.3 else None
-        early = (after - more.randint(0, n // 4)) % n if more.random() < 0.4 else None
+        span = (gap.before - after - 1) % n
+        prefetch = (after + rng.randint(0, span)) % n if rng.random() < 0.3 else None
+        early = (after - extra_rng.randint(0, n // 4)) % n if extra_rng.random() < 0.4 else None
         decision: Swap | Recompute = Swap(gap.tensor, after, gap.before, prefetch, rng.random() < 0.1, early)
         if rng.random() < 0.4:
-            at = after + 1 + more.randint(0, rest) if more.random() < 0.4 else None
-            decision = Recompute(gap.tensor, after, gap.before, rng.random() < 0.5, at)
+            position = after + 1 + extra_rng.randint(0, span) if extra_rng.random() < 0.4 else None
+            decision = Recompute(gap.tensor, after, gap.before, rng.random() < 0.5, position)
         if fits(program, [*decisions, decision]):
             decisions.append(decision)
         elif isinstance(decision, Swap) and fits(program, [*decisions, replace(decision, copy=None)]):
@@ -305,7 +305,7 @@ def random_reruns(program: Program, seed: int) -> Plan:
     several = [Rerun(d.kernel, rng.randint(d.kernel + 1, len(program.kernels) - 1)) for d in some]
     swaps = [d for d in recomputed if isinstance(d, Swap)]
     for extra in several + rng.sample(swaps, min(30, len(swaps))):
-        if extra not in decisions and fits(program, [*decisions, extra], whole=True):
+        if extra not in decisions and fits(program, [*decisions, extra], check_schedule=True):
             decisions.append(extra)
     return Plan(tuple(decisions), program.fingerprint)
 
@@ -313,17 +313,17 @@ def random_reruns(program: Program, seed: int) -> Plan:
 KINDS = {"none": (), "swaps": (Swap,), "recompute": (Recompute,), "both": (Swap, Recompute)}
 
 
-def plan_of(program: Program, kind: str, seed: int = 0, nothing: float = 0.3) -> Plan:
+def plan_of(program: Program, kind: str, seed: int = 0, empty_share: float = 0.3) -> Plan:
     """Draws a random plan of one of ``KINDS``, or of kind ``reruns``."""
     if kind == "reruns":
         return random_reruns(program, seed)
-    decisions = random_plan(program, seed, nothing).decisions
+    decisions = random_plan(program, seed, empty_share).decisions
     return Plan(tuple(d for d in decisions if isinstance(d, KINDS[kind])), program.fingerprint)
 
 
 def moving(program: Program, *_: Any) -> Plan:
     """Returns a plan that evicts a tensor in nearly every gap."""
-    return random_plan(program, 0, nothing=0.1)
+    return random_plan(program, 0, empty_share=0.1)
 
 
 def swapping_the_batch(program: Program) -> Plan:
@@ -333,12 +333,12 @@ def swapping_the_batch(program: Program) -> Plan:
     return Plan((Swap(x, uses[0], uses[-1]), Swap(x, uses[-1], uses[0])))
 
 
-def fits(program: Program, decisions: list[Decision], whole: bool = False) -> bool:
-    """Returns True if the decisions are valid; ``whole`` adds the checks of the schedule."""
+def fits(program: Program, decisions: list[Decision], check_schedule: bool = False) -> bool:
+    """Returns True if the decisions are valid; ``check_schedule`` adds the checks of the schedule."""
     plan = Plan(tuple(decisions))
     try:
         plan.check(program)
-        if whole:
+        if check_schedule:
             lower(program, plan)
     except PlanError:
         return False
@@ -383,7 +383,7 @@ class Bytes(TorchDispatchMode):
         self.host = {b.host.untyped_storage()._cdata for b in step.state.blocks.blocks.values()}
         self.live: set[StorageWeakRef] = set()
         self.peak = 0
-        self._note([b.own for b in step.state.bindings] + list(batch))
+        self._note([b.device_tensor for b in step.state.bindings] + list(batch))
 
     def _note(self, tensors: list) -> None:
         for x in tensors:
@@ -405,7 +405,7 @@ def under_every_plan(twins: Twins, captured: Captured, seed: int, more: tuple[st
     """Trains twins under plans of every kind, each at its smallest feasible limit."""
     before = [p.detach().clone() for model in twins.ours.models for p in model.parameters()]
     for kind in (*KINDS, *more):
-        plan = plan_of(captured.program, kind, seed, nothing=0.1)
+        plan = plan_of(captured.program, kind, seed, empty_share=0.1)
         assert {type(d) for d in plan.decisions} >= set(KINDS.get(kind, ()))
         step = tight(captured, plan)
         twins.train(step, 2)
@@ -416,7 +416,7 @@ def under_every_plan(twins: Twins, captured: Captured, seed: int, more: tuple[st
         step.finish()
     if twins.ours.after is int:
         with step:
-            twins.train(step, 2, look=False)
+            twins.train(step, 2, compare=False)
         twins.compare()
     after = [p for model in twins.ours.models for p in model.parameters()]
-    assert not twins.ours.optimizers or not all(map(same, before, after))
+    assert not twins.ours.optimizers or not all(map(bit_identical, before, after))

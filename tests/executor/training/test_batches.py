@@ -98,9 +98,9 @@ def test_what_is_returned_counts_to_the_end_of_the_step() -> None:
         return loss_fn(out, y), out * 2
 
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 512)), torch.randn(64, 4)
-    without, held = (capture(model, f, adamw(model), (x, x)).program for f in (loss_fn, returns))
-    assert held.live_bytes[-1] - without.live_bytes[-1] == 64 * 512 * 4
-    assert held.peak_bytes >= without.peak_bytes + 64 * 512 * 4
+    without, with_outputs = (capture(model, f, adamw(model), (x, x)).program for f in (loss_fn, returns))
+    assert with_outputs.live_bytes[-1] - without.live_bytes[-1] == 64 * 512 * 4
+    assert with_outputs.peak_bytes >= without.peak_bytes + 64 * 512 * 4
 
 
 def test_fit_takes_a_step_of_ones_own_with_several_models_and_optimizers() -> None:
@@ -111,7 +111,7 @@ def test_fit_takes_a_step_of_ones_own_with_several_models_and_optimizers() -> No
 
     twins = Twins(gradient_penalty)
     twins.ours.batch = lambda number: tuple(t[: 6 if number == 2 else 8] for t in pairs())
-    step = fit(twins.ours.given[0], example_batch=twins.next_batch(), memory=0.8, planner=near, keep_grads=True)
+    step = fit(twins.ours.capture_args[0], example_batch=twins.next_batch(), memory=0.8, planner=near, keep_grads=True)
     assert step.plan.decisions
     twins.train(step, 3)
 
@@ -121,7 +121,7 @@ def test_an_optimizer_that_accelerate_has_wrapped() -> None:
     twins = Twins(lambda: standard(model := net(8, 32), F.cross_entropy, adamw(model), pairs))
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(loop.optimizer, 4) for loop in (twins.ours, twins.eager)]
     model, optimizer, schedules[0] = Accelerator(cpu=True).prepare(twins.ours.model, twins.ours.optimizer, schedules[0])
-    twins.ours.given = (model, F.cross_entropy, optimizer)
+    twins.ours.capture_args = (model, F.cross_entropy, optimizer)
     steps = twins.steps_under(moving)
     for _ in range(3):
         twins.train(steps)

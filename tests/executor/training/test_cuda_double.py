@@ -35,21 +35,21 @@ def cases() -> list[Any]:
                 mark.name == "gpu" for mark in marks
             ):
                 continue
-            given: dict[str, Any] = {}
+            arguments: dict[str, Any] = {}
             for mark in marks:
-                given |= first_case(mark) if mark.name == "parametrize" else {}
-            found.append((function, given, name))
+                arguments |= first_case(mark) if mark.name == "parametrize" else {}
+            found.append((function, arguments, name))
     return [pytest.param(*case, id=name, marks=() if name in SAMPLE else pytest.mark.nightly) for *case, name in found]
 
 
 @pytest.fixture
 def double(request, monkeypatch):
     seed = zlib.crc32(request.node.name.encode())
-    made = GraphDouble(seed if seed % 2 else None)
-    made.install(monkeypatch)
-    with made:
-        yield made
-    made.check()
+    instance = GraphDouble(seed if seed % 2 else None)
+    instance.install(monkeypatch)
+    with instance:
+        yield instance
+    instance.check()
 
 
 @pytest.mark.parametrize(("function", "given"), cases())

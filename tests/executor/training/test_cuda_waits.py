@@ -20,7 +20,7 @@ from executor.training import graph, memory_source, planned_step, progress
 from simulator import Plan, Swap
 from tests.executor.networks import sgd
 from tests.executor.training import programs
-from tests.executor.training.programs import Loop, Twins, random_plan, same, standard, tight
+from tests.executor.training.programs import Loop, Twins, bit_identical, random_plan, standard, tight
 from tests.executor.training.test_faults import break_kernel, once
 from tests.executor.training.test_graph import graphed, set_rate
 from tests.fake_device.graphs import Driver, GraphDouble
@@ -44,9 +44,9 @@ def sites() -> Iterator[Site]:
         path = Path(str(module.__file__))
         tree = ast.parse(path.read_text())
         host = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Engines"]
-        aside = {n for c in host for n in range(c.lineno, c.end_lineno + 1)}
+        host_lines = {n for c in host for n in range(c.lineno, c.end_lineno + 1)}
         for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or node.lineno in aside:
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or node.lineno in host_lines:
                 continue
             of_engines = ast.unparse(node.func.value).endswith("engines")
             if node.func.attr in (OF_ENGINES if of_engines else ORDERS):
@@ -62,7 +62,7 @@ class Case(NamedTuple):
     in_parts: Captured
 
     def step(self, plan: Plan | None = None) -> PlannedStep:
-        return tight(self.captured, plan or random_plan(self.captured.program, 0, nothing=0.0))
+        return tight(self.captured, plan or random_plan(self.captured.program, 0, empty_share=0.0))
 
     def over_the_boundary(self, graph: bool = False) -> PlannedStep:
         """Returns a step with swap-outs and swap-ins in flight between two steps."""
@@ -73,7 +73,7 @@ class Case(NamedTuple):
         step(*self.twins.next_batch())
         self.twins.eager_step()
 
-    def gone(self) -> int:
+    def drop_in_flight(self) -> int:
         """Drops a step while its copies are in flight, and returns its pinned bytes."""
         program = self.captured.program
         plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if program.tensors[gap.tensor].kind == "activation"))
@@ -88,7 +88,7 @@ def what_is_shown_is_whole(case: Case) -> None:
     for _ in range(3):
         case.run(step)
         copies = [p.detach().clone() for p in case.twins.ours.model.parameters()]
-        assert all(map(same, copies, case.twins.eager.model.parameters()))
+        assert all(map(bit_identical, copies, case.twins.eager.model.parameters()))
 
 
 def copies_over_the_boundary(case: Case) -> None:
@@ -103,11 +103,11 @@ def a_fault(case: Case) -> None:
     step = case.over_the_boundary()
     case.run(step)
     before = [t.clone() for t in case.twins.ours.model.state_dict().values()]
-    for phase, which in (("forward", 0), ("forward", 0.5), ("backward", 0.5)):
-        break_kernel(step, phase, once(RuntimeError("bad luck")), which)
+    for phase, fraction in (("forward", 0), ("forward", 0.5), ("backward", 0.5)):
+        break_kernel(step, phase, once(RuntimeError("bad luck")), fraction)
         with pytest.raises(StepError, match="bad luck"):
             step(*case.twins.next_batch())
-        assert all(map(same, before, case.twins.ours.model.state_dict().values()))
+        assert all(map(bit_identical, before, case.twins.ours.model.state_dict().values()))
 
 
 def another_compute_stream(case: Case) -> None:
@@ -134,7 +134,7 @@ def a_loaders_batch(case: Case) -> None:
 
 def another_stream_for_each_micro_batch(case: Case) -> None:
     captured = case.in_parts
-    step, now = tight(captured, random_plan(captured.program, 1, nothing=0.0)), torch.cuda.current_stream()
+    step, now = tight(captured, random_plan(captured.program, 1, empty_share=0.0)), torch.cuda.current_stream()
     for _ in range(4):
         other = torch.cuda.Stream()
         other.wait_stream(now)
@@ -159,28 +159,28 @@ def tensors_that_are_replaced(case: Case) -> None:
 
 
 def host_memory_that_serves_another(case: Case) -> None:
-    memory = torch.frombuffer(engines.CUDA.take(case.gone()), dtype=torch.uint8)
+    memory = torch.frombuffer(engines.CUDA.take(case.drop_in_flight()), dtype=torch.uint8)
     memory.fill_(7)
 
 
 def host_memory_that_is_unpinned(case: Case) -> None:
-    case.gone()
+    case.drop_in_flight()
     engines.CUDA.drop()
 
 
 def what_is_on_the_host_anyway(case: Case) -> None:
     """A host tensor is copied at once, here to a slot that a copy in flight still writes."""
-    made, asked = engines.CudaEngines(torch.device("cuda", 0)), engines.on_host
-    place = torch.frombuffer(made.pinned(128), dtype=torch.uint8)
-    tensor, number, event = torch.zeros(128, dtype=torch.uint8), torch.ones(128, dtype=torch.uint8), made.event()
-    made.begin()
-    made.copy_out(place, tensor, event)
+    cuda, original = engines.CudaEngines(torch.device("cuda", 0)), engines.on_host
+    place = torch.frombuffer(cuda.pinned(128), dtype=torch.uint8)
+    tensor, number, event = torch.zeros(128, dtype=torch.uint8), torch.ones(128, dtype=torch.uint8), cuda.event()
+    cuda.begin()
+    cuda.copy_out(place, tensor, event)
     engines.on_host = lambda tensor: True
     try:
-        made.copy_out(place, number, made.event())
+        cuda.copy_out(place, number, cuda.event())
     finally:
-        engines.on_host = asked
-    made.wait(event)
+        engines.on_host = original
+    cuda.wait(event)
 
 
 def an_arena_of_a_thread_without_a_context(case: Case) -> None:
@@ -211,7 +211,7 @@ def replays(case: Case) -> None:
         step(*twins.next_batch())
         copies = [state["momentum_buffer"].clone() for state in twins.ours.optimizer.state.values()]
         twins.eager_step()
-        assert all(map(same, copies, (s["momentum_buffer"] for s in twins.eager.optimizer.state.values())))
+        assert all(map(bit_identical, copies, (s["momentum_buffer"] for s in twins.eager.optimizer.state.values())))
         if i == 2:
             step.finish()  # swapped tensors must then be swapped out again
     assert step.graph.captures == 1 and len(case.double.arenas) == 1 and not case.double.aliased
@@ -264,47 +264,47 @@ def fresh(twins: Twins) -> None:
             values["momentum_buffer"] = torch.zeros_like(values["momentum_buffer"])
 
 
-def wrong(scenario: Callable[[Case], None], omitted: Site | None) -> tuple[str, set[tuple[str, int]]]:
+def run_scenario(scenario: Callable[[Case], None], omitted: Site | None) -> tuple[str, set[tuple[str, int]]]:
     """Returns the error of a scenario with one wait skipped, and the calls that were made."""
-    double, made, raised = GraphDouble(), captures(), ""
+    double, case_parts, message = GraphDouble(), captures(), ""
     with pytest.MonkeyPatch.context() as patch:
         double.install(patch)
         for name in OF_ENGINES:
-            does = getattr(engines.CudaEngines, name)
-            patch.setattr(engines.CudaEngines, name, lambda *a, does=does: None if double.left_out() else does(*a))
+            call = getattr(engines.CudaEngines, name)
+            patch.setattr(engines.CudaEngines, name, lambda *a, call=call: None if double.left_out() else call(*a))
         with double:
-            fresh(made[0])
+            fresh(case_parts[0])
             double.omitted = omitted and omitted[:3]
             try:
-                scenario(Case(double, *made))
+                scenario(Case(double, *case_parts))
             except Exception as error:
-                raised = f"{type(error).__name__}: {error}"
+                message = f"{type(error).__name__}: {error}"
             gc.collect()  # releases graphs of a failed scenario
             double.omitted = None
-    return raised or (double.found or [""])[0], double.called
+    return message or (double.found or [""])[0], double.called
 
 
 @cache
 def with_all_waits(scenario: Callable[[Case], None]) -> tuple[str, set[tuple[str, int]]]:
-    return wrong(scenario, None)
+    return run_scenario(scenario, None)
 
 
-def rest_nightly(cases: Sequence[Any], name: Callable[[Any], str]) -> list[Any]:
+def first_by_day(cases: Sequence[Any], name: Callable[[Any], str]) -> list[Any]:
     """Marks all cases but the first as nightly."""
-    return [pytest.param(one, id=name(one), marks=[pytest.mark.nightly] * (i > 0)) for i, one in enumerate(cases)]
+    return [pytest.param(case, id=name(case), marks=[pytest.mark.nightly] * (i > 0)) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("scenario", rest_nightly(SCENARIOS, lambda s: s.__name__))
+@pytest.mark.parametrize("scenario", first_by_day(SCENARIOS, lambda s: s.__name__))
 def test_nothing_is_wrong_with_all_waits(scenario):
     assert with_all_waits(scenario)[0] == ""
 
 
-@pytest.mark.parametrize("site", rest_nightly(sorted(sites()), lambda s: f"{s.first} {s.text}"))
+@pytest.mark.parametrize("site", first_by_day(sorted(sites()), lambda s: f"{s.first} {s.text}"))
 def test_every_wait_is_needed(site):
     """At least one scenario fails without the wait."""
     lines = {(site.file, line) for line in range(site.first, site.last + 1)}
-    made = (scenario for scenario in SCENARIOS if lines & with_all_waits(scenario)[1])
-    assert any(wrong(scenario, site)[0] for scenario in made), "nothing is wrong without it"
+    relevant = (scenario for scenario in SCENARIOS if lines & with_all_waits(scenario)[1])
+    assert any(run_scenario(scenario, site)[0] for scenario in relevant), "nothing is wrong without it"
 
 
 # ------------------------------------------------------------------------------------------------- captures that fail
@@ -315,29 +315,29 @@ def another_size() -> None:
     torch.empty(700, dtype=torch.uint8)
 
 
-def more() -> None:
+def too_much() -> None:
     torch.empty(2**30, dtype=torch.uint8)
 
 
 FAULTS = {  # fault in a kernel, and in which of a step's two captures; in the first, ending it fails, too
     "invalidated": (lambda: torch.cuda.synchronize(), 0, "operation not permitted when stream is capturing"),
     "invalidated late": (lambda: torch.cuda.synchronize(), 1, "operation not permitted when stream is capturing"),
-    "more memory": (more, 1, "an operator asks for 1,073,741,824 bytes, which it did not in the dry capture"),
+    "more memory": (too_much, 1, "an operator asks for 1,073,741,824 bytes, which it did not in the dry capture"),
     "less memory": (another_size, 0, "an operator asks for .* bytes, which it did not|have not asked for the memory"),
     "other memory": (another_size, 1, "an operator asks for .* bytes, which it did not|have not asked for the memory"),
-    "over the limit": (more, 0, "as a graph the step takes 1,.* bytes, the limit is .*: plan it for"),
+    "over the limit": (too_much, 0, "as a graph the step takes 1,.* bytes, the limit is .*: plan it for"),
 }
 
 
-@pytest.mark.parametrize("fault", rest_nightly(list(FAULTS), str))
+@pytest.mark.parametrize("fault", first_by_day(list(FAULTS), str))
 def test_a_capture_that_is_invalidated_gives_its_memory_back(fault, double):
     """The next step is captured after any fault."""
-    does, when, named = FAULTS[fault]
+    action, capture_index, pattern = FAULTS[fault]
     twins, step = graphed("mlp", sgd)
     twins.train(step)
     captures = iter(range(3))
-    break_kernel(step, "backward", lambda: does() if next(captures, None) == when else None)
-    with pytest.raises(StepError, match=f"({named}).*; the model is as before the step") as caught:
+    break_kernel(step, "backward", lambda: action() if next(captures, None) == capture_index else None)
+    with pytest.raises(StepError, match=f"({pattern}).*; the model is as before the step") as caught:
         step(*twins.next_batch())
     del caught  # whose frames have tensors
     double.empty_cache()

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from tests.executor.networks import CLASSES, NETWORKS, Attention, ResNet, adamw, images, sgd, words
-from tests.executor.training.programs import Loop, Twins, network, own, standard, under_every_plan
+from tests.executor.training.programs import Loop, Twins, custom, network, standard, under_every_plan
 
 CASES: dict[str, Callable[[], Loop]] = {}
 NIGHTLY = {
@@ -196,7 +196,7 @@ def micro_batches_in_a_list() -> Loop:
         optimizer.zero_grad()
         return {"loss": total, "norm": norm}
 
-    return own(step, [model], [optimizer], lambda _: ([pairs(), pairs()],), others=scaler.state_dict)
+    return custom(step, [model], [optimizer], lambda _: ([pairs(), pairs()],), others=scaler.state_dict)
 
 
 # --------------------------------------------------------------------------------------------- optimizers and schedules
@@ -251,8 +251,8 @@ def numbers(
 
     def after(i: int) -> None:
         factor = factors[(i + 1) % len(factors)]
-        for group, was in zip(loop.optimizer.param_groups, before, strict=True):
-            for key, value in was.items():
+        for group, initial in zip(loop.optimizer.param_groups, before, strict=True):
+            for key, value in initial.items():
                 if key == "lr" or (type(value) is float and factor):
                     group[key] = value * factor
                 elif isinstance(value, tuple) and factor:
@@ -284,7 +284,7 @@ CASES |= {
 
 def trained(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], loss: Callable[[Tensor, Tensor], Any] | None = None,
-    **rest: Any,
+    **fields: Any,
 ) -> Loop:  # fmt: skip
     """Builds a loop of ``zero_grad``, ``loss``, ``backward`` and a step of each optimizer.
 
@@ -295,13 +295,13 @@ def trained(
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        value, *more = compute(x, y)
+        value, *results = compute(x, y)
         value.backward()
         for optimizer in optimizers:
             optimizer.step()
-        return value.detach(), *more
+        return value.detach(), *results
 
-    return own(step, [model], optimizers, pairs, **rest)
+    return custom(step, [model], optimizers, pairs, **fields)
 
 
 @case
@@ -309,8 +309,8 @@ def muon() -> Loop:
     """Uses Muon for matrices and another optimizer for all other parameters."""
     model = net(8, 32, 32)
     matrices = [p for p in model.parameters() if p.dim() == 2]
-    rest = [p for p in model.parameters() if p.dim() != 2]
-    return trained(model, [torch.optim.Muon(matrices, 0.02), torch.optim.AdamW(rest, 0.01)])
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return trained(model, [torch.optim.Muon(matrices, 0.02), torch.optim.AdamW(others, 0.01)])
 
 
 @case
@@ -322,7 +322,7 @@ def gradients_returned() -> Loop:
         loss = F.cross_entropy(loop.model(x), y)
         return [loss, *torch.autograd.grad(loss, list(loop.model.parameters()))]
 
-    return own(step, loop.models, [], loop.batch)
+    return custom(step, loop.models, [], loop.batch)
 
 
 @case
@@ -372,8 +372,8 @@ def adapters() -> Loop:
     for i, layer in enumerate(model):
         if isinstance(layer, nn.Linear):
             model[i] = Adapted(layer)
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    return trained(model, [torch.optim.AdamW(wanted, 0.01)])
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return trained(model, [torch.optim.AdamW(trainable, 0.01)])
 
 
 @case
@@ -397,7 +397,7 @@ def gradient_penalty() -> Loop:
         optimizers[0].step()
         return {"judge": of_judge.detach(), "make": of_make.detach(), "penalty": penalty.detach()}
 
-    return own(step, [make, judge], optimizers, pairs, options={"keep_grads": True})
+    return custom(step, [make, judge], optimizers, pairs, options={"keep_grads": True})
 
 
 @case
@@ -408,8 +408,8 @@ def distillation() -> Loop:
         with torch.no_grad():
             soft = teacher(x).softmax(1)
         out = student(x)
-        kept = F.kl_div(out.log_softmax(1), soft, reduction="batchmean")
-        return F.cross_entropy(out, y) + kept, out.detach().argmax(1)
+        divergence = F.kl_div(out.log_softmax(1), soft, reduction="batchmean")
+        return F.cross_entropy(out, y) + divergence, out.detach().argmax(1)
 
     loop = trained(student, [adamw(student)], loss)
     loop.models = [teacher, student]

@@ -20,11 +20,11 @@ from tests.executor.training import programs
 from tests.executor.training.programs import GPU, Bytes, Twins, planned, random_plan, required
 
 
-def break_kernel(step: PlannedStep, phase: str, action: Callable[[], object], which: float = 0.5) -> int:
+def break_kernel(step: PlannedStep, phase: str, action: Callable[[], object], fraction: float = 0.5) -> int:
     """Runs ``action`` before the operator of a kernel in the middle of a phase."""
     items = [i for i, item in enumerate(step.order.items)
              if step.program.kernels[item.step.kernel].phase == phase and step.state.work[i].calls]  # fmt: skip
-    i = items[int(which * len(items))]
+    i = items[int(fraction * len(items))]
     work = step.state.work
     (out, function, get, options), *rest = work[i].calls
 
@@ -69,7 +69,9 @@ def fails(twins: Twins, step: PlannedStep, error: type[BaseException], message: 
     programs.equal_states(twins.ours.state(), before)
     del batch, caught
     gc.collect()
-    whole = sum(b.own.nbytes for b in {id(b.own.untyped_storage()): b for b in step.state.bindings}.values())
+    whole = sum(
+        b.device_tensor.nbytes for b in {id(b.device_tensor.untyped_storage()): b for b in step.state.bindings}.values()
+    )
     assert seen.bytes() <= whole
 
 
@@ -97,11 +99,11 @@ def moves(monkeypatch) -> Fails:
         def move(target: Tensor, source: Tensor) -> None:
             if fails(target, source):
                 raise OSError("no link")
-            does(target, source)
+            original(target, source)
 
         monkeypatch.setattr(engines, "move", move)
 
-    does = engines.move
+    original = engines.move
     return install
 
 
@@ -152,14 +154,14 @@ def test_ctrl_c_while_the_optimizer_runs_waits_for_its_end():
 
 def test_a_handler_of_the_users_is_called_after_the_step():
     twins, step = planned()
-    heard: list[int] = []
+    received: list[int] = []
     break_kernel(step, "forward", ctrl_c())
-    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
         twins.train(step, 1)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert heard == [signal.SIGINT]
+    assert received == [signal.SIGINT]
 
 
 def test_a_kernel_of_the_optimizer_that_fails():

@@ -32,14 +32,14 @@ fit_module = sys.modules["executor.fit"]
 def plan_for(captured: Captured, seed: int = 0) -> Plan:
     """Returns a random plan without recomputations of random kernels, which a graph does not support."""
     program = captured.program
-    found = list(random_plan(program, seed).decisions)
+    decisions = list(random_plan(program, seed).decisions)
     words = ("dropout", "bernoulli", "lstm")
     for _ in range(20):
-        again = [s for s in lower(program, Plan(tuple(found))).steps if s.again]
-        draws = {s.before for s in again if any(word in program.kernels[s.kernel].name for word in words)}
-        found = [d for d in found if not (isinstance(d, Recompute) and {d.before, d.at} & draws)]
+        recomputed = [s for s in lower(program, Plan(tuple(decisions))).steps if s.again]
+        draws = {s.before for s in recomputed if any(word in program.kernels[s.kernel].name for word in words)}
+        decisions = [d for d in decisions if not (isinstance(d, Recompute) and {d.before, d.at} & draws)]
     assert not draws
-    return Plan(tuple(found), program.fingerprint)
+    return Plan(tuple(decisions), program.fingerprint)
 
 
 def by_tensor(model: nn.Module) -> torch.optim.Optimizer:
@@ -117,7 +117,7 @@ def test_changes_between_replays_take_effect(double):
     twins.compare()
     twins.train(step)
     with step:
-        twins.train(step, 2, look=False)
+        twins.train(step, 2, compare=False)
     twins.compare()
     assert step.graph.captures == 2
 
@@ -136,7 +136,7 @@ def test_nothing_moves_at_the_boundary(double):
     for t, block in blocks.blocks.items():
         evicted = start.get(t) == "host"
         place = Place.HOST if evicted else Place.DEVICE
-        assert not block.persistent or (block.place is place and block.shown is evicted)
+        assert not block.persistent or (block.place is place and block.is_shown is evicted)
     moves = Counter(kind for item in step.order.items for kind, _ in item.before + item.after)
     copies = [entry[2] for entry in double.graphs[-1].log if entry[0] is Tensor.copy_]
     out = sum(target.at < BASE for target, _ in copies)
@@ -162,11 +162,11 @@ def test_an_operator_that_uses_its_workspaces_again(double):
     twins.train(step)
 
     def workspaces():
-        held = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (600, 5000, 100, 3000, 20)]
-        del held
-        again = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (2000, 5000, 700)]
-        del again[1:]
-        return again
+        first = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (600, 5000, 100, 3000, 20)]
+        del first
+        second = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (2000, 5000, 700)]
+        del second[1:]
+        return second
 
     break_kernel(step, "backward", workspaces)
     break_kernel(step, "forward", workspaces)
@@ -187,10 +187,10 @@ def test_the_batch_is_swapped(over, double):
     assert graph.on_host(step.state) == ({y} if over else set()) and step.state.swapped_inputs()
     twins.train(step, 4)
     assert step.graph.captures == 1
-    (own,) = {x, y} - {block for block in (x, y) if block in step.state.blocks.blocks}
+    (unswapped,) = {x, y} - {block for block in (x, y) if block in step.state.blocks.blocks}
     tensors, moved = captured.program.tensors, step.state.blocks.blocks
-    stay = sum(t.nbytes for i, t in enumerate(tensors) if t.persistent and (i not in moved or t.kind == "input"))
-    assert step.graph.peak_bytes == stay + tensors[own].nbytes + step.graph.graph.footprint
+    resident = sum(t.nbytes for i, t in enumerate(tensors) if t.persistent and (i not in moved or t.kind == "input"))
+    assert step.graph.peak_bytes == resident + tensors[unswapped].nbytes + step.graph.graph.footprint
     set_rate(twins, 0.07)  # a Python number: the step is captured again
     twins.train(step, 2)
     assert step.graph.captures == 2
@@ -201,26 +201,26 @@ def test_the_peak_is_known_before_the_first_replay(double):
     """The peak is the sum of resident tensors, batch slots and packed requests; a limit one byte lower is refused."""
     twins, step = over_the_boundary(2)
     twins.train(step, 2)
-    made = step.graph.graph
+    captured_graph = step.graph.graph
     used = {
         span for spans in (double.graphs[-1].reads, double.graphs[-1].writes) for span in spans if span[0] > 2 * BASE
     }
-    assert max(end for _, end in used) - min(begin for begin, _ in used) <= made.footprint
+    assert max(end for _, end in used) - min(begin for begin, _ in used) <= captured_graph.footprint
     tensors, moved = step.program.tensors, step.state.blocks.blocks
     assert not step.state.swapped_inputs()
-    stay = sum(t.nbytes for i, t in enumerate(tensors) if t.persistent and i not in moved)
+    resident = sum(t.nbytes for i, t in enumerate(tensors) if t.persistent and i not in moved)
     slots = sum(tensor.nbytes for tensor in twins.next_batch())
-    assert step.order.peak + slots <= step.graph.peak_bytes == stay + slots + made.footprint
-    twins, less = over_the_boundary(0, step.graph.peak_bytes - 1)
-    twins.train(less)
+    assert step.order.peak + slots <= step.graph.peak_bytes == resident + slots + captured_graph.footprint
+    twins, smaller = over_the_boundary(0, step.graph.peak_bytes - 1)
+    twins.train(smaller)
     with pytest.raises(
         StepError, match=r"as a graph the step takes .*: plan it for 1 bytes less; the model is as before"
     ):
-        less(*twins.next_batch())
+        smaller(*twins.next_batch())
     twins.compare()
-    twins, same = over_the_boundary(0, step.graph.peak_bytes)
-    twins.train(same, 3)
-    assert same.graph.peak_bytes == step.graph.peak_bytes
+    twins, exact = over_the_boundary(0, step.graph.peak_bytes)
+    twins.train(exact, 3)
+    assert exact.graph.peak_bytes == step.graph.peak_bytes
 
 
 @pytest.mark.parametrize("wrong", ["packing", "lifetimes", "boundary"])
@@ -334,7 +334,7 @@ def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default
 
     slow = replace(GPU, graph_copies=0.5)
     with capturable(True):
-        steps = fit(*twins.ours.given, twins.next_batch(), 0.9, machine=slow, planner=planner)
+        steps = fit(*twins.ours.capture_args, twins.next_batch(), 0.9, machine=slow, planner=planner)
         twins.train(steps, 5)
     assert steps.report().iteration_ns == simulate(
         steps.present.program, steps.present.plan, slow.in_graph(), steps.limit
@@ -363,7 +363,7 @@ def test_fit_goes_on_kernel_by_kernel_if_no_plan_does_with_less(by_default):
     def planner(program, machine, limit):
         raise agents.Infeasible("not for less than everything")
 
-    steps = fit(*twins.ours.given, twins.next_batch(), 1.0, machine=GPU, planner=planner)
+    steps = fit(*twins.ours.capture_args, twins.next_batch(), 1.0, machine=GPU, planner=planner)
     twins.train(steps)
     with pytest.warns(UserWarning, match="kernel by kernel: as a graph the step takes"):
         twins.train(steps)
@@ -382,13 +382,13 @@ def test_a_graph_on_a_gpu(name, optimizer, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     twins, step = graphed(name, optimizer, device="cuda")
     twins.train(step, 5)
-    made = step.graph.graph
-    assert step.graph.captures == 1 and 0 < made.footprint < step.graph.peak_bytes <= step.limit
-    before = torch.cuda.mem_get_info()[0]
+    captured_graph = step.graph.graph
+    assert step.graph.captures == 1 and 0 < captured_graph.footprint < step.graph.peak_bytes <= step.limit
+    free_before = torch.cuda.mem_get_info()[0]
     step.graph.close()
     persistent = sum(b.nbytes for b in step.state.blocks.blocks.values() if b.persistent)
     torch.cuda.empty_cache()
-    assert torch.cuda.mem_get_info()[0] - before >= made.footprint - persistent - 2**21
+    assert torch.cuda.mem_get_info()[0] - free_before >= captured_graph.footprint - persistent - 2**21
     twins.train(step, 2)
     assert step.graph.captures == 2
     step.finish()

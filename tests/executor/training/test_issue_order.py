@@ -39,14 +39,14 @@ def test_an_order_is_sound(seeds, graph):
 
 def test_a_graph_ends_with_no_copy_in_flight_that_is_over_in_the_simulation():
     """A copy in flight at a graph's boundary starts again and delays the first copies of the next iteration."""
-    found = [Counter(), Counter()]
+    counts = [Counter(), Counter()]
     for seed in range(100):
         program, plan, machine, limit, *_ = case(seed)
         limit, machine = max(limit, lower(program, plan).required_bytes), replace(machine, host_bytes=10**6)
         for graph in (False, True):
-            found[graph].update(ordered(program, plan, machine, limit, graph).start.values())
-    assert found[True]["out"] < found[False]["out"]
-    assert found[True].total() == found[False].total()
+            counts[graph].update(ordered(program, plan, machine, limit, graph).start.values())
+    assert counts[True]["out"] < counts[False]["out"]
+    assert counts[True].total() == counts[False].total()
 
 
 def test_an_order_that_waits_at_the_boundary_is_sound(monkeypatch):
@@ -66,7 +66,7 @@ def follow(out: Order) -> None:
     host = {blocks[b].owner: -1 for b in place if place[b] != "device"}
     begin = dict(place)
     used = peak = sum(blocks[b].nbytes for b in place if place[b] != "host")
-    most = [0] * len(program.kernels)
+    peaks = [0] * len(program.kernels)
     steps = {"in": ("host", "in"), "reclaim": ("out", "host"), "wait": ("in", "device"), "out": ("device", "out"),
              "release": ("device", "host")}  # fmt: skip
 
@@ -87,13 +87,13 @@ def follow(out: Order) -> None:
             used += move(kind, b)
             peak = max(peak, used)
         used += item.charged
-        peak, most[k] = max(peak, used), max(most[k], used)
+        peak, peaks[k] = max(peak, used), max(peaks[k], used)
         assert item.charged == sum(blocks[b].nbytes for b in item.step.allocates)
         place |= dict.fromkeys(item.step.allocates, "device")
         for x in kernel.inputs:
-            wanted = [w for w in program.writes[x] if w < item.step.kernel]
+            writers = [w for w in program.writes[x] if w < item.step.kernel]
             assert place[item.step.uses[x]] in ("device", "out")
-            assert content[item.step.uses[x]] == (wanted[-1] if wanted else -1)
+            assert content[item.step.uses[x]] == (writers[-1] if writers else -1)
         for x in kernel.outputs:
             assert place[item.step.uses[x]] == "device"  # no copy is in flight
             content[item.step.uses[x]] = item.step.kernel
@@ -106,10 +106,10 @@ def follow(out: Order) -> None:
     assert peak == out.peak <= out.limit
     for k, least in enumerate(schedule.residency):  # after one of several steps of a kernel, swap-ins that fit are made
         several = schedule.first[k + 1] - schedule.first[k] > 1
-        assert most[k] == least or (schedule.moved and (most[k] > least or several))
+        assert peaks[k] == least or (schedule.moved and (peaks[k] > least or several))
     outs = [b for item in out.items for kind, b in item.before + item.after if kind == "out"]
     if len(outs) == len({blocks[b].owner for b in outs}):  # else a place is kept in between
-        assert out.held(1).intervals.peak_bytes <= max(schedule.on_host)
+        assert out.host_slots(1).intervals.peak_bytes <= max(schedule.on_host)
 
 
 def test_an_early_copy_by_hand():
@@ -148,18 +148,18 @@ def test_an_order_takes_no_longer_than_simulated(part, early):
 def clock(out: Order, machine: Machine) -> Iterator[int]:
     """Yields durations of iterations, with in-order streams and events between them."""
     compute = d2h = h2d = last = 0
-    over: dict[tuple[str, int], int] = {}
+    ends: dict[tuple[str, int], int] = {}
     blocks = out.schedule.blocks
     while True:
         for item in out.items:
-            for kind, what in (*item.before, ("run", item.step.kernel), *item.after):
+            for kind, index in (*item.before, ("run", item.step.kernel), *item.after):
                 if kind == "run":
-                    compute += out.program.kernels[what].duration_ns
+                    compute += out.program.kernels[index].duration_ns
                 elif kind in ("reclaim", "wait"):
-                    compute = max(compute, over.get((kind, what), 0))
+                    compute = max(compute, ends.get((kind, index), 0))
                 elif kind == "out":
-                    d2h = over["reclaim", what] = max(d2h, compute) + machine.d2h_ns(blocks[what].nbytes)
+                    d2h = ends["reclaim", index] = max(d2h, compute) + machine.d2h_ns(blocks[index].nbytes)
                 elif kind == "in":
-                    h2d = over["wait", what] = max(h2d, compute) + machine.h2d_ns(blocks[what].nbytes)
+                    h2d = ends["wait", index] = max(h2d, compute) + machine.h2d_ns(blocks[index].nbytes)
         yield compute - last
         last = compute

@@ -35,11 +35,11 @@ def test_storages_are_as_large_as_the_program_says():
     twins = Twins("gpt2", adamw)
     captured = twins.captured()
     step = tight(captured, random_plan(captured.program, 3))
-    looked = [len(item.calls) for item in step.state.work]
+    call_counts = [len(item.calls) for item in step.state.work]
     with quiet():
         step(*twins.next_batch())
     assert step.differing == {} and step.allocator is None
-    assert [len(item.calls) for item in step.state.work] == [max(0, n - 1) for n in looked]
+    assert [len(item.calls) for item in step.state.work] == [max(0, n - 1) for n in call_counts]
 
 
 def test_library_buffers_for_the_backward_pass_are_not_traced():
@@ -57,9 +57,9 @@ def test_library_buffers_for_the_backward_pass_are_not_traced():
 def test_a_parameter_that_is_part_of_other_memory():
     """Moves a parameter into a larger storage after the capture."""
     model, step = unplanned()
-    whole = torch.zeros(2048)
-    whole[:1024] = model[0].weight.data.flatten()
-    model[0].weight.data = whole[:1024].view(32, 32)
+    memory = torch.zeros(2048)
+    memory[:1024] = model[0].weight.data.flatten()
+    model[0].weight.data = memory[:1024].view(32, 32)
     with pytest.warns(UserWarning, match=r"0\.weight has 8,192 and not 4,096"):
         step(*BATCH)
     assert step.differing == {"0.weight": (8192, 4096)}
@@ -73,12 +73,12 @@ def test_a_parameter_that_is_part_of_other_memory():
 ])  # fmt: skip
 def test_the_allocators_statistics(factor, within, retries, warned, monkeypatch):
     """Only the first step is observed; 1,000 bytes belong to others."""
-    (_, step), asked = unplanned(), []
+    (_, step), used_bytes = unplanned(), []
 
     def statistics(device):
-        asked.append(step.state.blocks.used)
-        now = 1000 + asked[-1] * (factor if len(asked) > 1 else 1)
-        peak, again = (10**9 + within, 7 + retries) if len(asked) > 1 else (10**9, 7)
+        used_bytes.append(step.state.blocks.used)
+        now = 1000 + used_bytes[-1] * (factor if len(used_bytes) > 1 else 1)
+        peak, again = (10**9 + within, 7 + retries) if len(used_bytes) > 1 else (10**9, 7)
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak, "num_alloc_retries": again}
 
     monkeypatch.setattr(memory_check, "allocator_stats", statistics)
@@ -86,6 +86,6 @@ def test_the_allocators_statistics(factor, within, retries, warned, monkeypatch)
         step(*BATCH)
     peak = 10**9 + within - 1000 if within else factor * step.peak_bytes
     assert step.allocator == Allocator(1000, peak, step.peak_bytes, retries)
-    count = len(asked)
+    count = len(used_bytes)
     step(*BATCH)
-    assert 3 < count == len(asked)
+    assert 3 < count == len(used_bytes)

@@ -20,7 +20,7 @@ from tests.executor.training.test_faults import break_kernel, once
 def accumulated(k: int = 2, seed: int = 1, name: str = "small", **options: object) -> tuple[Twins, PlannedStep]:
     twins = Twins(name, adamw, accumulate=k, clip_norm=0.05, **options)
     captured = twins.captured()
-    plan = random_plan(captured.program, seed, nothing=0.1)
+    plan = random_plan(captured.program, seed, empty_share=0.1)
     moved = {captured.program.tensors[d.tensor].kind for d in plan.decisions if isinstance(d, Swap)}
     assert {"gradient", "input", "optimizer_state"} <= moved
     return twins, tight(captured, plan)
@@ -142,7 +142,7 @@ def test_a_refused_micro_batch_leaves_the_step_unchanged():
 
 def test_a_batch_that_the_plan_needs_again_may_not_be_changed():
     """The second micro-batch recomputes kernels of the first; otherwise the caller could reuse the first's memory."""
-    twins, step = next(pair for seed in range(9) if (pair := accumulated(seed=seed))[1].state.parts[0].reads_on)
+    twins, step = next(pair for seed in range(9) if (pair := accumulated(seed=seed))[1].state.parts[0].read_later)
     x, y = twins.next_batch()
     step(x, y)
     (x if x.untyped_storage().nbytes() else y).zero_()

@@ -53,9 +53,9 @@ def test_a_step_detaches_and_unpacks_nothing() -> None:
     captured = capture(model, nn.CrossEntropyLoss(), optimizer, batch, machine=Machine.load("gtx1080ti"))
     targets = {node.target for node in captured.graph.graph.nodes}
     assert {aten.detach.default, operator.getitem} <= targets
-    found = functions(PlannedStep(captured, Plan()))
-    assert torch.convolution in found and torch.native_batch_norm in found
-    assert not {operator.getitem, torch.Tensor.detach, torch.detach, torch.empty} & set(found)
+    called = functions(PlannedStep(captured, Plan()))
+    assert torch.convolution in called and torch.native_batch_norm in called
+    assert not {operator.getitem, torch.Tensor.detach, torch.detach, torch.empty} & set(called)
 
 
 def test_a_number_is_read_again_only_if_it_was_written() -> None:

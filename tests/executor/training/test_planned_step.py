@@ -87,9 +87,9 @@ def test_tensors_that_numpy_has_seen():
     moved = [
         b for b in step.state.bindings if b.block and b.block.place is Place.DEVICE and isinstance(b.user, nn.Parameter)
     ]
-    assert moved and not any(b.own.untyped_storage().resizable() for b in moved)
+    assert moved and not any(b.device_tensor.untyped_storage().resizable() for b in moved)
     twins.train(step, 2)
-    assert not any(np.shares_memory(a, b.own.numpy()) for a in arrays for b in moved)
+    assert not any(np.shares_memory(a, b.device_tensor.numpy()) for a in arrays for b in moved)
 
 
 def test_without_a_barrier_between_steps():
@@ -97,7 +97,7 @@ def test_without_a_barrier_between_steps():
     twins = Twins("small", adamw)
     step = programs.over_the_boundary(twins.captured())
     with step:
-        twins.train(step, 4, look=False)
+        twins.train(step, 4, compare=False)
         under_way = {b.place for b in step.state.blocks.blocks.values()}
     assert under_way & {Place.OUT, Place.IN}
     twins.compare()

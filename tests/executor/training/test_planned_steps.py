@@ -24,7 +24,7 @@ def capuchin(program: Program, machine: Machine, limit: int) -> Plan:
 
 def everything(program: Program, machine: Machine, limit: int) -> Plan:
     """Returns a plan that uses nearly every gap, as far as the limit allows."""
-    plans = (random_plan(program, seed, nothing=0.1) for seed in range(20))
+    plans = (random_plan(program, seed, empty_share=0.1) for seed in range(20))
     plan = next(plan for plan in plans if required(program, plan) <= limit)
     assert {type(decision) for decision in plan.decisions} == {Swap, Recompute}
     return plan
@@ -57,7 +57,7 @@ def test_short_batches_and_lengths(name, make_optimizer, counts):
     assert len(steps.steps) == 3 and any(step.plan.decisions for step in steps.steps.values())
     assert steps.peak_bytes <= steps.limit
     with steps:
-        twins.train(steps, 6, look=False)
+        twins.train(steps, 6, compare=False)
     twins.compare()
     steps.finish()
     twins.go_on_eagerly(2)
@@ -72,15 +72,15 @@ def test_all_shapes_have_one_slab(undo):
     HOST.drop()
     before = HOST.nbytes
     seeds = iter(range(9))
-    steps = twins.steps_under(lambda program, *_: random_plan(program, next(seeds), nothing=0.1), 1.0, undo=undo)
+    steps = twins.steps_under(lambda program, *_: random_plan(program, next(seeds), empty_share=0.1), 1.0, undo=undo)
     twins.train(steps, 8)
     assert len({step.pinned_bytes for step in steps.steps.values()}) == 3
     steps.finish()
-    most = max(step.pinned_bytes for step in steps.steps.values())
-    assert undo or HOST.nbytes - before == -(-most // PAGE) * PAGE
-    taken = HOST.take(most)
+    largest = max(step.pinned_bytes for step in steps.steps.values())
+    assert undo or HOST.nbytes - before == -(-largest // PAGE) * PAGE
+    slab = HOST.take(largest)
     twins.train(steps)
-    del taken
+    del slab
     twins.train(steps)
 
 
@@ -115,18 +115,18 @@ class Accumulated(Twins):
         pairs = self.pairs(*counts)
         for i, (ours, theirs) in enumerate(zip(pairs, copy.deepcopy(pairs), strict=True)):
             self.micro(self.planned, i, ours, theirs)
-        assert not self.planned.under_way
-        self.ended(self.planned)
+        assert not self.planned.in_progress
+        self.finish_step(self.planned)
 
-    def told(self, *counts: int) -> None:
+    def announced(self, *counts: int) -> None:
         self.planned.begin(*self.pairs(*counts))
         self.one_by_one(*counts)
 
-    def whole(self, *counts: int) -> None:
+    def all_at_once(self, *counts: int) -> None:
         pairs = self.pairs(*counts)
         step = self.planned if len(pairs) > 1 else lambda *pair: self.planned(pair)
         self.at_once(step, pairs, copy.deepcopy(pairs))
-        self.ended(self.planned)
+        self.finish_step(self.planned)
 
 
 def test_micro_batches_of_any_shapes():
@@ -134,18 +134,18 @@ def test_micro_batches_of_any_shapes():
     twins = Accumulated(3)
     twins.one_by_one(4, 4, 4)
     twins.one_by_one(2, 2, 2)
-    twins.told(4, 2, 3)
+    twins.announced(4, 2, 3)
     twins.one_by_one(4, 4, 4)
-    twins.whole(4, 2, 3)
-    twins.told(4, 2)
-    twins.whole(4, 2)
-    twins.told(2)
-    twins.whole(2)
+    twins.all_at_once(4, 2, 3)
+    twins.announced(4, 2)
+    twins.all_at_once(4, 2)
+    twins.announced(2)
+    twins.all_at_once(2)
     twins.one_by_one(2, 2, 2)
     assert len(twins.planned.steps) == 5 and twins.planned.peak_bytes <= twins.planned.limit
     with twins.planned:
         twins.planned.finish()
-        twins.whole(2, 2, 2)
+        twins.all_at_once(2, 2, 2)
         twins.planned.finish()
     twins.compare()
 
@@ -160,9 +160,9 @@ def test_a_micro_batch_of_another_shape_leaves_the_step_unchanged():
     for wrong in (lambda: twins.planned(last, last), lambda: twins.planned.begin(last), lambda: twins.planned(last)):
         with pytest.raises(StepError, match="1 of the step's 2 micro-batches"):
             wrong()
-    assert twins.planned.under_way
+    assert twins.planned.in_progress
     twins.micro(twins.planned, 1, last, copy.deepcopy(last))
-    twins.ended(twins.planned)
+    twins.finish_step(twins.planned)
 
 
 def test_a_step_that_is_undone_begins_anew():
@@ -173,7 +173,7 @@ def test_a_step_that_is_undone_begins_anew():
         twins.planned.begin(*pairs)
         twins.planned(*pairs[0])
         twins.planned.finish()
-        assert not twins.planned.under_way
+        assert not twins.planned.in_progress
         twins.compare()
     twins.one_by_one(3, 3)
     twins.planned.begin(*twins.pairs(4, 3))
@@ -185,7 +185,7 @@ def test_a_step_that_is_undone_begins_anew():
         twins.planned(*y)
     twins.compare()
     twins.one_by_one(4, 3)
-    twins.told(3)
+    twins.announced(3)
 
 
 def test_wrong_numbers_of_micro_batches_are_refused():

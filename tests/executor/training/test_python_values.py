@@ -74,13 +74,13 @@ def test_a_value_that_the_step_reads_has_changed(what: str) -> None:
     twins = Twins(reading)
     steps = twins.steps_under(moving)
     twins.train(steps)
-    change(twins.ours.model, twins.ours.given[1])
+    change(twins.ours.model, twins.ours.capture_args[1])
     with pytest.raises(StepError, match=named):
         steps(*twins.next_batch())
     twins.compare()
     if twins.ours.model.table:
         steps.recapture()
-        change(twins.eager.model, twins.eager.given[1])
+        change(twins.eager.model, twins.eager.capture_args[1])
         twins.train(steps, 2)
 
 

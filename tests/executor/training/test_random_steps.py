@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: F401 (blocks)
 
 from executor import CaptureError, FitError, StepError, fit
-from tests.executor.training.programs import same
+from tests.executor.training.programs import bit_identical
 
 FEATURES, WIDTH, CLASSES, ROWS, STEPS = 8, 16, 5, 32, 3
 REFUSALS = CaptureError, FitError, StepError
@@ -192,9 +192,9 @@ def make(name: str, inner: Block | None, table: dict[str, Any]) -> Block:
     bodies = {"make(self)": attributes, "forward(self, h, x)": forward, "after_backward(self, loss)": after}
     methods = "\n".join(f"def {head}:\n{indent(body, '    ')}" for head, body in bodies.items())
     text = f"class {name.title().replace(' ', '')}(Block):\n    shared = []\n{indent(methods, '    ')}"
-    made: dict[str, type[Block]] = {}
-    exec(compile(text, __file__, "exec"), table, made)
-    return next(iter(made.values()))(inner)
+    classes: dict[str, type[Block]] = {}
+    exec(compile(text, __file__, "exec"), table, classes)
+    return next(iter(classes.values()))(inner)
 
 
 class Plain(Optimizer):
@@ -292,15 +292,15 @@ class Twin:
 
     def observed(self) -> dict[str, Any]:
         """Returns all state that a step may change except gradients, with tensors cloned."""
-        found: dict[str, Any] = {"random state": torch.get_rng_state()}
+        observations: dict[str, Any] = {"random state": torch.get_rng_state()}
         state = {i: self.optimizer.state.get(p, {}) for i, p in enumerate(self.model.parameters())}
         table, slow = self.blocks[0].make.__globals__, getattr(self.optimizer, "slow", [])
-        held = {"model": dict(self.model.named_modules()), "state": state, "slow": slow}
-        held |= {"globals": [table["LOGGED"], table["MEAN"]], "classes": [b.shared for b in self.blocks]}
-        for name, value in leaves(held, ""):
+        objects = {"model": dict(self.model.named_modules()), "state": state, "slow": slow}
+        objects |= {"globals": [table["LOGGED"], table["MEAN"]], "classes": [b.shared for b in self.blocks]}
+        for name, value in leaves(objects, ""):
             assert not isinstance(value, FakeTensor), f"a fake tensor is left in {name}"
-            found[name] = value.detach().clone() if isinstance(value, Tensor) else value
-        return found
+            observations[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        return observations
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -370,18 +370,18 @@ class Program:
     def outcome(self) -> tuple[str, str]:
         """Returns "equal", "refused", "different", "crashed" or "invalid" (eager PyTorch raises), and why."""
         try:
-            _, wanted = self.trained(with_fit=False)
+            _, expected = self.trained(with_fit=False)
         except Exception as error:
             return "invalid", f"{type(error).__name__}: {error}"
         try:
             with warnings.catch_warnings(action="ignore"):
-                refusal, found = self.trained(with_fit=True)
+                refusal, history = self.trained(with_fit=True)
         except Exception as error:
             return "crashed", f"{type(error).__name__}: {error}"
         if AN_ERROR.search(refusal):
             return "crashed", refusal
-        if named := difference(found, wanted):
-            return "different", f"{named}; refusal: {refusal or 'none'}"
+        if mismatch := difference(history, expected):
+            return "different", f"{mismatch}; refusal: {refusal or 'none'}"
         return ("refused", refusal) if refusal else ("equal", "")
 
     def shrunk(self) -> Program:
@@ -394,13 +394,16 @@ class Program:
         return self
 
 
-def difference(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> str:
+def difference(planned: list[dict[str, Any]], eager: list[dict[str, Any]]) -> str:
     """Names the first value that is not bit-identical; ``fit`` may create optimizer state before a step does."""
-    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+    for i, (ours, theirs) in enumerate(zip(planned, eager, strict=True)):
         for name in dict.fromkeys((*theirs, *ours)):
             a, b = ours.get(name, ...), theirs.get(name, ...)
-            made = "result" not in theirs and b is ... and name.startswith(".state")
-            if not (made or (same(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else repr(a) == repr(b))):
+            created = "result" not in theirs and b is ... and name.startswith(".state")
+            if not (
+                created
+                or (bit_identical(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else repr(a) == repr(b))
+            ):
                 return f"{name} at {i}"
     return ""
 
@@ -425,10 +428,10 @@ CHUNKS = [pytest.param(range(i, i + 50), marks=pytest.mark.nightly, id=f"{i}") f
 def test_a_random_step_is_refused_or_equals_eager(seeds: Iterable[int]) -> None:
     counts: Counter[str] = Counter()
     wrong: list[str] = []
-    for one in map(program, seeds):
-        kind, why = one.outcome()
-        counts[f"{kind} {re.sub(r'[^ ]*[.0-9][^ ]*', '*', why)[:60]}"] += 1
+    for drawn in map(program, seeds):
+        kind, reason = drawn.outcome()
+        counts[f"{kind} {re.sub(r'[^ ]*[.0-9][^ ]*', '*', reason)[:60]}"] += 1
         if kind not in ("equal", "refused", "invalid"):
-            wrong.append(f"{kind}: {why}: {one.shrunk()}")
+            wrong.append(f"{kind}: {reason}: {drawn.shrunk()}")
     print(*(f"{count:4} {kind}" for kind, count in counts.most_common()), sep="\n")
     assert not wrong, "\n".join(wrong)

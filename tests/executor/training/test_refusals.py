@@ -43,7 +43,7 @@ def own_step(besides: Callable[[Any, Any], Callable[[], Any]], planner: Any = la
     """Returns a custom step with an additional action and result."""
     model = net(8, 32)
     optimizer = sgd(model)
-    inner, does = trained(model, [optimizer]).given[0], besides(model, optimizer)
+    inner, does = trained(model, [optimizer]).capture_args[0], besides(model, optimizer)
 
     def step(x: Tensor, y: Tensor) -> Any:
         return inner(x, y), does()
@@ -125,7 +125,7 @@ def recomputing_dropout(program: Any) -> Plan:
     for gap in program.gaps():
         plan = Plan((Recompute(gap.tensor, gap.after, gap.before),))
         drawn = any("bernoulli" in k.name and gap.tensor in k.outputs for k in program.kernels)
-        if drawn and fits(program, list(plan.decisions), whole=True):
+        if drawn and fits(program, list(plan.decisions), check_schedule=True):
             return plan
     raise AssertionError("no dropout")
 
@@ -292,7 +292,7 @@ REFUSED_CHANGES: dict[str, tuple[Callable[[Loop], Any], str]] = {
 def small_step(kind: str) -> tuple[Twins, PlannedStep]:
     twins = Twins("small", sgd)
     captured = twins.captured()
-    step = tight(captured, plan_of(captured.program, kind, nothing=0.1))
+    step = tight(captured, plan_of(captured.program, kind, empty_share=0.1))
     twins.train(step, 2)
     return twins, step
 

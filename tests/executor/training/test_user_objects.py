@@ -24,7 +24,7 @@ from executor.training import check
 from executor.training.check import CheckNotRun, difference
 from simulator import Plan
 from tests.executor.networks import sgd
-from tests.executor.training.programs import Loop, Twins, own, same, under_every_plan
+from tests.executor.training.programs import Loop, Twins, bit_identical, custom, under_every_plan
 from tests.executor.training.test_equal_to_eager import net, trained
 from tests.executor.training.test_random_steps import Program, Twin
 
@@ -49,14 +49,14 @@ def loop_of(block: str, optimizer: str = "adamw") -> Loop:
     twin = Twin(program)
 
     def held() -> dict[str, Any]:
-        found = {name: value for name, value in twin.observed().items() if not name.startswith(".state")}
-        return tree_map_only(Tensor, Tensor.tolist, found)
+        values = {name: value for name, value in twin.observed().items() if not name.startswith(".state")}
+        return tree_map_only(Tensor, Tensor.tolist, values)
 
-    return own(twin.step, [twin.model], [twin.optimizer], program.batch, others=held)
+    return custom(twin.step, [twin.model], [twin.optimizer], program.batch, others=held)
 
 
 def fitted(twins: Twins, memory: float = 1.0, **options: Any) -> Any:
-    return fit(twins.ours.given[0], example_batch=twins.next_batch(), memory=memory, **options)
+    return fit(twins.ours.capture_args[0], example_batch=twins.next_batch(), memory=memory, **options)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHTLY)) for n in CASES])
@@ -69,14 +69,14 @@ def test_what_the_loop_keeps_of_a_carried_state_stays_as_it_was() -> None:
     for name in ("carried state", "state of an LSTM"):
         twins = Twins(loop_of, name)
         step = fitted(twins, 0.8, planner="capuchin")
-        kept: list[list[Any]] = [[], []]
+        references: list[list[Any]] = [[], []]
         for _ in range(3):
             twins.train(step, 1)
-            for loop, values in zip((twins.ours, twins.eager), kept, strict=True):
+            for loop, values in zip((twins.ours, twins.eager), references, strict=True):
                 values.append(getattr(loop.model[1][0], CARRIED[name]))
-        assert all(map(same, *map(tree_leaves, kept))), name
-        assert len({id(values) for values in kept[0]}) == 3
-    kept.clear()
+        assert all(map(bit_identical, *map(tree_leaves, references))), name
+        assert len({id(values) for values in references[0]}) == 3
+    references.clear()
     twins.train(step, 1)
     addresses = set()
     for _ in range(3):  # without kept references, nothing is copied
@@ -216,12 +216,12 @@ def test_a_number_of_the_batch_decides_what_a_step_does() -> None:
     twins = Twins(loop_of, "branch on the batch")
     x, y = twins.next_batch()
     negative, positive = -x.abs(), x.abs()
-    step = fit(twins.ours.given[0], example_batch=(negative, y), memory=1.0)
+    step = fit(twins.ours.capture_args[0], example_batch=(negative, y), memory=1.0)
     for sign in (negative, positive, positive, negative):
         twins.at_once(step, [(sign, y)], [(sign.clone(), y)])
-        twins.ended(step)
+        twins.finish_step(step)
     assert len(step.steps) == 1
-    one = capture_step(twins.ours.given[0], negative, y)
+    one = capture_step(twins.ours.capture_args[0], negative, y)
     with pytest.raises(
         StepError, match=r"a number of the batch, on which the step depends .* was False .* is True now"
     ):
