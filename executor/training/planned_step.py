@@ -212,8 +212,8 @@ class PlannedStep:
             return
         if stale := numbers.first_violation(current):
             raise StepError(
-                f"the optimizer's {stale.key} was {stale.captured} at the capture and is {stale()} now, which changes the "
-                "operations of its step; capture the step again"
+                f"the optimizer's {stale.key} was {stale.captured} at the capture and is {stale()} now, which changes "
+                "the operations of its step; capture the step again"
             )
         for out, function, get, options in self.calls.numbers:
             table[out] = function(*get(table), **options)

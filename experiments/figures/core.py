@@ -33,7 +33,7 @@ from agents.planner import Planner
 from experiments import figures
 from experiments.common import cli
 from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD
-from experiments.common.report import CONTROL, Row, console, heuristics, warm_up
+from experiments.common.report import ABLATION, Row, console, heuristics, warm_up
 from experiments.figures import group_by, network, program, share_of_peak
 from experiments.figures.figure import Figure, Range
 from experiments.plotting import palette
@@ -506,7 +506,7 @@ def summarise(file: Path) -> Row | None:
         rows = {r["planner"]: r for r in summary["results"]}
         dqn = rows.get("dqn")
         autoswap = [r["overhead"] for n, r in rows.items() if n.startswith("autoswap_") and r["feasible"]]
-        has_controls = {"dqn", f"{CONTROL}, equal calls", f"{CONTROL}, equal seconds"} <= set(rows)
+        has_controls = {"dqn", f"{ABLATION}, equal calls", f"{ABLATION}, equal seconds"} <= set(rows)
         if dqn is None or not has_controls or not autoswap or not rows.get("annealing", {}).get("feasible"):
             return None
         return {
@@ -515,8 +515,8 @@ def summarise(file: Path) -> Row | None:
             "command": " ".join(w for w in summary["command"] if not w.startswith("out=")),
             "train_s": round(summary["train_s"], 1), "simulator_calls": dqn["simulator_calls"],
             "dqn": dqn["overhead"], "greedy": rows["dqn_greedy"]["overhead"],
-            "uniform_calls": rows[f"{CONTROL}, equal calls"]["overhead"],
-            "uniform_seconds": rows[f"{CONTROL}, equal seconds"]["overhead"],
+            "uniform_calls": rows[f"{ABLATION}, equal calls"]["overhead"],
+            "uniform_seconds": rows[f"{ABLATION}, equal seconds"]["overhead"],
             "autoswap": min(autoswap), "annealing": rows["annealing"]["overhead"],
             "floor": dqn["bound_overhead"], "gap": dqn["gap"],
         }  # fmt: skip

@@ -76,7 +76,7 @@ def _streams(timeline: Timeline, start: int) -> list[Mark]:
         lengths, starts = [(s.end_ns - s.start_ns) / 1e6 for s in chosen], [(s.start_ns - start) / 1e6 for s in chosen]
         rows = [STREAMS.index(s.stream) for s in chosen]
         marks.append(Bars(rows, lengths, colour, kind.replace("_", "-") if chosen else "", 0.76, np.array(starts)))
-    return [mark for mark in marks if isinstance(mark, Bars) and len(mark.at)]
+    return [mark for mark in marks if isinstance(mark, Bars) and len(mark.positions)]
 
 
 def batches(path: Path, rows: Sequence[dict[str, Any]]) -> None:

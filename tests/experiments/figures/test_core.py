@@ -91,7 +91,7 @@ def test_which_agents_are_asked_for() -> None:
     stored = {"agents": {"annealing": {"planner": "annealing"}}}
 
     def pick(agents: Any, suite: str = "core") -> dict[str, Any] | None:
-        return benchmark.agents_of(DictConfig({"agents": agents}), suite, stored)
+        return benchmark.requested_agents(DictConfig({"agents": agents}), suite, stored)
 
     assert pick(None) is None
     assert pick("annealing") == stored["agents"]
