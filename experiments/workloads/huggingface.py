@@ -89,7 +89,7 @@ def huggingface(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
     pairs = hasattr(inner, "encoder")
     wrapped = Network(inner, pairs).train()
     names = ("input_ids", "attention_mask", *(("decoder_input_ids",) if pairs else ()))
-    batch = {name: torch.ones(batch_size, length, dtype=torch.int64) for name in names}
+    batch = {name: torch.ones(batch_size, length, dtype=torch.int64, device="cpu") for name in names}  # masks are read
     tokens = torch.ones(batch_size, length, dtype=torch.int64)
     loss = same_token if pairs else next_token
     return wrapped, loss, torch.optim.AdamW(wrapped.parameters(), lr=1e-4), (batch, tokens)
