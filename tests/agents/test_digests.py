@@ -29,7 +29,7 @@ from tests import random_cases
 from tests.agents.heuristics.test_superneurons import network
 from tests.agents.test_planner import layers
 
-PROGRAMS = 16
+PROGRAMS = 10
 LAYERS = ("conv", "conv", "norm", "activation", "activation", "pool", "dropout", "matmul", "elementwise")
 DIGESTS = Path(__file__).resolve().parents[1] / "data" / "plans.json"
 SWARM = {"particles": 8, "iterations": 3, "jobs": 1}
