@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from executor.capture.batches import Loss, arguments
 from executor.capture.captured import Captured
 from executor.capture.optimizers import BUCKET_BYTES
-from executor.capture.profile import Profile, measure, with_profile
+from executor.capture.profile import Profile, with_profile
+from executor.capture.profiler import measure
 from executor.card import Loop, card_peak
 from executor.memory.pinned import available
 from executor.training.bindings import device_of

@@ -38,6 +38,11 @@ def lines_by_folder() -> dict[str, int]:
     return total
 
 
+def test_no_file_is_longer_than_500_lines() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in tracked("*.py")}
+    assert {path for path, count in lines.items() if count > 500} == set()
+
+
 def keys(config: dict[str, object], prefix: str = "") -> list[str]:
     """Returns the dotted keys of a config's leaves."""
     found = []

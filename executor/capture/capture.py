@@ -34,11 +34,12 @@ from executor.capture.batches import BatchError, Loss, arguments, compute_loss, 
 from executor.capture.captured import Captured, Returned, Source
 from executor.capture.cuda_semantics import cuda_operators
 from executor.capture.effects import Effects, rebind
+from executor.capture.interception import traced_calls
 from executor.capture.operators import Places, is_user_file
 from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, constant_options, options
 from executor.capture.python_values import PythonValues, compare_constants, preserve_random_states
 from executor.capture.reach import CaptureError, hooks_of
-from executor.capture.recorder import Recorder, report_outputs, traced_calls
+from executor.capture.recorder import Recorder, report_outputs
 from executor.capture.state import StepState, copy_batch
 from simulator.machine import Machine
 

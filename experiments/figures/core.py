@@ -1,24 +1,20 @@
-"""Core suite of the benchmark, the test split, and learning curves: certified gaps of agents.
+"""Core suite of the benchmark and the test split: certified gaps of agents.
 
 A task is a program (pinned by its fingerprint), a machine and a limit. It belongs to the train split if the bundled
 policy was trained on its family, otherwise to the test split. A run is one agent on one task with a budget (simulator
 calls or seconds) and a seed. Its score is the certified gap: the overhead of its plan minus the certified lower bound,
 in percentage points, so no plan scores below 0. Agents are planners of ``agents`` or custom classes ("module:Class").
 
-The test split scores planners by planning time, on networks that the policy was not trained on. Learning curves are
-those of trainings (common/curves.py), with a table of train_dqn runs.
+The test split scores planners by planning time, on networks that the policy was not trained on.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +28,8 @@ from agents.floor import floor
 from agents.planner import Planner
 from experiments import figures
 from experiments.common import cli
-from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD
-from experiments.common.report import ABLATION, Row, console, heuristics, warm_up
-from experiments.figures import group_by, network, program, share_of_peak
+from experiments.common.report import Row, heuristics, warm_up
+from experiments.figures import network, program, share_of_peak
 from experiments.figures.figure import Figure, Range
 from experiments.plotting import palette
 from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel, between
@@ -42,7 +37,7 @@ from experiments.plotting.palette import INK, Look, look
 from simulator import Machine, Program
 from simulator.compiled import warm
 from simulator.compiled.engine import simulate
-from simulator.files import FormatError, read_json
+from simulator.files import read_json
 from simulator.plan import PlanError
 
 PUBLISHED = "published"  # the best of all heuristics, as one agent without a budget
@@ -400,173 +395,3 @@ def mean_interval(gaps: np.ndarray) -> Range | None:
         return None
     samples = np.random.default_rng(0).integers(len(gaps), size=(DRAWS, len(gaps)))
     return Range(np.percentile(gaps[samples].mean(1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2]))
-
-
-MARGIN = 0.005  # of ideal time, over annealing
-SHOWN = {  # headings by key of a run
-    "dqn": "DQN", "uniform_calls": "no network, equal calls", "uniform_seconds": "no network, equal seconds",
-    "greedy": "greedy policy", "autoswap": "best AutoSwap", "annealing": "annealing",
-}  # fmt: skip
-CASE = ("workload", "machine", "limit_fraction", "mode")
-MEANT = {GREEDY: "greedy policy", OVERHEAD: f"last {LAST} episodes", BEST: "best plan so far"}
-INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")
-
-
-class Learning(Figure):
-    """Curves of trainings by simulator calls, and a table of train_dqn runs, over the seeds."""
-
-    name = "learning"
-    on_demand = True
-    simulated = False
-
-    def tasks(self, settings: DictConfig) -> list[Row]:
-        folder = Path(str(settings.runs)).expanduser()
-        files = sorted(folder.rglob("summary.json"))
-        runs = [summary for file in files if (summary := summarise(file)) is not None]
-        curves = [learning_curve(file) for file in sorted(folder.rglob("curve.json"))]
-        if not curves:
-            raise cli.UsageError(f"figure.runs: no training with a curve.json under {folder}")
-        if len(runs) < len(files):
-            reason = "they are not of train_dqn, were resumed, or compared too few planners"
-            count = f"{len(files) - len(runs)} of {len(files)} runs"
-            console().print(f"{count} under {folder} are not in the table: {reason}")
-        runs.sort(key=lambda r: (r["workload"], r["machine"], r["limit_fraction"], r["mode"], r["seed"]))
-        return runs + sorted(curves, key=lambda r: (*(str(r[key]) for key in CASE), r["agent"], r["seed"]))
-
-    def run(self, task: Row, machine: Machine) -> Row:
-        return {}
-
-    def numbers(self, rows: list[Row]) -> Row:
-        ends = []
-        for (workload, _, limit, _), group in trainings(rows).items():
-            for agent, runs in group.items():
-                calls, greedy = over_seeds(runs, GREEDY)
-                if not calls:  # one run ends before another begins
-                    continue
-                best = over_seeds(runs, BEST)[1]
-                ends.append({
-                    "agent": agent, "workload": workload, "limit": limit, "calls": calls[-1],
-                    "greedy": iqm(greedy[-1:]), "interval": Range(interval(greedy[-1:])), "best": iqm(best[-1:]),
-                })  # fmt: skip
-        return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends}
-
-    def chart(self, rows: list[Row]) -> Chart:
-        panels, tasks = [], trainings(rows)
-        inks = dict(zip(dict.fromkeys(agent for group in tasks.values() for agent in group), cycle(INKS), strict=False))
-        for (workload, _, limit, mode), group in tasks.items():
-            for key, title in MEANT.items():
-                marks, starts, ends, least = [], [], [], math.inf
-                for agent, runs in group.items():
-                    calls, gaps = over_seeds(runs, key)
-                    if not calls:
-                        continue
-                    low, high = np.array([interval(seeds[None]) for seeds in gaps]).T
-                    least = min(least, *low)
-                    starts.append(calls[0])
-                    ends.append(calls[-1])
-                    marks.append(Line(calls, [iqm(seeds) for seeds in gaps], inks[agent], agent, band=(low, high)))
-                if not starts:
-                    continue
-                ticks = [t for i in range(10) if min(starts) <= (t := 10**i) <= max(ends)]
-                x = Axis("simulator calls", "{:,.0f}", (0.9 * min(starts), 1.1 * max(ends)), "log", ticks or None)
-                y = Axis("gap to the floor, points", scale="log" if least > 0 else "symlog")
-                panels.append(Panel(f"{workload}, {limit:.0%}, {mode}: {title}", marks, x, y))
-        return Chart("What trainings learned: interquartile means over the seeds, 95 % bootstrap intervals", panels)
-
-
-def learning_curve(file: Path) -> Row:
-    """Returns the row of a curve.json, with its points as lists.
-
-    Raises:
-        FormatError: The file is not a training curve.
-    """
-    stored = read_json(file)
-    try:
-        points = stored["points"]
-        columns = {key: [point[key] for point in points] for key in ("calls", *MEANT)}
-        if not points or not all(isinstance(v, (int, float)) for v in [*columns["calls"], stored["floor"]]):
-            raise TypeError("no points")
-        if not all(re.fullmatch(r"[\w ,.:+-]+", str(stored[key])) for key in (*CASE, "reward", "agent", "seed")):
-            raise TypeError("a name that is none")  # they are drawn and printed
-        return {**{key: stored[key] for key in (*CASE, "reward", "agent", "seed", "floor")}, **columns}
-    except (KeyError, TypeError) as error:
-        raise FormatError(f"{file}: not the curve of a training ({json.dumps(str(error))})") from None
-
-
-def summarise(file: Path) -> Row | None:
-    """Returns one run's overheads.
-
-    None if the summary is not from train_dqn or has no comparison, as after a resumed run.
-
-    Raises:
-        FormatError: The file is not a summary.
-    """
-    summary = read_json(file)
-    try:
-        rows = {r["planner"]: r for r in summary["results"]}
-        dqn = rows.get("dqn")
-        autoswap = [r["overhead"] for n, r in rows.items() if n.startswith("autoswap_") and r["feasible"]]
-        has_controls = {"dqn", f"{ABLATION}, equal calls", f"{ABLATION}, equal seconds"} <= set(rows)
-        if dqn is None or not has_controls or not autoswap or not rows.get("annealing", {}).get("feasible"):
-            return None
-        return {
-            "workload": dqn["workload"], "machine": dqn["machine"], "limit_fraction": round(dqn["limit_fraction"], 4),
-            "mode": summary["config"]["agent"]["mode"], "seed": dqn["seed"], "episodes": summary["episodes"],
-            "command": " ".join(w for w in summary["command"] if not w.startswith("out=")),
-            "train_s": round(summary["train_s"], 1), "simulator_calls": dqn["simulator_calls"],
-            "dqn": dqn["overhead"], "greedy": rows["dqn_greedy"]["overhead"],
-            "uniform_calls": rows[f"{ABLATION}, equal calls"]["overhead"],
-            "uniform_seconds": rows[f"{ABLATION}, equal seconds"]["overhead"],
-            "autoswap": min(autoswap), "annealing": rows["annealing"]["overhead"],
-            "floor": dqn["bound_overhead"], "gap": dqn["gap"],
-        }  # fmt: skip
-    except (KeyError, TypeError) as error:
-        raise FormatError(f"{file}: not the summary of a run ({json.dumps(str(error))})") from None
-
-
-def spread(values: list[float | None]) -> str:
-    """Formats mean, least and largest, and the number of missing values."""
-    numbers = [v for v in values if v is not None]
-    if not numbers:
-        return "infeasible"
-    text = f"{sum(numbers) / len(numbers):.2%} ({min(numbers):.2%} to {max(numbers):.2%})"
-    return text if len(numbers) == len(values) else f"{text}, {len(values) - len(numbers)} infeasible"
-
-
-def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64]]:
-    """Returns the simulator calls at which every run has a value, and the gaps there in points of ideal time.
-
-    Gaps are float64[points, seeds]. Between two points of a run the previous one holds; without a plan the gap is
-    WITHOUT.
-    """
-    x = sorted({calls for run in runs for calls in run["calls"]})
-    x = [calls for calls in x if max(run["calls"][0] for run in runs) <= calls <= min(r["calls"][-1] for r in runs)]
-    gaps = np.full((len(x), len(runs)), WITHOUT)
-    for j, run in enumerate(runs):
-        last = np.searchsorted(run["calls"], x, side="right") - 1
-        values = [run[key][i] for i in last]
-        gaps[:, j] = [WITHOUT if v is None else min(100 * (v - run["floor"]), WITHOUT) for v in values]
-    return x, gaps
-
-
-def trainings(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
-    """Groups the curves by task, then by agent."""
-    curves: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
-    for row in rows:
-        if "calls" in row:
-            name = row["agent"] if row["reward"] == "paper" else f"{row['agent']}, {row['reward']}"
-            curves.setdefault(tuple(row[key] for key in CASE), {}).setdefault(name, []).append(row)
-    return curves
-
-
-def cases(rows: list[Row]) -> list[Row]:
-    """Groups the runs by workload, limit and mode.
-
-    ``holds``: the agent is never above the best AutoSwap score, nor more than ``MARGIN`` above annealing.
-    """
-    keyed = [{**row, "case": tuple(row[key] for key in CASE)} for row in rows if "calls" not in row]
-    return [
-        {**runs[0], "seeds": len(runs), "cells": [spread([run[key] for run in runs]) for key in SHOWN],
-         "holds": "yes" if all(r["dqn"] <= min(r["autoswap"], r["annealing"] + MARGIN) for r in runs) else "no"}
-        for runs in group_by(keyed, "case").values()
-    ]  # fmt: skip

@@ -104,7 +104,8 @@ def timed_program(name: str, task: Row, machine: Machine) -> tuple[Program, str]
     """Returns a network's program with the source's times, and the device they are for."""
     if task["source"] == "model":
         return figures.program(name, machine, batch_size=task["batch"], iteration_ms=None), machine.name
-    from executor.capture.profile import measure, with_profile  # PyTorch
+    from executor.capture.profile import with_profile
+    from executor.capture.profiler import measure  # PyTorch
     from experiments import workloads
 
     captured = workloads.load({**figures.workload(name), "batch_size": task["batch"]}, machine)

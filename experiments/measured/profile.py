@@ -12,7 +12,8 @@ from statistics import median
 
 import torch
 
-from executor.capture.profile import Cache, ProfileError, measure
+from executor.capture.profile import Cache, ProfileError
+from executor.capture.profiler import measure
 from executor.memory.context import measure_context
 from experiments.common.measured_step import MeasuredStep, measured_step
 from experiments.validate_gpu.networks import NETWORKS, Network, build, free_cache, timed

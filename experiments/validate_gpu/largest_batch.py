@@ -24,7 +24,8 @@ import torch
 import agents
 from agents.deadline import TimeUp, within
 from executor import CaptureError, PlannedStep, StepError
-from executor.capture.profile import ProfileError, measure, with_profile
+from executor.capture.profile import ProfileError, with_profile
+from executor.capture.profiler import measure
 from executor.memory.engines import line
 from experiments.common.bisection import largest
 from experiments.validate_gpu.networks import Network, build, cap_memory, free_cache, get_planner, host_bytes, own_batch

@@ -32,14 +32,15 @@ import torch
 import agents
 from executor import CaptureError, PlannedStep, StepError, open_backend, replay
 from executor.calibrate import calibrate
-from executor.capture.profile import Cache, Profile, measure, with_profile
+from executor.capture.profile import Cache, Profile, with_profile
+from executor.capture.profiler import measure
 from executor.memory.engines import line
-from executor.memory.pinned import CUDA
 from executor.replay.backend import Backend, Stream
 from experiments.validate_gpu.networks import MIB, build, get_planner, limit_of
 from experiments.validate_gpu.pytorch_baselines import build_eager_step
 from experiments.validate_gpu.settings import BACKENDS, UsageError, check_known, values_of
 from experiments.validate_gpu.stages import base_machine, with_host
+from experiments.validate_gpu.traces import copy_speeds, traced
 from experiments.validate_gpu.training import Case, time_beside_eager, without_batch_swaps
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import read_json, write_json
@@ -55,7 +56,6 @@ COSTS = {"launch_ns": 1400, "graph_launch_ns": 520, "event_ns": 0, "wait_ns": 10
          "d2h_latency_ns": 7600, "issue_ns": 12_000}  # fmt: skip
 ROUND_TRIP_NS = 10_000  # overhead of a copy between two kernels of a graph; traces showed gaps of 17 us with latency
 COUNT, LONG_NS = 200, 20_000
-SWAPS, SWAP_BYTES = 60, 32 * MIB
 REHEARSAL = 4  # factor on a section's seconds with backend=host, on a shared CPU
 AIMS = (1.0, 0.97, 0.94, 0.88)  # fractions of the limit to plan for, tried until the graph's memory fits the limit
 STEPS = {"cuda": 16, "cpu": 4}
@@ -198,65 +198,6 @@ def copies(probe: Probe) -> None:
         for form, label, speed in copy_speeds(probe.out):
             machine = probe.machine if form == "streams" else probe.machine.in_graph()
             probe.row(f"bytes/s of swap-outs, {label}: {form}", machine.d2h_bytes_per_s, speed)
-
-
-Event = tuple[float, float, int | None, str, str, int | None]  # begin and duration in us, stream, category, name, bytes
-
-
-def traced(step: Callable[[], Any], count: int, folder: Path) -> list[Event]:
-    """Returns the kernels and copies of ``count`` steps by begin; PyTorch writes a temporary file into ``folder``."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(count):
-            step()
-        torch.cuda.synchronize()
-    raw = folder / "chrome-trace.json"
-    profiler.export_chrome_trace(str(raw))
-    events = [(e["ts"], e["dur"], e["args"].get("stream"), e["cat"], e["name"][:60], e["args"].get("bytes"))
-              for e in json.loads(raw.read_text())["traceEvents"]
-              if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]  # fmt: skip
-    raw.unlink()
-    return sorted(events, key=lambda event: float(event[0]))
-
-
-def copy_speeds(out: Path) -> Iterator[tuple[str, str, float]]:
-    """Yields (form, label, bytes per second) of swap-outs beside kernels.
-
-    Each swap-out forks from the kernels and joins them ``lag`` kernels later, from streams or as a graph. Graphs are
-    replayed one at a time and three in a row.
-
-    Args:
-        out: folder for a temporary file.
-    """
-    x, device = torch.randn(2**26, device="cuda"), torch.empty(SWAP_BYTES, dtype=torch.uint8, device="cuda")
-    host = torch.from_numpy(CUDA.take(SWAPS * SWAP_BYTES)).view(SWAPS, SWAP_BYTES)
-
-    def work(lag: int, sides: Sequence[torch.cuda.Stream]) -> None:
-        compute, ends = torch.cuda.current_stream(), []
-        for i in range(SWAPS):
-            x.mul_(1.0)
-            side = sides[i % len(sides)]
-            side.wait_stream(compute)
-            with torch.cuda.stream(side):
-                host[i].copy_(device, non_blocking=True)
-                ends.append(side.record_event())
-            if i >= lag:
-                compute.wait_event(ends[i - lag])
-        for side in sides:
-            compute.wait_stream(side)
-
-    for lag, width in ((2, 1), (30, 1), (2, 8), (30, 8)):
-        sides, graph = [torch.cuda.Stream() for _ in range(width)], torch.cuda.CUDAGraph()
-        run = partial(work, lag, sides)
-        run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            run()
-        graph.replay()
-        for form, call, count in (("streams", run, 1), ("graph", graph.replay, 1), ("graph", graph.replay, 3)):
-            transfers = [event for event in traced(call, count, out) if event[3] == "gpu_memcpy"]
-            speed = 1e6 * sum(event[5] for event in transfers) / sum(event[1] for event in transfers)
-            yield form, f"joined {lag} kernels later, {width} copy streams, {count} in a row", speed
 
 
 def replays(probe: Probe) -> None:

@@ -36,7 +36,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import agents
 from executor import CaptureError, PlannedStep, StepError
-from executor.capture.profile import Cache, ProfileError, measure, with_profile
+from executor.capture.profile import Cache, ProfileError, with_profile
+from executor.capture.profiler import measure
 from executor.memory.pinned import CUDA
 from experiments.common.bisection import largest
 from experiments.validate_gpu.conditions import sampled_conditions

@@ -26,7 +26,8 @@ import torch
 import agents
 from executor import open_backend, replay as replayed
 from executor.calibrate import Calibration, calibrate as calibrated, with_process_figures
-from executor.capture.profile import ProfileError, measure, with_profile
+from executor.capture.profile import ProfileError, with_profile
+from executor.capture.profiler import measure
 from executor.fit import machine_of
 from executor.memory.engines import line
 from executor.memory.pinned import CUDA

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import agents
 from executor import Captured, FitError, capture, fit
-from executor.capture.profile import measure
+from executor.capture.profiler import measure
 from simulator import FormatError, Machine, Plan, Program
 from simulator.modes import least_residency
 from tests.executor.conftest import Tiny

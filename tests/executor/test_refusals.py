@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from executor import Captured, CaptureError, FitError, capture, capture_step, fit
 from executor.calibrate import _fit, calibrate
-from executor.capture.profile import ProfileError, measure, with_profile
+from executor.capture.profile import ProfileError, with_profile
+from executor.capture.profiler import measure
 from executor.card import Loop, card_peak
 from executor.replay.backend import BackendError
 from executor.replay.host_backend import HostBackend

@@ -10,22 +10,19 @@ import torch
 from torch import nn
 
 from executor import capture
-from executor.capture import profile as profiler
+from executor.capture import profiler
 from executor.capture.profile import (
     PROFILES,
-    WARMUP,
     Profile,
     ProfileError,
-    StepRunner,
-    _Runner,
-    cache_bytes,
     limit_to_row,
-    measure,
     path_of,
     shape_of,
     slow_down,
     with_profile,
 )
+from executor.capture.profiler import WARMUP, StepRunner, _Runner, measure
+from executor.memory import cache_bytes
 from simulator import Kernel, Machine, Program, Tensor
 from tests.executor.networks import NETWORKS, adamw, images, small
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from envs.memory_env import small_task
 from experiments.common.curves import BEST, FEASIBLE, GAP, GREEDY, LAST, NAMES, OVERHEAD, Curve
 from experiments.examples import dqn_single_file, ppo_single_file
-from experiments.figures import core
+from experiments.figures import learning
 from experiments.figures.core import WITHOUT
 from simulator import FormatError, Machine
 from simulator.files import write_json
@@ -88,15 +88,15 @@ def test_the_figure_is_over_simulator_calls(tmp_path: Path) -> None:
         file.parent.mkdir()
         write_json(file, kept := {**about, "agent": "a", "seed": seed, "points": points})
     config = OmegaConf.create({"runs": str(tmp_path)})
-    rows = core.Learning().tasks(config)
-    at, gaps = core.over_seeds(rows, GREEDY)
+    rows = learning.Learning().tasks(config)
+    at, gaps = learning.over_seeds(rows, GREEDY)
     assert at == [20, 30, 40]  # common to all seeds
     assert gaps == pytest.approx(np.array([[0, 10], [0, WITHOUT], [30, WITHOUT]]))
-    end = core.Learning().numbers(rows)["ends"][0]
+    end = learning.Learning().numbers(rows)["ends"][0]
     assert (end["calls"], end["greedy"]) == (40, pytest.approx((30 + WITHOUT) / 2))
     write_json(file, {**kept, "points": [{"calls": 90, GREEDY: 0.3, OVERHEAD: 0.3, BEST: 0.3}]})
-    assert core.Learning().numbers(core.Learning().tasks(config))["ends"] == []  # no common number of calls
+    assert learning.Learning().numbers(learning.Learning().tasks(config))["ends"] == []  # no common number of calls
     for wrong in ({"points": []}, {"agent": "$x^2$"}, {"workload": "\x1b[2J"}, {"floor": "low"}):
         write_json(file, {**kept, **wrong})
         with pytest.raises(FormatError, match=r"curve\.json"):
-            core.Learning().tasks(config)
+            learning.Learning().tasks(config)

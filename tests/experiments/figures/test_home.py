@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from executor.capture.durations import with_roofline
 from experiments import figures
-from experiments.figures import home as fig, home_networks as home, tensile, tensile_times
+from experiments.figures import home as fig, home_networks as home, home_search, tensile, tensile_times
 from experiments.figures.figure import Figure
 from simulator import Kernel, Machine, Program, Tensor, simulate
 from tests import tiny
@@ -144,16 +144,17 @@ def history(seed: int, best: list[int | None], mean: list[int | None]) -> dict[s
 
 def test_fig8_of_hand_made_searches() -> None:
     rows = [history(0, [130, 121, 120], [160, 140, 130]), history(1, [None, 110, 110, 110], [None, 150, 120, 120])]
-    assert [fig.iterations_needed(row) for row in rows] == [2, 2]  # 121 <= 1.01 * 120; the other starts infeasible
-    best = fig.curve(rows, "best")
+    # 121 <= 1.01 * 120; the other starts infeasible.
+    assert [home_search.iterations_needed(row) for row in rows] == [2, 2]
+    best = home_search.curve(rows, "best")
     assert math.isnan(best[0]) and best[1:].tolist() == pytest.approx([1.155, 1.15, 1.15])
-    assert table_of(fig.Fig8(), [rows[0]])[0][1:5] == ["Algorithm 3", "30 / 2.0", "10", "1.300×"]
-    assert table_of(fig.Fig8(), rows)[0][2:4] == ["30 / 2.0", "10"]
+    assert table_of(home_search.Fig8(), [rows[0]])[0][1:5] == ["Algorithm 3", "30 / 2.0", "10", "1.300×"]
+    assert table_of(home_search.Fig8(), rows)[0][2:4] == ["30 / 2.0", "10"]
 
 
 def test_fig8_runs(small: None) -> None:
     task = {"network": "vgg16", "share": 1.5, "seed": 0, "update": "whole", **SEARCH}
-    row = fig.Fig8().run(task, MACHINE)
+    row = home_search.Fig8().run(task, MACHINE)
     assert row["batch"] == 15 and len(row["best"]) == SEARCH["iterations"]
     assert len(row["worst"]) == len(row["mean"]) == len(row["best"]) == len(row["fit"])
     fitting = [ns for ns in row["best"] if ns is not None]
@@ -162,12 +163,12 @@ def test_fig8_runs(small: None) -> None:
 
 def test_table3_measures(small: None) -> None:
     task = {"network": "vgg16", "share": 1.5, **SEARCH}
-    row = {**task, **fig.Table3().run(task, MACHINE)}
+    row = {**task, **home_search.Table3().run(task, MACHINE)}
     assert (row["kernels"], row["maps"]) == (8, 3)
     assert 0 < row["evaluation_s"] < 0.1 and 0 < row["search_s"] and row["calls"] > 20
     measured = {**row, "search_s": 5.0, "evaluation_s": 1e-4, "calls": 50_000, "processor": "a processor"}
-    assert table_of(fig.Table3(), [measured])[0] == ["VGG16", "25 / 5.0", "1.4 / 0.100", "3", "50,000"]
-    assert fig.table3_facts(measured)["time"] == pytest.approx(14)
+    assert table_of(home_search.Table3(), [measured])[0] == ["VGG16", "25 / 5.0", "1.4 / 0.100", "3", "50,000"]
+    assert home_search.table3_facts(measured)["time"] == pytest.approx(14)
 
 
 def test_tensile_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,204 @@
+"""HOME's Fig. 8, the convergence of its search, and Table 3, the predicted times and the cost of an evaluation."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import DictConfig
+
+from agents.heuristics.home import HOME, UPDATES, Evaluator, placements
+from agents.heuristics.layers import feature_maps
+from experiments import figures
+from experiments.common.report import Row, warm_up
+from experiments.figures import home_networks as home
+from experiments.figures.figure import Figure, span
+from experiments.figures.home_networks import NETWORKS
+from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule, pairs
+from experiments.plotting.palette import FAINT, INK, SWARM, look
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+
+STATED = {"resnet18_cifar": 16, "squeezenet": 30, "inception_v3_cifar": 89}  # iterations until close to the end
+OTHERS = 42  # "other models only need 42 iterations on average"
+NEAR = 0.01  # of the final time; counts as "close"
+MARKERS = {"worst": "v", "mean": "s", "best": "o"}
+NAMES = dict(zip(UPDATES, ("Algorithm 3", "one evaluation"), strict=True))
+
+
+class Fig8(Figure):
+    """Fig. 8: worst, average and best particle over the iterations of HOME's search."""
+
+    name = "home_fig8"
+    paper_networks = NETWORKS
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        share, options = home.batch_share(settings), home.search_options(settings)
+        seeds = figures.integers(settings, "seeds", 0)
+        return [
+            {**task, "share": share, "update": update, "seed": seed, **options}
+            for task, update, seed in product(super().tasks(settings), UPDATES, seeds)
+        ]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        sizes = home.sizes(task["network"], machine)
+        batch = round(task["share"] * home.unplanned_batch(sizes))
+        program = sizes.at_batch(batch)
+        options = {key: task[key] for key in ("particles", "iterations", "seed", "update")}
+        planner = HOME(**options, jobs=1)
+        planner.plan(program, machine, machine.memory_bytes)
+        history = planner.history
+        return {
+            "batch": batch, "ideal_ns": program.ideal_ns,
+            "worst": [i.worst_ns if i.feasible else None for i in history],
+            "mean": [round(i.mean_ns) if i.feasible else None for i in history],
+            "best": [i.best_ns if i.feasible else None for i in history],
+            "fit": [i.feasible for i in history], "calls": planner.simulator_calls,
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        keys = figures.group_by(({**row, "key": (row["network"], row["update"])} for row in rows), "key")
+        networks = [fig8_facts(runs) for runs in keys.values()]
+        ends = [net["last"] for net in networks]
+        printed, single = ([row for row in rows if row["update"] == update] for update in UPDATES)
+        return {
+            "networks": networks, "near": NEAR, "particles": rows[0]["particles"],
+            "needed": span(map(iterations_needed, printed)), "needed_whole": span(map(iterations_needed, single)),
+            "worse": span(b - a for a, b in zip(ends[::2], ends[1::2], strict=False)),
+            "each": span(r["calls"] / len(r["best"]) for r in printed),
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        panels = []
+        names = {"worst": "worst particle", "mean": "mean of the particles", "best": "best particle"}
+        for network, runs in figures.group_by(rows).items():
+            marks: list[Mark] = [Rule(1, horizontal=True)]
+            stated = network in STATED
+            text = "paper: close to the end" if stated else f"paper: {OTHERS}, mean of all but InceptionV3"
+            marks.append(Rule(STATED.get(network, OTHERS), colour=FAINT, label=text, line=DASHED if stated else DOTTED))
+            updates = figures.group_by(runs, "update")
+            for key, ink in SWARM.items():
+                seeds = [np.array(run[key], float) / run["ideal_ns"] for run in updates[UPDATES[0]]]
+                marks += [Line(range(1, len(y) + 1), y, ink, width=0.8, alpha=0.5) for y in seeds]
+                mean = curve(updates[UPDATES[0]], key)
+                marks.append(Line(range(1, len(mean) + 1), mean, ink, names[key], MARKERS[key], width=2))
+            best = curve(updates[UPDATES[1]], "best")
+            label = "best, one evaluation per particle"
+            marks.append(Line(range(1, len(best) + 1), best, INK, label, line="--", front=4))
+            converged = round(fmean(map(iterations_needed, updates[UPDATES[1]])))
+            label = f"the same, within {NEAR:.0%} of its end"
+            marks.append(Line([converged], [best[converged - 1]], INK, label, "*", "", size=12, front=5))
+            title = f"{NETWORKS[network].label}, batch {runs[0]['batch']:,}"
+            x = Axis("iteration of the search", "{:g}", scale="log", ticks=(1, 10, 100, 500))
+            panels.append(Panel(title, marks, x, Axis("iteration time / kernels alone", "{:g}×")))
+        title = "HOME's search: particles that fit 11 GB, by iteration time; thin lines are single seeds"
+        return Chart(title, panels, 3, (4.4, 3.2), (0.0, 1.1))
+
+
+def curve(runs: list[Row], key: str) -> NDArray[np.float64]:
+    """Returns the swarm's best, mean or worst iteration time per search iteration, averaged over seeds.
+
+    The result is float64[iterations], relative to total kernel time. A search that ended early keeps its last value.
+    Iterations without a feasible particle are NaN.
+    """
+    length = max(len(run[key]) for run in runs)
+    padded = [np.array(run[key] + run[key][-1:] * (length - len(run[key])), float) for run in runs]
+    return np.asarray(np.mean([times / run["ideal_ns"] for times, run in zip(padded, runs, strict=True)], axis=0))
+
+
+def iterations_needed(run: Row) -> int:
+    """Returns the iterations until the best particle is within ``NEAR`` of the final one."""
+    best = run["best"]
+    return next(i for i, ns in enumerate(best, 1) if ns is not None and ns <= (1 + NEAR) * best[-1])
+
+
+def fig8_facts(runs: list[Row]) -> Row:
+    """Returns the means over the seeds of one network with one update rule."""
+    network, best = runs[0]["network"], curve(runs, "best")
+    return {
+        "label": NETWORKS[network].label, "update": NAMES[runs[0]["update"]],
+        "paper": STATED.get(network, f"(mean {OTHERS})"), "needed": fmean(map(iterations_needed, runs)),
+        "calls": fmean(run["calls"] / len(run["best"]) for run in runs), "first": best[0], "last": best[-1],
+    }  # fmt: skip
+
+
+EVALUATIONS = 500  # timed
+
+
+class Table3(Figure):
+    """Table 3: cost of HOME's search, and of one evaluation of a policy."""
+
+    name = "home_table3"
+    paper_networks = NETWORKS
+    simulated = False
+
+    def tasks(self, settings: DictConfig) -> list[Row]:
+        options = {"share": home.batch_share(settings), **home.search_options(settings)}
+        return [{**task, **options} for task in super().tasks(settings)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        sizes = home.sizes(task["network"], machine)
+        program = sizes.at_batch(round(task["share"] * home.unplanned_batch(sizes)))
+        warm_up(machine, "home")
+        planner = HOME(particles=task["particles"], iterations=task["iterations"], jobs=1)
+        begin = time.process_time()
+        planner.plan(program, machine, machine.memory_bytes)
+        search_s = time.process_time() - begin
+        gaps = [m.gap for m in feature_maps(program)]
+        evaluator = Evaluator(Engine(program, machine, machine.memory_bytes), gaps)
+        rng = np.random.default_rng(0)
+        modes = [placements(program, gap, "joint") for gap in gaps]
+        particles = np.stack([rng.choice(np.array(mode, np.int8), EVALUATIONS) for mode in modes], axis=1)
+        begin = time.process_time()
+        evaluator.evaluate(particles)
+        return {
+            "kernels": len(program.kernels), "maps": len(gaps), "search_s": search_s,
+            "iterations_run": len(planner.history), "calls": planner.simulator_calls,
+            "evaluation_s": (time.process_time() - begin) / EVALUATIONS, "processor": processor(),
+        }  # fmt: skip
+
+    def numbers(self, rows: list[Row]) -> Row:
+        networks = [table3_facts(row) for row in rows]
+        return {
+            "networks": networks, "processors": sorted({row["processor"] for row in rows}),
+            "particles": rows[0]["particles"], "times": span(net["time"] for net in networks),
+        }  # fmt: skip
+
+    def chart(self, rows: list[Row]) -> Chart:
+        networks = [table3_facts(row) for row in rows]
+        names = Axis(names=[net["label"] for net in networks])
+        panels = []
+        search, single = ("search_paper", "search_s"), ("paper_ms", "ms")
+        for title, unit, keys in (("The whole search", "seconds", search), ("One evaluation", "milliseconds", single)):
+            theirs, ours = ([net[key] for net in networks] for key in keys)
+            join, hollow, filled = pairs(look("home"), theirs, ours)
+            marks = [join, replace(hollow, texts=[f"{x:.3g}" for x in theirs]),
+                     replace(filled, texts=[f"{x:.2g}" for x in ours], side="left")]  # fmt: skip
+            low, high = min(*theirs, *ours), max(*theirs, *ours)
+            ticks = [10.0**n for n in range(-3, 4) if low / 3 <= 10.0**n <= 3 * high]
+            panels.append(Panel(title, marks, Axis(unit, "{:g}", (low / 3, 3 * high), "log", ticks), names))
+        title = "What HOME's search costs: the paper's in 16 threads, ours in one process"
+        return Chart(title, panels, size=(5.5, 0.42 * len(rows) + 0.9))
+
+
+def processor() -> str:
+    """Returns the processor's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+                platform.processor() or platform.machine())  # fmt: skip
+
+
+def table3_facts(row: Row) -> Row:
+    """Returns one network's numbers with the paper's."""
+    paper = NETWORKS[row["network"]]
+    return {
+        **row, "label": paper.label, "search_paper": paper.search_s, "paper_ms": paper.evaluation_ms,
+        "ms": row["evaluation_s"] * 1e3, "time": paper.evaluation_ms / 1e3 / row["evaluation_s"],
+    }  # fmt: skip
