@@ -2,17 +2,20 @@
 
 import copy
 import io
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from executor import PlannedStep
 from executor.training.memory_source import Place
 from simulator import Plan, Swap
+from simulator.schedule import lower
 from tests.executor.networks import NETWORKS, adamw, sgd
 from tests.executor.training import programs
-from tests.executor.training.programs import Bytes, Twins, planned, random_plan, tight
+from tests.executor.training.programs import GPU, Bytes, Twins, planned, random_plan, tight
 
 # ----------------------------------------------------------------------------------------------------- plans and limits
 
@@ -41,6 +44,26 @@ def test_real_bytes_are_those_of_the_ledger(network):
         loss = step(*batch)
         assert seen.bytes() == step.state.blocks.used + loss.nbytes
     assert seen.peak == step.peak_bytes == step.limit
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_program_is_lowered_once_on_its_way_to_a_step(graph, request):
+    """A step that may be a graph is simulated at several limits with the same schedule."""
+    if graph:
+        request.getfixturevalue("double")
+    captured = Twins("mlp").captured()
+    plan, lowered = Plan(tuple(Swap(*gap) for gap in captured.program.gaps())), 0
+
+    def count(frame, event, _):
+        nonlocal lowered
+        lowered += event == "call" and frame.f_code is lower.__code__
+
+    sys.setprofile(count)
+    try:
+        step = PlannedStep(captured, plan, GPU, captured.program.peak_bytes, graph=graph)
+    finally:
+        sys.setprofile(None)
+    assert lowered == 1 and (step.graph is not None) is graph
 
 
 # ------------------------------------------------------------------------------------------------------ between steps
