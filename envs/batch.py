@@ -119,9 +119,15 @@ class Batch(EnvBatch):
     INFOS = "overhead", "iteration_ns", "feasible", "invalid"
 
     def __init__(
-        self, tasks: Sequence[Task], walks: int, reward: str = "paper", invalid: str = "end", actions: str = "paper",
-        autoreset: bool = False, threads: int | None = None,
-    ):  # fmt: skip
+        self,
+        tasks: Sequence[Task],
+        walks: int,
+        reward: str = "paper",
+        invalid: str = "end",
+        actions: str = "paper",
+        autoreset: bool = False,
+        threads: int | None = None,
+    ):
         one_of("reward", reward, REWARDS)
         one_of("invalid", invalid, INVALID)
         one_of("actions", actions, ACTIONS)
@@ -148,8 +154,16 @@ class Batch(EnvBatch):
         self._inputs = self.options, self.task_rows, self.gaps, self.ints, self.floats  # in the order of ``step_walks``
         self._state = self.walks, self._need, ended_ns, *np.zeros((3, walks, gaps), np.int64), self.rows, self.touched
         self._best: dict[int, tuple[float, Plan]] = {}  # task index -> overhead and plan
-        self._outputs = (self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask,
-                         self.nodes, self.current)  # fmt: skip
+        self._outputs = (
+            self.rewards,
+            self.terminated,
+            self.invalid,
+            self.overhead,
+            self.feasible,
+            self.mask,
+            self.nodes,
+            self.current,
+        )
         self._no_walks, self._random_tasks = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
         size = max(kernels + 1, self.size, gaps)
         threads = max(1, min(threads or cores(), walks // SHARE))
@@ -174,17 +188,28 @@ class Batch(EnvBatch):
             graph_at = ints.put(tables.graph, ("graph", program))
             by_kernel, _, by_tensor, *_ = map(prod, encoding.work_shapes(n, len(task.program.tensors), 0, 0))
             self.task_rows[i] = (
-                n, len(task.program.tensors), len(task.tensor), len(graph), len(acts), task.limit, task.ideal_ns,
-                machine.host_bytes, task.host_is_short,
+                n,
+                len(task.program.tensors),
+                len(task.tensor),
+                len(graph),
+                len(acts),
+                task.limit,
+                task.ideal_ns,
+                machine.host_bytes,
+                task.host_is_short,
                 ints.put(tables.kernels, ("kernels", program, id(machine))),
                 ints.put(tables.tensors, ("tensors", program, id(machine))),
-                graph_at, graph_at + tables.graph.size, ints.put(tables.settings), ints.put(task.next_opening),
-                gaps.put(_gap_table(task)), ints.put(nodes),
+                graph_at,
+                graph_at + tables.graph.size,
+                ints.put(tables.settings),
+                ints.put(task.next_opening),
+                gaps.put(_gap_table(task)),
+                ints.put(nodes),
                 ints.put(np.maximum(0, np.searchsorted(graph.kernel, np.arange(n + 1)) - 1)),
                 floats.put(graph.features.T.astype(np.float64)),
                 floats.put(task.start_ns[graph.kernel].astype(np.float64)),
                 work.put(np.empty(by_kernel + by_tensor, np.int8), program),
-            )  # fmt: skip
+            )
         self.gaps = gaps.joined(columns.GAP)
         self.ints, self.floats = ints.joined(np.int64), floats.joined(np.float64)
         self._work_size = work.size
@@ -264,17 +289,23 @@ class Batch(EnvBatch):
 
     def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
         """Returns the action and observation spaces of one walk (memory_env.py)."""
-        return spaces.Discrete(self.mask.shape[1]), spaces.Dict({
-            "nodes": spaces.Box(-np.inf, np.inf, (self.size, OBSERVED), np.float32),
-            "action_mask": spaces.Box(0, 1, (self.mask.shape[1],), np.int8),
-            "current": spaces.Discrete(self.size),
-            "program": spaces.Discrete(len(self.tasks)),
-        })  # fmt: skip
+        return spaces.Discrete(self.mask.shape[1]), spaces.Dict(
+            {
+                "nodes": spaces.Box(-np.inf, np.inf, (self.size, OBSERVED), np.float32),
+                "action_mask": spaces.Box(0, 1, (self.mask.shape[1],), np.int8),
+                "current": spaces.Discrete(self.size),
+                "program": spaces.Discrete(len(self.tasks)),
+            }
+        )
 
     def views(self) -> Observation:
         """Returns the observations of all walks as views."""
-        return {"nodes": self.nodes.transpose(0, 2, 1), "action_mask": self.mask, "current": self.current,
-                "program": self.walks["task"]}  # fmt: skip
+        return {
+            "nodes": self.nodes.transpose(0, 2, 1),
+            "action_mask": self.mask,
+            "current": self.current,
+            "program": self.walks["task"],
+        }
 
     @property
     def iteration_ns(self) -> NDArray[np.int64]:

@@ -29,10 +29,34 @@ from envs.columns import (
     WalkView,
 )
 from simulator.compiled.encoding import (
-    AFTER as ROW_AFTER, BEFORE as ROW_BEFORE, BEGINS, D2H, DONE, EXTRA, H2D, HOST_BYTES, ITERATION_NS, KERNEL_ROWS,
-    KIND, LIVE, MORE_STEPS, NEVER, PERIOD, PLANNED, RECOMPUTE, REQUIRED, RESULTS, SETTINGS, STATUS, STEP_KERNEL, SWAP,
-    TENSOR as ROW_TENSOR, TENSOR_ROWS, WHEN, work_shapes,
-)  # fmt: skip
+    AFTER as ROW_AFTER,
+    BEFORE as ROW_BEFORE,
+    BEGINS,
+    D2H,
+    DONE,
+    EXTRA,
+    H2D,
+    HOST_BYTES,
+    ITERATION_NS,
+    KERNEL_ROWS,
+    KIND,
+    LIVE,
+    MORE_STEPS,
+    NEVER,
+    PERIOD,
+    PLANNED,
+    RECOMPUTE,
+    REQUIRED,
+    RESULTS,
+    SETTINGS,
+    STATUS,
+    STEP_KERNEL,
+    SWAP,
+    TENSOR as ROW_TENSOR,
+    TENSOR_ROWS,
+    WHEN,
+    work_shapes,
+)
 # isort: on
 
 
@@ -281,10 +305,18 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
             gaps = gap_table[w.gaps_at : w.gaps_at + n_gaps]
             v, _ = _view(ints, w.nodes_at, (NODE_ROWS, w.nodes))
             task = TaskView(
-                w, kernels, tensors, ints[w.graph_at : w.graph_end], gaps, v,
-                floats[w.times_at : w.times_at + w.nodes], kernels[BEGINS],
-                ints[w.opening_at : w.opening_at + n], ints[w.node_at : w.node_at + n + 1], limit,
-            )  # fmt: skip
+                w,
+                kernels,
+                tensors,
+                ints[w.graph_at : w.graph_end],
+                gaps,
+                v,
+                floats[w.times_at : w.times_at + w.nodes],
+                kernels[BEGINS],
+                ints[w.opening_at : w.opening_at + n],
+                ints[w.node_at : w.node_at + n + 1],
+                limit,
+            )
             shapes = shapes_of(n, w.tensors, n_gaps, options.iterations)
             by_kernel, offset = _view(work_ints, w.work_at, shapes[0])
             by_tensor, _ = _view(work_ints, offset, shapes[2])
@@ -345,9 +377,27 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
                 settings[HOST_BYTES] = NEVER
             ends[0], ends[1] = 0, walk.count
             score_plans(
-                kernels, tensors, task.graph, plan, ends, 0, -1, settings, n if fits else p, NEVER, 1, by_kernel,
-                by_segment, by_tensor, by_row, work_gaps, steps, states, results, steps[:0],
-            )  # fmt: skip
+                kernels,
+                tensors,
+                task.graph,
+                plan,
+                ends,
+                0,
+                -1,
+                settings,
+                n if fits else p,
+                NEVER,
+                1,
+                by_kernel,
+                by_segment,
+                by_tensor,
+                by_row,
+                work_gaps,
+                steps,
+                states,
+                results,
+                steps[:0],
+            )
             no_room = result[STATUS] == MORE_STEPS
             needs_simulation = not is_known and not no_room and result[REQUIRED] <= limit
             if needs_simulation:  # last step of the episode

@@ -43,8 +43,9 @@ def small_task() -> tuple[Program, Machine]:
     tensors = [Tensor("batch", mib, "input", True)]
     tensors += [Tensor(f"activation{i}", sizes[i] * mib) for i in range(layers)]
     tensors += [Tensor(f"gradient{i}", sizes[i] * mib, "gradient") for i in range(layers)]
-    kernels = [Kernel(f"forward{i}", "conv", "forward", (i,), (i + 1,), 200_000 + 50_000 * sizes[i])
-               for i in range(layers)]  # fmt: skip
+    kernels = [
+        Kernel(f"forward{i}", "conv", "forward", (i,), (i + 1,), 200_000 + 50_000 * sizes[i]) for i in range(layers)
+    ]
     for i in reversed(range(layers)):
         inputs = (i + 1, i) if i == layers - 1 else (i + 1, i, layers + 2 + i)
         duration_ns = 400_000 + 100_000 * sizes[i]
@@ -53,9 +54,12 @@ def small_task() -> tuple[Program, Machine]:
 
 
 def make_tasks(
-    program: OneOrMore[ProgramLike] | None, machine: OneOrMore[MachineLike] | None, limit: OneOrMore[Limit],
-    min_bytes: int, mode: str,
-) -> list[Task]:  # fmt: skip
+    program: OneOrMore[ProgramLike] | None,
+    machine: OneOrMore[MachineLike] | None,
+    limit: OneOrMore[Limit],
+    min_bytes: int,
+    mode: str,
+) -> list[Task]:
     """Returns one task per program, machine and limit.
 
     Raises:
@@ -116,10 +120,18 @@ class MemoryEnv(BatchEnv):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}  # type: ignore[misc]
 
     def __init__(
-        self, program: OneOrMore[ProgramLike] | None = None, machine: OneOrMore[MachineLike] | None = None,
-        limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", reward: str = "paper",
-        invalid: str = "end", actions: str = "paper", copy: bool = True, render_mode: str | None = None,
-    ):  # fmt: skip
+        self,
+        program: OneOrMore[ProgramLike] | None = None,
+        machine: OneOrMore[MachineLike] | None = None,
+        limit: OneOrMore[Limit] = 0.7,
+        min_bytes: int = 2**20,
+        mode: str = "joint",
+        reward: str = "paper",
+        invalid: str = "end",
+        actions: str = "paper",
+        copy: bool = True,
+        render_mode: str | None = None,
+    ):
         if render_mode is not None:
             one_of("render_mode", render_mode, self.metadata["render_modes"])
         self.render_mode = render_mode
@@ -158,15 +170,28 @@ class MemoryVectorEnv(BatchVectorEnv):
     _batch: Batch
 
     def __init__(
-        self, num_envs: int, program: OneOrMore[ProgramLike] | None = None,
-        machine: OneOrMore[MachineLike] | None = None, limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20,
-        mode: str = "joint", reward: str = "paper", invalid: str = "end", actions: str = "paper", copy: bool = True,
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, max_episode_steps: int | None = None,
-    ):  # fmt: skip
+        self,
+        num_envs: int,
+        program: OneOrMore[ProgramLike] | None = None,
+        machine: OneOrMore[MachineLike] | None = None,
+        limit: OneOrMore[Limit] = 0.7,
+        min_bytes: int = 2**20,
+        mode: str = "joint",
+        reward: str = "paper",
+        invalid: str = "end",
+        actions: str = "paper",
+        copy: bool = True,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None,
+    ):
         batch = Batch(
-            make_tasks(program, machine, limit, min_bytes, mode), num_envs, reward, invalid, actions,
+            make_tasks(program, machine, limit, min_bytes, mode),
+            num_envs,
+            reward,
+            invalid,
+            actions,
             AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP,
-        )  # fmt: skip
+        )
         super().__init__(num_envs, batch, copy, autoreset_mode, max_episode_steps)
 
     best_plans, best_plan = MemoryEnv.best_plans, MemoryEnv.best_plan

@@ -15,7 +15,24 @@ from executor.training.planned_steps import PlannedSteps
 from simulator.report import Report
 
 __all__ = [
-    "BackendError", "CaptureError", "Captured", "FitError", "FittedStep", "FittedSteps", "Measured", "PlannedStep",
-    "PlannedSteps", "ReplayError", "Report", "StepError", "capture", "capture_step", "fit", "open_backend", "replay",
-    "report", "with_algorithms", "with_roofline",
-]  # fmt: skip
+    "BackendError",
+    "CaptureError",
+    "Captured",
+    "FitError",
+    "FittedStep",
+    "FittedSteps",
+    "Measured",
+    "PlannedStep",
+    "PlannedSteps",
+    "ReplayError",
+    "Report",
+    "StepError",
+    "capture",
+    "capture_step",
+    "fit",
+    "open_backend",
+    "replay",
+    "report",
+    "with_algorithms",
+    "with_roofline",
+]

@@ -168,17 +168,32 @@ def calibrate(
     figures: dict[str, Any] = {"copy_engines": engines}
     for d, (latency, bytes_per_s, _) in fits.items():
         slower = engines == 2 and share[d] < 1 - share_error
-        figures |= {f"{d}_bytes_per_s": bytes_per_s, f"{d}_latency_ns": latency,
-                    f"duplex_{d}_bytes_per_s": max(1, round(share[d] * bytes_per_s)) if slower else 0}  # fmt: skip
+        figures |= {
+            f"{d}_bytes_per_s": bytes_per_s,
+            f"{d}_latency_ns": latency,
+            f"duplex_{d}_bytes_per_s": max(1, round(share[d] * bytes_per_s)) if slower else 0,
+        }
     machine = replace(
-        base, name=name or base.name, memory_bytes=backend.memory_bytes, launch_ns=round(launch),
-        graph_launch_ns=round(graph), event_ns=max(0, round(event - launch)), wait_ns=max(0, round(wait - launch)),
-        queue_depth=depth or base.queue_depth, **figures,
-    )  # fmt: skip
+        base,
+        name=name or base.name,
+        memory_bytes=backend.memory_bytes,
+        launch_ns=round(launch),
+        graph_launch_ns=round(graph),
+        event_ns=max(0, round(event - launch)),
+        wait_ns=max(0, round(wait - launch)),
+        queue_depth=depth or base.queue_depth,
+        **figures,
+    )
     return Calibration(
-        machine, backend.name, transfers, max(error for _, _, error in fits.values()), duplex, share, share_error,
+        machine,
+        backend.name,
+        transfers,
+        max(error for _, _, error in fits.values()),
+        duplex,
+        share,
+        share_error,
         depth is not None,
-    )  # fmt: skip
+    )
 
 
 def with_process_figures(calibration: Calibration, device: str) -> Calibration:

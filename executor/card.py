@@ -88,9 +88,12 @@ class _MallocTrace:
 
 
 def card_peak(
-    captured: Captured, machine: Machine, loop: Loop | None = None, memory_bytes: int | None = None,
+    captured: Captured,
+    machine: Machine,
+    loop: Loop | None = None,
+    memory_bytes: int | None = None,
     expandable_segments: bool = False,
-) -> CardPeak:  # fmt: skip
+) -> CardPeak:
     """Returns the device-memory peak of a captured step.
 
     Args:
@@ -114,15 +117,23 @@ def card_peak(
         room = memory_bytes - machine.context_bytes
         fits = reserved <= room or caching.serve(blocks, room, expandable_segments)[1]
     return CardPeak(
-        tensors, live - tensors, blocks.peak_bytes - live, reserved - blocks.peak_bytes, machine.context_bytes,
-        memory_bytes, fits,
-    )  # fmt: skip
+        tensors,
+        live - tensors,
+        blocks.peak_bytes - live,
+        reserved - blocks.peak_bytes,
+        machine.context_bytes,
+        memory_bytes,
+        fits,
+    )
 
 
 def stream(
-    captured: Captured, machine: Machine, loop: Loop, workspaces: bool = True,
+    captured: Captured,
+    machine: Machine,
+    loop: Loop,
+    workspaces: bool = True,
     update: tuple[Updates | None, int, int] | None = None,
-) -> Intervals:  # fmt: skip
+) -> Intervals:
     """Returns all mallocs and frees of the loop's iterations in order; ``update``: a known result of ``_update``."""
     program, trace = captured.program, _MallocTrace()
     sizes = [tensor.nbytes for tensor in program.tensors]
@@ -223,8 +234,11 @@ def _update(captured: Captured) -> tuple[Updates | None, int, int]:
         return None, -1, -1
     optimizer = captured.settings[0][0]
     used = {t for k in touches for t in program.kernels[k].accesses}
-    places = {id(s): captured.values[n] for n, s in zip(captured.placeholders, captured.sources, strict=True)
-              if s is not None and n in captured.values}  # fmt: skip
+    places = {
+        id(s): captured.values[n]
+        for n, s in zip(captured.placeholders, captured.sources, strict=True)
+        if s is not None and n in captured.values
+    }
     idle = [p for g in optimizer.param_groups for p in g["params"] if places.get(id(p)) not in used]
     try:
         return updates(optimizer, idle), touches[0], touches[-1] + 1
@@ -290,20 +304,29 @@ def updates(optimizer: Optimizer, without_grad: Sequence[Tensor] = ()) -> Update
         for group in optimizer.param_groups:
             params = []
             for p in group["params"]:
-                fake = nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="cuda"),
-                                    p.requires_grad)  # fmt: skip
+                fake = nn.Parameter(
+                    torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="cuda"), p.requires_grad
+                )
                 if p.requires_grad and id(p) not in without_grad_ids:
                     fake.grad = torch.empty_like(fake)
                 params.append(fake)
-            options = {k: torch.empty_like(v, device=v.device) if isinstance(v, Tensor) else v for k, v in group.items()
-                       if k != "params"}  # fmt: skip
+            options = {
+                k: torch.empty_like(v, device=v.device) if isinstance(v, Tensor) else v
+                for k, v in group.items()
+                if k != "params"
+            }
             if options.get("foreach", 0) is None and not options.get("fused"):
                 options["foreach"] = chooses_foreach(group, on_cuda=True)
             groups.append({**options, "params": params})
         vars(clone)["param_groups"], vars(clone)["state"] = groups, defaultdict(dict)
         recorder = _StorageRecorder()
-        recorder.ignored = {StorageWeakRef(t.untyped_storage()).cdata for g in groups for p in g["params"]
-                            for t in (p, p.grad) if t is not None}  # fmt: skip
+        recorder.ignored = {
+            StorageWeakRef(t.untyped_storage()).cdata
+            for g in groups
+            for p in g["params"]
+            for t in (p, p.grad)
+            if t is not None
+        }
         parts = []
         del mode
         for _ in range(2):

@@ -54,9 +54,13 @@ class FitError(ValueError):
 
 
 def report(
-    source: Captured | Program, machine: Machine, limit: int, plan: Plan | None = None, floor_ns: int | None = None,
+    source: Captured | Program,
+    machine: Machine,
+    limit: int,
+    plan: Plan | None = None,
+    floor_ns: int | None = None,
     issued: str = "",
-) -> Report:  # fmt: skip
+) -> Report:
     """Returns the report of ``plan`` on a step, or of the unplanned step.
 
     Args:
@@ -112,10 +116,18 @@ class FittedSteps(PlannedSteps):
     """
 
     def __init__(
-        self, model: nn.Module | Callable[..., Any], loss_fn: Loss | None, optimizer: Optimizer | None,
-        machine: Machine | None, memory: int | float | str, planner: str | Callable[[Program, Machine, int], Plan],
-        profile: Literal["measure"] | Profile | None, seconds: float | None, keep: int, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module | Callable[..., Any],
+        loss_fn: Loss | None,
+        optimizer: Optimizer | None,
+        machine: Machine | None,
+        memory: int | float | str,
+        planner: str | Callable[[Program, Machine, int], Plan],
+        profile: Literal["measure"] | Profile | None,
+        seconds: float | None,
+        keep: int,
+        **options: Any,
+    ) -> None:
         super().__init__(model, loss_fn, optimizer, cast(Any, machine), memory, cast(Any, planner), keep, **options)
         self._profile, self._seconds, self._device = profile, seconds, torch.device("cpu")
 
@@ -315,11 +327,24 @@ def fit(
 
         agents.make(planner, **({} if seconds is None else {"seconds": seconds}))
     steps = FittedSteps(
-        model, loss_fn, optimizer, Machine.load(machine) if isinstance(machine, str) else machine, memory, planner,
-        profile, seconds, keep, accumulate=accumulate, average=average, clip_norm=clip_norm, keep_grads=keep_grads,
-        autocast=autocast, scaler=scaler, bucket_bytes=bucket_bytes,
+        model,
+        loss_fn,
+        optimizer,
+        Machine.load(machine) if isinstance(machine, str) else machine,
+        memory,
+        planner,
+        profile,
+        seconds,
+        keep,
+        accumulate=accumulate,
+        average=average,
+        clip_norm=clip_norm,
+        keep_grads=keep_grads,
+        autocast=autocast,
+        scaler=scaler,
+        bucket_bytes=bucket_bytes,
         check=check,
-    )  # fmt: skip
+    )
     steps.step_for(*arguments(example_batch))
     return steps
 
@@ -345,9 +370,12 @@ def machine_of(device: str) -> Machine:
 
 
 def _plan(
-    captured: Captured, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
+    captured: Captured,
+    machine: Machine,
+    limit: int,
+    planner: str | Callable[[Program, Machine, int], Plan],
     seconds: float | None,
-) -> tuple[Plan, int | None]:  # fmt: skip
+) -> tuple[Plan, int | None]:
     """Returns the plan and the floor if the planner has one; an empty plan if the step fits as is."""
     import agents
     from agents.planner import small
@@ -364,9 +392,13 @@ def _plan(
 
 
 def planned_in_mode(
-    program: Program, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
-    seconds: float | None, mode: str = "recompute",
-) -> tuple[Plan, int | None]:  # fmt: skip
+    program: Program,
+    machine: Machine,
+    limit: int,
+    planner: str | Callable[[Program, Machine, int], Plan],
+    seconds: float | None,
+    mode: str = "recompute",
+) -> tuple[Plan, int | None]:
     """Returns a plan of a mode, and a certified lower bound of its time if the planner has one (executor/compiled).
 
     Raises:
@@ -387,9 +419,13 @@ def planned_in_mode(
 
 
 def _invoke(
-    program: Program, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
-    least: int, **options: Any,
-) -> tuple[Plan, int | None]:  # fmt: skip
+    program: Program,
+    machine: Machine,
+    limit: int,
+    planner: str | Callable[[Program, Machine, int], Plan],
+    least: int,
+    **options: Any,
+) -> tuple[Plan, int | None]:
     """Calls the planner with the options it supports; every plan needs at least ``least`` bytes."""
     import agents
 

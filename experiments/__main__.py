@@ -17,9 +17,15 @@ from runpy import run_module
 from experiments import install_import_handler
 
 COMMANDS = {
-    "plan": "plan", "train": "train_dqn", "evaluate": "evaluate", "pack": "pack", "reproduce": "reproduce",
-    "benchmark": "benchmark", "validate": "validate_gpu", "measured": "measured",
-}  # fmt: skip
+    "plan": "plan",
+    "train": "train_dqn",
+    "evaluate": "evaluate",
+    "pack": "pack",
+    "reproduce": "reproduce",
+    "benchmark": "benchmark",
+    "validate": "validate_gpu",
+    "measured": "measured",
+}
 
 
 def main() -> None:

@@ -102,9 +102,14 @@ def floor_under(program: Program, machine: Machine, limit: int, mode: str | None
 
 
 def score_all(
-    program: Program, machine: Machine, limits: list[int], names: list[str], seed: int, jobs: int,
+    program: Program,
+    machine: Machine,
+    limits: list[int],
+    names: list[str],
+    seed: int,
+    jobs: int,
     options: dict[str, Any],
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Returns a row for every limit and planner, in that order; shows a progress bar on stderr.
 
     Args:

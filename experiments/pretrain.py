@@ -197,8 +197,14 @@ def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
     mode = "joint" if rng.random() < JOINT_FRACTION else rng.choice([m for m in MODES if m != "joint"])
     limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), mode)
     plans = first_plans(program, machine, limit, mode)
-    return {"program": i, "task": j, "machine": machine.to_dict(), "limit": limit, "mode": mode,
-            "plans": [[ns, rows.tolist()] for ns, rows in plans]}  # fmt: skip
+    return {
+        "program": i,
+        "task": j,
+        "machine": machine.to_dict(),
+        "limit": limit,
+        "mode": mode,
+        "plans": [[ns, rows.tolist()] for ns, rows in plans],
+    }
 
 
 def improve_plans(task: tuple[Path, str, Path, int]) -> dict[str, Any]:

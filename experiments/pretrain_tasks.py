@@ -23,9 +23,22 @@ SHARES = *[(1.0, 1.0)] * 3, (0.5, 0.95), (0.95, 0.62), (0.75, 0.75), (0.85, 0.85
 CAPTURED_ON = "v100"  # the durations are set by the machine of each task
 MODELLED = 0.6  # fraction of tasks with kernel times from a GPU's time model; the others use a roofline
 SCATTER = 0.2  # standard deviation of the logarithm of a modelled GPU's rates
-SHARES_OF_PEAK = ("elementwise", "norm", "pool", "pool_backward", "conv", "conv_backward", "conv_1x1",
-                  "conv_1x1_backward", "conv_bandwidth", "conv_float32", "conv_float32_backward", "matmul",
-                  "matmul_float32", "attention")  # fmt: skip
+SHARES_OF_PEAK = (
+    "elementwise",
+    "norm",
+    "pool",
+    "pool_backward",
+    "conv",
+    "conv_backward",
+    "conv_1x1",
+    "conv_1x1_backward",
+    "conv_bandwidth",
+    "conv_float32",
+    "conv_float32_backward",
+    "matmul",
+    "matmul_float32",
+    "attention",
+)
 
 
 def program_path(out: Path, i: int) -> Path:
@@ -87,9 +100,11 @@ def modelled_machine(rng: random.Random) -> Machine:
 
     shares = {name: perturb(value, 1.0) for name, value in vars(times).items() if name in SHARES_OF_PEAK}
     return replace(
-        link, memory_bytes_per_s=int(perturb(gpu.memory_bytes_per_s)), kernel_times=replace(times, **shares),
+        link,
+        memory_bytes_per_s=int(perturb(gpu.memory_bytes_per_s)),
+        kernel_times=replace(times, **shares),
         flops_per_s={dtype: int(perturb(rate)) for dtype, rate in gpu.flops_per_s.items()},
-    )  # fmt: skip
+    )
 
 
 def random_machine(rng: random.Random) -> Machine:
@@ -103,13 +118,21 @@ def random_machine(rng: random.Random) -> Machine:
     h2d, (h2d_share, d2h_share) = link * rng.uniform(0.85, 1.1), rng.choice(SHARES)
     latency_ns = rng.choice([5_000, 10_000, 20_000])
     return Machine(
-        name="random", memory_bytes=2**50, d2h_bytes_per_s=int(link), h2d_bytes_per_s=int(h2d),
-        d2h_latency_ns=latency_ns, h2d_latency_ns=latency_ns, copy_engines=1 if rng.random() < 0.1 else 2,
-        duplex_h2d_bytes_per_s=int(h2d_share * h2d), duplex_d2h_bytes_per_s=int(d2h_share * link),
-        host_bytes=2**50, flops_per_s={"float32": int(flops), "bfloat16": int(flops)},
-        memory_bytes_per_s=int(flops * log_uniform(0.03, 0.12)), launch_ns=int(log_uniform(1_500, 8_000)),
+        name="random",
+        memory_bytes=2**50,
+        d2h_bytes_per_s=int(link),
+        h2d_bytes_per_s=int(h2d),
+        d2h_latency_ns=latency_ns,
+        h2d_latency_ns=latency_ns,
+        copy_engines=1 if rng.random() < 0.1 else 2,
+        duplex_h2d_bytes_per_s=int(h2d_share * h2d),
+        duplex_d2h_bytes_per_s=int(d2h_share * link),
+        host_bytes=2**50,
+        flops_per_s={"float32": int(flops), "bfloat16": int(flops)},
+        memory_bytes_per_s=int(flops * log_uniform(0.03, 0.12)),
+        launch_ns=int(log_uniform(1_500, 8_000)),
         efficiency={kind: rng.uniform(0.35, 0.95) for kind in kinds},
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -70,9 +70,14 @@ def main(cfg: DictConfig) -> None:
 
 @resumable
 def make(
-    chosen: list[dict[str, Any]], quick: bool, machine: str | None, launcher: str, jobs: int | None, out: Path,
+    chosen: list[dict[str, Any]],
+    quick: bool,
+    machine: str | None,
+    launcher: str,
+    jobs: int | None,
+    out: Path,
     typed_keys: Collection[str] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Computes and plots figures by their settings into ``out``; prints their tables.
 
     Args:
@@ -200,10 +205,17 @@ class FigureRun:
 
     def finish(self) -> None:
         """Writes the JSON and the plot."""
-        write_json(self.out / f"{self.name}.json", {
-            "command": figure_command(self.name), "machine": self.machine.name, "quick": self.quick,
-            "settings": self.settings, "rows": self.rows,
-        }, indent=1)  # fmt: skip
+        write_json(
+            self.out / f"{self.name}.json",
+            {
+                "command": figure_command(self.name),
+                "machine": self.machine.name,
+                "quick": self.quick,
+                "settings": self.settings,
+                "rows": self.rows,
+            },
+            indent=1,
+        )
         self.figure.draw(self.rows, self.out / f"{self.name}.png")
 
     def delete_partial(self) -> None:

@@ -95,18 +95,26 @@ def main(cfg: DictConfig) -> Path:
         suffix = ", from scratch" if edits and config.init == "scratch" else variant.label_suffix
         about = {"agent": f"train_dqn, {choice}{suffix}", "seed": seed}
         curve = Curve(
-            out / "curve.json", *task, config.mode, {**about, "reward": "log" if edits else variant.reward}, every,
+            out / "curve.json",
+            *task,
+            config.mode,
+            {**about, "reward": "log" if edits else variant.reward},
+            every,
             resumed=None if resume is None else resume.parent / "curve.json",
-        )  # fmt: skip
+        )
         with Watch(config.iterations if edits else config.episodes, open_tracker, log, curve) as watch:
             try:
-                trainer = (dqn.FineTuning(*task, config, seed) if edits
-                           else dqn_paper.Trainer(*task, config, seed, variant))  # fmt: skip
+                trainer = (
+                    dqn.FineTuning(*task, config, seed) if edits else dqn_paper.Trainer(*task, config, seed, variant)
+                )
                 result = train(trainer, out / "checkpoint.pt", resume, watch, watch.step)
             except CustomNetworkError as error:
                 raise cli.UsageError(str(error)) from None
-            overhead = math.nan if result.greedy is None else simulator.simulate(
-                program, result.greedy, machine, limit).overhead  # fmt: skip
+            overhead = (
+                math.nan
+                if result.greedy is None
+                else simulator.simulate(program, result.greedy, machine, limit).overhead
+            )
             curve.add_point(result.simulator_calls, overhead)
         train_s = time.perf_counter() - start
 
@@ -120,11 +128,18 @@ def main(cfg: DictConfig) -> Path:
                 "dqn, before training": agents.make("dqn", message_passing=config.message_passing, **limited),
             }
         rows = compare_planners(
-            task, seed, mode, names, controls,
-            {agent: (result.best, result.simulator_calls),
-             f"{agent}_greedy": (result.greedy, config.greedy_calls if edits else result.simulator_calls)},
-            train_s, curve.bound,
-        )  # fmt: skip
+            task,
+            seed,
+            mode,
+            names,
+            controls,
+            {
+                agent: (result.best, result.simulator_calls),
+                f"{agent}_greedy": (result.greedy, config.greedy_calls if edits else result.simulator_calls),
+            },
+            train_s,
+            curve.bound,
+        )
         from experiments.plotting.plots import write_training  # Matplotlib is slow to import
 
         training_curves = None
@@ -140,9 +155,15 @@ def main(cfg: DictConfig) -> Path:
 
 
 def compare_planners(
-    task: tuple[Program, Machine, int], seed: int, mode: str | None, names: list[str],
-    controls: Mapping[str, agents.Planner], plans: Mapping[str, tuple[Plan | None, int]], train_s: float, bound: Floor,
-) -> list[report.Row]:  # fmt: skip
+    task: tuple[Program, Machine, int],
+    seed: int,
+    mode: str | None,
+    names: list[str],
+    controls: Mapping[str, agents.Planner],
+    plans: Mapping[str, tuple[Plan | None, int]],
+    train_s: float,
+    bound: Floor,
+) -> list[report.Row]:
     """Returns the certified rows of the planners ``names``, of ``controls`` and of the agent's own ``plans``.
 
     Args:
@@ -154,8 +175,10 @@ def compare_planners(
         bound: certified lower bound.
     """
     rows = [report.score(name, *task, seed, mode)[0] for name in report.track(names, "planning with")]
-    rows += [report.score_with(controls[row_name], *task, seed, mode, label=row_name)[0]
-             for row_name in report.track(list(controls), "planning with")]  # fmt: skip
+    rows += [
+        report.score_with(controls[row_name], *task, seed, mode, label=row_name)[0]
+        for row_name in report.track(list(controls), "planning with")
+    ]
     for row_name, (plan, calls) in plans.items():
         timeline = None if plan is None else simulator.simulate(task[0], plan, *task[1:])
         rows.append(report.row(*task, row_name, seed, timeline, train_s, calls, NO_GREEDY, mode or "joint"))

@@ -61,8 +61,15 @@ def main(cfg: DictConfig) -> Path:
     screen, log = report.console(), report.console(stderr=True)
     screen.print(report.headline(program, machine, limit))
 
-    environment = {"program": program, "machine": machine, "limit": limit, "min_bytes": min_bytes, "mode": mode,
-                   "reward": reward, "actions": actions}  # fmt: skip
+    environment = {
+        "program": program,
+        "machine": machine,
+        "limit": limit,
+        "min_bytes": min_bytes,
+        "mode": mode,
+        "reward": reward,
+        "actions": actions,
+    }
     with directory as out:
         with log.status("compiling the simulator"):
             try:
@@ -87,9 +94,11 @@ def main(cfg: DictConfig) -> Path:
                 bar.update(task, completed=min(record.num_timesteps, steps), description=text)
 
             record = sb3.EpisodeRecorder(
-                agent, reward == "causal", on_episode,
+                agent,
+                reward == "causal",
+                on_episode,
                 lambda: curve.add_point_if_due(record.calls, lambda: sb3.greedy_overhead(model, eval_env)),
-            )  # fmt: skip
+            )
             sb3.watch(model, record, scalars.log_scalars)
             start = time.perf_counter()
             model.learn(steps, record)
@@ -101,12 +110,18 @@ def main(cfg: DictConfig) -> Path:
             raise agents.Infeasible(f"no feasible plan for {limit:,} bytes in {len(record.history)} episodes")
 
         rows = compare_planners(
-            (program, machine, limit), seed, mode, names,
+            (program, machine, limit),
+            seed,
+            mode,
+            names,
             report.ablations(record.calls, train_s, mode=mode, min_bytes=min_bytes, seed=seed),
-            {agent: (record.best, record.calls),
-             f"{agent}_greedy": (sb3.greedy(model, environment, agent), record.calls)},
-            train_s, curve.bound,
-        )  # fmt: skip
+            {
+                agent: (record.best, record.calls),
+                f"{agent}_greedy": (sb3.greedy(model, environment, agent), record.calls),
+            },
+            train_s,
+            curve.bound,
+        )
         from experiments.plotting.plots import write_training  # Matplotlib is slow to import
 
         write_training(out, program, machine, record.best, agent, record.history, rows)

@@ -10,6 +10,25 @@ from simulator.rules import simulate_jobs
 from simulator.schedule import OutOfMemory
 from simulator.timeline import Timeline
 
-__all__ = ["Decision", "Engine", "FormatError", "Gap", "Job", "JobsDeadlock", "JobsTimeline", "Kernel", "Machine",
-           "OutOfMemory", "Plan", "PlanError", "Program", "Recompute", "Rerun", "Swap", "Tensor", "Timeline",
-           "simulate", "simulate_jobs"]  # fmt: skip
+__all__ = [
+    "Decision",
+    "Engine",
+    "FormatError",
+    "Gap",
+    "Job",
+    "JobsDeadlock",
+    "JobsTimeline",
+    "Kernel",
+    "Machine",
+    "OutOfMemory",
+    "Plan",
+    "PlanError",
+    "Program",
+    "Recompute",
+    "Rerun",
+    "Swap",
+    "Tensor",
+    "Timeline",
+    "simulate",
+    "simulate_jobs",
+]

@@ -85,8 +85,14 @@ def _typed(value: Any, kind: type, where: str) -> Any:
     return converted
 
 
-_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list",
-          dict: "an object"}  # fmt: skip
+_NAMES = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
 _TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "tuple": list}
 
 

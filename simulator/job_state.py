@@ -205,10 +205,19 @@ class JobState:
         """Returns the job's timeline; spans are sorted, because steps after a switch are recorded before they start."""
         job, spans = self.job, sorted(self.spans, key=lambda s: s.start_ns)
         return JobTimeline(
-            job.name, job.program.name, job.program.ideal_ns, job.arrives_ns, self.admitted_ns, self.left_ns,
-            tuple(self.boundaries), tuple(spans), tuple(self.events), tuple(self.events_until), tuple(self.stalls),
+            job.name,
+            job.program.name,
+            job.program.ideal_ns,
+            job.arrives_ns,
+            self.admitted_ns,
+            self.left_ns,
+            tuple(self.boundaries),
+            tuple(spans),
+            tuple(self.events),
+            tuple(self.events_until),
+            tuple(self.stalls),
             tuple(self.switches),
-        )  # fmt: skip
+        )
 
     def set_plan(self, plan: int) -> None:
         """Changes to another plan of the job."""

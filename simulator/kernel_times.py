@@ -93,6 +93,13 @@ def scaled(durations: list[int], iteration_ns: int | None) -> list[int]:
     return [b - a for a, b in pairwise(ends)]
 
 
-_RANGES = {"launch_ns": (-1, 1_000_000), "multiprocessors": (0, 1024), "winograd": (0.0, 4.0),
-           "conv_channels": (0.0, 1024.0), "norm_channels": (0.0, 64.0), "error": (0.0, 3.0),
-           "row_ns": (0.0, 100_000.0), "element_flops": (0.0, 100_000.0)}  # fmt: skip
+_RANGES = {
+    "launch_ns": (-1, 1_000_000),
+    "multiprocessors": (0, 1024),
+    "winograd": (0.0, 4.0),
+    "conv_channels": (0.0, 1024.0),
+    "norm_channels": (0.0, 64.0),
+    "error": (0.0, 3.0),
+    "row_ns": (0.0, 100_000.0),
+    "element_flops": (0.0, 100_000.0),
+}

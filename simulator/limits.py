@@ -19,8 +19,17 @@ from simulator.files import FormatError
 if TYPE_CHECKING:
     from simulator.program import Program
 
-UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-         "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 LEAST = 1024  # smallest number without a unit that counts as bytes
 _NUMBER_AND_UNIT = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+|%|)\s*", re.IGNORECASE | re.ASCII)
 

@@ -195,9 +195,11 @@ class Machine:
             FormatError: An entry is malformed; the message names the first.
         """
         if isinstance(data, dict):
-            data = {key: size_bytes(value, f"machine.{key}") if key in SIZES and isinstance(value, str) else value
-                    for key, value in data.items()
-                    if key != "kernel_times" or value is not None}  # fmt: skip  # `to_dict` writes null
+            data = {
+                key: size_bytes(value, f"machine.{key}") if key in SIZES and isinstance(value, str) else value
+                for key, value in data.items()
+                if key != "kernel_times" or value is not None
+            }  # `to_dict` writes null
             for combined, keys in ((DUPLEX_TOTAL, DUPLEX), (LATENCY, LATENCIES)):
                 conflicting = [key for key in keys if key in data]
                 if combined in data and conflicting:

@@ -13,8 +13,10 @@ from simulator.residency import residency
 
 # Decision kinds that a plan of each mode may have. Mode joint allows all kinds.
 KINDS_OF: dict[str, tuple[Name, ...]] = {
-    "swap": ("swap",), "recompute": ("recompute", "rerun"), "joint": tuple(kind.kind for kind in KINDS),
-}  # fmt: skip
+    "swap": ("swap",),
+    "recompute": ("recompute", "rerun"),
+    "joint": tuple(kind.kind for kind in KINDS),
+}
 MODES = tuple(KINDS_OF)
 
 # How a tensor is treated within a gap; used as array indices.

@@ -119,10 +119,15 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the ``plan/2`` dictionary; ``structure`` and ``variants`` are left out if empty."""
-        top = {"format": FORMAT, "fingerprint": self.fingerprint, "planner": self.planner,
-               "limit": self.limit, "machine": self.machine,
-               **({"structure": self.structure} if self.structure else {}),
-               "decisions": [d.entry() for d in self.decisions]}  # fmt: skip
+        top = {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "planner": self.planner,
+            "limit": self.limit,
+            "machine": self.machine,
+            **({"structure": self.structure} if self.structure else {}),
+            "decisions": [d.entry() for d in self.decisions],
+        }
         return {**top, "variants": [list(pair) for pair in self.variants]} if self.variants else top
 
     @classmethod
@@ -133,10 +138,18 @@ class Plan:
             FormatError: An entry is malformed; the message names the first.
         """
         top = fields(
-            data, "plan", {"format": str, "decisions": list},
-            {"fingerprint": (str, ""), "planner": (str, ""), "limit": (int, 0), "machine": (str, ""),
-             "variants": (list, []), "structure": (str, "")},
-        )  # fmt: skip
+            data,
+            "plan",
+            {"format": str, "decisions": list},
+            {
+                "fingerprint": (str, ""),
+                "planner": (str, ""),
+                "limit": (int, 0),
+                "machine": (str, ""),
+                "variants": (list, []),
+                "structure": (str, ""),
+            },
+        )
         if top["format"] not in READABLE_FORMATS:
             raise FormatError(f"plan.format: expected {FORMAT!r}, got {top['format']!r}")
         if top["limit"] < 0:

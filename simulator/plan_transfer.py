@@ -65,9 +65,13 @@ def _match(keys: Sequence[Hashable], other_keys: Sequence[Hashable]) -> dict[int
 
 
 def _match_others(
-    program: Program, other: Program, kernel_keys: Sequence[Any], other_keys: Sequence[Any], tensor: dict[int, int],
+    program: Program,
+    other: Program,
+    kernel_keys: Sequence[Any],
+    other_keys: Sequence[Any],
+    tensor: dict[int, int],
     kernel: dict[int, int],
-) -> None:  # fmt: skip
+) -> None:
     """Adds kernels of other names, and their outputs, to the matched tensors and kernels; keys identify kernels."""
 
     def unmatched(keys: Sequence[Any], kernels: Sequence[Kernel], matched: Container[int]) -> dict[Hashable, list[int]]:
@@ -116,8 +120,11 @@ def _identity_keys(program: Program) -> tuple[list[Hashable], list[Hashable]]:
         places.append(place)
         writer |= {t: len(places) - 1 for t in kernel.outputs if not tensors[t].persistent}
     keys = _with_occurrence((kernel.name, place) for kernel, place in zip(kernels, places, strict=True))
-    written_as = {t: (keys[uses[0]], kernels[uses[0]].outputs.index(t))
-                  for t, uses in enumerate(program.writes) if uses and not tensors[t].persistent}  # fmt: skip
+    written_as = {
+        t: (keys[uses[0]], kernels[uses[0]].outputs.index(t))
+        for t, uses in enumerate(program.writes)
+        if uses and not tensors[t].persistent
+    }
     return _with_occurrence(written_as.get(t, x.name) for t, x in enumerate(tensors)), keys
 
 

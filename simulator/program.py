@@ -27,9 +27,20 @@ FORMAT = "program/1"
 
 TensorKind = Literal["input", "parameter", "buffer", "optimizer_state", "gradient", "activation"]
 KernelKind = Literal[
-    "conv", "matmul", "norm", "activation", "pool", "lrn", "dropout", "rnn", "reduce", "elementwise",
-    "copy", "optimizer", "other",
-]  # fmt: skip
+    "conv",
+    "matmul",
+    "norm",
+    "activation",
+    "pool",
+    "lrn",
+    "dropout",
+    "rnn",
+    "reduce",
+    "elementwise",
+    "copy",
+    "optimizer",
+    "other",
+]
 Phase = Literal["forward", "backward", "optimizer"]
 
 TENSOR_KINDS: frozenset[str] = frozenset(get_args(TensorKind))
@@ -251,13 +262,17 @@ class Program:
         operations = []
         for k, kernel in enumerate(self.kernels):
             begin, end = self.start_ns[k], self.start_ns[k + 1]
-            allocated = [t for t in dict.fromkeys(kernel.outputs)
-                         if not self.tensors[t].persistent and self.accesses[t][0] == k]  # fmt: skip
+            allocated = [
+                t for t in dict.fromkeys(kernel.outputs) if not self.tensors[t].persistent and self.accesses[t][0] == k
+            ]
             operations += [Operation("malloc", t, k, begin) for t in allocated]
             operations += [Operation("read", t, k, begin) for t in dict.fromkeys(kernel.inputs)]
             operations += [Operation("write", t, k, begin) for t in dict.fromkeys(kernel.outputs)]
-            operations += [Operation("free", t, k, end) for t in kernel.accesses
-                           if not self.tensors[t].persistent and self.accesses[t][-1] == k]  # fmt: skip
+            operations += [
+                Operation("free", t, k, end)
+                for t in kernel.accesses
+                if not self.tensors[t].persistent and self.accesses[t][-1] == k
+            ]
         return operations
 
     def with_durations(self, durations_ns: Sequence[int]) -> Program:
@@ -324,17 +339,25 @@ class Program:
             "format": FORMAT,
             "name": self.name,
             "tensors": [
-                {"name": t.name, "nbytes": t.nbytes, "kind": t.kind, "persistent": t.persistent}
-                for t in self.tensors
+                {"name": t.name, "nbytes": t.nbytes, "kind": t.kind, "persistent": t.persistent} for t in self.tensors
             ],
             "kernels": [
-                {"name": k.name, "kind": k.kind, "phase": k.phase, "inputs": list(k.inputs),
-                 "outputs": list(k.outputs), "duration_ns": k.duration_ns, "workspace": k.workspace,
-                 "flops": k.flops, "bytes": k.bytes, "recomputable": k.recomputable,
-                 "variants": [list(v) for v in k.variants]}
+                {
+                    "name": k.name,
+                    "kind": k.kind,
+                    "phase": k.phase,
+                    "inputs": list(k.inputs),
+                    "outputs": list(k.outputs),
+                    "duration_ns": k.duration_ns,
+                    "workspace": k.workspace,
+                    "flops": k.flops,
+                    "bytes": k.bytes,
+                    "recomputable": k.recomputable,
+                    "variants": [list(v) for v in k.variants],
+                }
                 for k in self.kernels
             ],
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_dict(cls, data: object) -> Program:
@@ -391,9 +414,14 @@ def _printable(name: str, where: str) -> None:
 _TENSOR = {"name": str, "nbytes": int, "kind": str, "persistent": bool}
 _KERNEL_REQUIRED = {"name": str, "kind": str, "inputs": list, "outputs": list}
 _KERNEL_OPTIONAL: dict[str, tuple[type, Any]] = {
-    "phase": (str, "forward"), "duration_ns": (int, 0), "workspace": (int, 0), "flops": (int, 0),
-    "bytes": (int, 0), "recomputable": (bool, True), "variants": (list, []),
-}  # fmt: skip
+    "phase": (str, "forward"),
+    "duration_ns": (int, 0),
+    "workspace": (int, 0),
+    "flops": (int, 0),
+    "bytes": (int, 0),
+    "recomputable": (bool, True),
+    "variants": (list, []),
+}
 
 
 def _check(program: Program) -> None:

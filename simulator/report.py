@@ -18,8 +18,15 @@ from simulator.timeline import Breakdown, Timeline
 
 ROWS = 15  # maximum number of modules on a page
 MODEL_ITSELF = "(the model itself)"  # module name of the model's own kernels
-KINDS = {"parameter": "parameters", "buffer": "buffers", "optimizer_state": "optimizer state", "input": "inputs",
-         "gradient": "gradients", "activation": "activations", "workspace": "workspace"}  # fmt: skip
+KINDS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "optimizer_state": "optimizer state",
+    "input": "inputs",
+    "gradient": "gradients",
+    "activation": "activations",
+    "workspace": "workspace",
+}
 
 
 class Place(NamedTuple):
@@ -104,9 +111,10 @@ class Report:
         peaks = (self.without, self.under) if self.planner else (self.without,)
         lines = [
             f"{self.program} on {self.machine}: limit {size(self.limit)}, of which {size(self.persistent_bytes)} are "
-            "persistent", "",
+            "persistent",
+            "",
             f"peak without a plan: {self.without}",
-        ]  # fmt: skip
+        ]
         if self.planner:
             lines.append(f"peak under the plan: {self.under}")
         elif self.without.nbytes <= self.limit:
@@ -116,8 +124,10 @@ class Report:
         if self.planner or self.without.nbytes <= self.limit:
             verdict = "" if self.packed_bytes <= self.limit else ", more than the limit: plan for a lower limit"
             lines.append(f"with fixed addresses it takes {size(self.packed_bytes)}{verdict}")
-        lines += ["", *_table("kind", [k for k in KINDS if any(k in p.kinds for p in peaks)],
-                              [p.kinds for p in peaks], KINDS)]  # fmt: skip
+        lines += [
+            "",
+            *_table("kind", [k for k in KINDS if any(k in p.kinds for p in peaks)], [p.kinds for p in peaks], KINDS),
+        ]
         if self.without.modules:
             names, columns = by_module(peaks)
             lines += ["", *_table("module", names, columns, {"": MODEL_ITSELF})]
@@ -135,8 +145,12 @@ class Report:
 
     def _times(self) -> Iterable[str]:
         parts = self.breakdown
-        losses = {"recomputation": parts.recompute_ns, "waits for memory": parts.stall_memory_ns,
-                  "waits for data": parts.stall_data_ns, "waits for the host": parts.stall_issue_ns}  # fmt: skip
+        losses = {
+            "recomputation": parts.recompute_ns,
+            "waits for memory": parts.stall_memory_ns,
+            "waits for data": parts.stall_data_ns,
+            "waits for the host": parts.stall_issue_ns,
+        }
         causes = ", ".join(f"{cause} {_time(ns)}" for cause, ns in losses.items() if ns)
         yield (
             f"predicted: {_time(self.iteration_ns)} a step, {self.overhead:.2%} over the ideal {_time(self.ideal_ns)}"
@@ -150,9 +164,17 @@ class Report:
 
 
 def report(
-    program: Program, machine: Machine, limit: int, packed_bytes: int, base: Timeline, planned: Timeline | None = None,
-    plan: Plan | None = None, floor_ns: int | None = None, origins: Origins | None = None, issued: str = "",
-) -> Report:  # fmt: skip
+    program: Program,
+    machine: Machine,
+    limit: int,
+    packed_bytes: int,
+    base: Timeline,
+    planned: Timeline | None = None,
+    plan: Plan | None = None,
+    floor_ns: int | None = None,
+    origins: Origins | None = None,
+    issued: str = "",
+) -> Report:
     """Returns the report of ``plan`` on a step, or of the unplanned step.
 
     Args:
@@ -170,13 +192,23 @@ def report(
     timeline = planned or base
     without = _peak(program, origins, base)
     return Report(
-        program.name, machine.name, limit, (plan.planner or "the caller") if plan is not None and planned else "",
-        sum(t.nbytes for t in program.tensors if t.persistent), timeline.required_bytes, without,
+        program.name,
+        machine.name,
+        limit,
+        (plan.planner or "the caller") if plan is not None and planned else "",
+        sum(t.nbytes for t in program.tensors if t.persistent),
+        timeline.required_bytes,
+        without,
         _peak(program, origins, planned) if planned else without,
-        _swap_totals(program, plan, timeline) if plan is not None else {}, _recompute_totals(program, timeline),
-        timeline.iteration_ns, program.ideal_ns, timeline.breakdown, floor_ns,
-        packed_bytes, issued,
-    )  # fmt: skip
+        _swap_totals(program, plan, timeline) if plan is not None else {},
+        _recompute_totals(program, timeline),
+        timeline.iteration_ns,
+        program.ideal_ns,
+        timeline.breakdown,
+        floor_ns,
+        packed_bytes,
+        issued,
+    )
 
 
 def _peak(program: Program, origins: Origins | None, timeline: Timeline) -> Peak:

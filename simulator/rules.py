@@ -22,8 +22,16 @@ from simulator.timeline import BlockEvent, Span, Timeline
 class World:
     """State of a simulation; one method per line of rule 9."""
 
-    def __init__(self, jobs: Sequence[Job], plans: Sequence[Sequence[Schedule]], machine: Machine, limit: int,
-                 until_ns: int | None, sharing: Sharing, limit_until: int = NEVER):  # fmt: skip
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        plans: Sequence[Sequence[Schedule]],
+        machine: Machine,
+        limit: int,
+        until_ns: int | None,
+        sharing: Sharing,
+        limit_until: int = NEVER,
+    ):
         self.jobs, self.machine, self.sharing = jobs, machine, sharing
         self.limit, self.limit_until = limit, limit_until
         self.now = self.used = self.kernel_ends = 0
@@ -253,8 +261,11 @@ class World:
             gap = job.first_swap_in(self.served_job is job) if may_swap_in else None
             if gap is not job.next_swap_in:
                 job.next_swap_in, job.swap_in_since = gap, self.now
-        chosen = min((job for job in self.admitted if job.next_swap_in and self._swap_in_fits(job, job.next_swap_in)),
-                     key=lambda job: (job.swap_in_since, job.index), default=None)  # fmt: skip
+        chosen = min(
+            (job for job in self.admitted if job.next_swap_in and self._swap_in_fits(job, job.next_swap_in)),
+            key=lambda job: (job.swap_in_since, job.index),
+            default=None,
+        )
         is_single, gap = self.machine.copy_engines == 1, chosen.next_swap_in if chosen else None
         if self.queue and self.may_start("d2h"):
             copy = self.queue[0]
@@ -481,9 +492,16 @@ def simulate(
     for work, speed in world.in_flight():
         job.spans[work.span] = job.spans[work.span]._replace(end_ns=work.end_ns(world.now, speed))
     return Timeline.assemble(
-        program, limit, schedule.required_bytes, job.boundaries, job.spans, job.events, job.events_until, job.stalls,
+        program,
+        limit,
+        schedule.required_bytes,
+        job.boundaries,
+        job.spans,
+        job.events,
+        job.events_until,
+        job.stalls,
         period,
-    )  # fmt: skip
+    )
 
 
 def _period(states: Sequence[object], boundaries: Sequence[int]) -> int:

@@ -330,9 +330,11 @@ class _Builder:
             return frozenset()
         rerun = reruns(program, targets, k, dropped.keys())
         fetched = {
-            x for w in rerun for x in program.kernels[w].inputs
+            x
+            for w in rerun
+            for x in program.kernels[w].inputs
             if x in self.on_host and is_available(program, x, w, k, dropped.keys())
-        }  # fmt: skip
+        }
         recovered = set(targets)
         if any(dropped[t].keep for t in targets):
             outputs = {x for w in rerun for x in program.kernels[w].outputs if x in dropped}
@@ -439,13 +441,33 @@ class _Builder:
             copies.setdefault(d.copied_at, []).append(d)
             opens.setdefault(d.after, []).append(d)
         steps = tuple(
-            Step(kind, w, program.kernels[w].duration_ns, k, frozenset(waits), uses, tuple(allocs[i]), tuple(frees[i]),
-                 *((tuple(copies.get(w, ())), tuple(opens.get(w, ()))) if kind == "kernel" else ((), ())))
+            Step(
+                kind,
+                w,
+                program.kernels[w].duration_ns,
+                k,
+                frozenset(waits),
+                uses,
+                tuple(allocs[i]),
+                tuple(frees[i]),
+                *((tuple(copies.get(w, ())), tuple(opens.get(w, ()))) if kind == "kernel" else ((), ())),
+            )
             for i, (kind, w, k, waits, uses) in enumerate(self.steps)
-        )  # fmt: skip
+        )
         on_host = _host_bytes(program, self.moved, self.returns)
-        return Schedule(program, self.plan, steps, tuple(self.first), blocks, self.returns | self.recovered, self.moved,
-                        self.away_at_start, tuple(resident), tuple(residency), tuple(on_host))  # fmt: skip
+        return Schedule(
+            program,
+            self.plan,
+            steps,
+            tuple(self.first),
+            blocks,
+            self.returns | self.recovered,
+            self.moved,
+            self.away_at_start,
+            tuple(resident),
+            tuple(residency),
+            tuple(on_host),
+        )
 
 
 def _host_bytes(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Recompute, int]) -> list[int]:

@@ -72,8 +72,15 @@ def memory_curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int
 def trace_piece(pid: int, tid: int, kind: str, name: str, start_ns: int, end_ns: int) -> dict[str, Any]:
     """Returns a duration event of a Chrome trace."""
     label = name if kind in ("kernel", "wait") else f"{kind} {name}"
-    return {"ph": "X", "pid": pid, "tid": tid, "cat": kind, "name": label, "ts": start_ns / 1000,
-            "dur": (end_ns - start_ns) / 1000}  # fmt: skip
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "cat": kind,
+        "name": label,
+        "ts": start_ns / 1000,
+        "dur": (end_ns - start_ns) / 1000,
+    }
 
 
 def trace_span(pid: int, s: Span, program: Program) -> dict[str, Any]:

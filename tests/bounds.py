@@ -54,8 +54,9 @@ def main() -> None:
             sys.exit(f"seed {seed}: {found}")
     program, machine = small_task()
     short = replace(machine, d2h_bytes_per_s=6 * 10**9, host_bytes=20 * 2**20)
-    tasks = [Task(program, on, program.peak_bytes // 2, 2**20, mode) for on in (machine, short)
-             for mode in ("swap", "joint")]  # fmt: skip
+    tasks = [
+        Task(program, on, program.peak_bytes // 2, 2**20, mode) for on in (machine, short) for mode in ("swap", "joint")
+    ]
     for reward in ("paper", "causal"):
         follow(tasks, reward, "full", 1, 8, STEPS, True)
 

@@ -23,9 +23,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 if settings is not None:
     for name, cases in (("quick", 15), ("long", 300)):
         settings.register_profile(
-            name, deadline=None, max_examples=cases, suppress_health_check=list(HealthCheck),
+            name,
+            deadline=None,
+            max_examples=cases,
+            suppress_health_check=list(HealthCheck),
             derandomize=os.environ.get("SEED") != "random",
-        )  # fmt: skip
+        )
     settings.load_profile("quick")
 
 

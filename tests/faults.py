@@ -34,9 +34,30 @@ from tests.tiny import PROGRAM
 ROOT = Path(__file__).resolve().parent.parent
 REFUSED = (FormatError, PlanError, TrainingStateError, cli.UsageError)
 ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2**31, 2**63, 2**400, -(2**63), 0.5, float("nan"), float("inf"), "", "x", "\x1b[2J",
-    "../../x", "${oc.env:HOME}", [], {}, [[]], {"_target_": "os.mkdir"}, "1e999", "é" * 50,
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    2**400,
+    -(2**63),
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "\x1b[2J",
+    "../../x",
+    "${oc.env:HOME}",
+    [],
+    {},
+    [[]],
+    {"_target_": "os.mkdir"},
+    "1e999",
+    "é" * 50,
+)
 Reader = Callable[[Path], object]
 
 
@@ -99,10 +120,14 @@ class Files:
         plan.save(folder / "plan.json")
         (folder / "machine.yaml").write_text(yaml.safe_dump(machine.to_dict()))
         (folder / "workload.yaml").write_text("family: vgg\nname: vgg16\nbatch: 2\n")
-        write_json(folder / "summary.json", {
-            "command": ["python", "-m", "experiments.evaluate"], "config": {"limits": [0.5], "planners": ["none"]},
-            "versions": {},
-        })  # fmt: skip
+        write_json(
+            folder / "summary.json",
+            {
+                "command": ["python", "-m", "experiments.evaluate"],
+                "config": {"limits": [0.5], "planners": ["none"]},
+                "versions": {},
+            },
+        )
         (folder / "blocks.csv").write_text("id,lower,upper,size\n0,0,3,4\n1,1,2,8\n")
         write_training_state(folder / "checkpoint.pt", {"weights": torch.ones(8), "episodes": [1, 2]})
         weights = Path(sys.modules[PolicyNet.__module__].__file__ or "").with_name("policy.pt")

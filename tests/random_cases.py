@@ -82,10 +82,18 @@ def program_of(rng: Random, max_kernels: int = 14) -> Program:
             if rng.random() < 0.5:
                 inputs.append(outputs[-1])
         born += [t for t in outputs if t not in born]
-        kernels.append(Kernel(
-            f"k{k}", "other", "forward", tuple(dict.fromkeys(inputs)), tuple(dict.fromkeys(outputs)),
-            rng.randint(0, 30), workspace=rng.choice([0, 0, 5, 20]), recomputable=rng.random() < 0.9,
-        ))  # fmt: skip
+        kernels.append(
+            Kernel(
+                f"k{k}",
+                "other",
+                "forward",
+                tuple(dict.fromkeys(inputs)),
+                tuple(dict.fromkeys(outputs)),
+                rng.randint(0, 30),
+                workspace=rng.choice([0, 0, 5, 20]),
+                recomputable=rng.random() < 0.9,
+            )
+        )
     return Program("random", tuple(tensors), tuple(kernels))
 
 
@@ -132,9 +140,18 @@ def machine_of(rng: Random) -> Machine:
     rates = [500_000_000, 1_000_000_000, 3_000_000_000]
     h2d, d2h = (rng.choice([0, 130_000_000, 400_000_000, 700_000_001, 2_900_000_000]) for _ in range(2))
     into, out, latency_ns, engines = rng.choice(rates), rng.choice(rates), rng.randint(0, 3), rng.randint(1, 2)
-    return Machine("random", 10**6, into, out, latency_ns, latency_ns, engines,
-                   host_bytes=rng.choice([10**6, 10**6, rng.randint(0, 150)]), duplex_h2d_bytes_per_s=h2d,
-                   duplex_d2h_bytes_per_s=d2h)  # fmt: skip
+    return Machine(
+        "random",
+        10**6,
+        into,
+        out,
+        latency_ns,
+        latency_ns,
+        engines,
+        host_bytes=rng.choice([10**6, 10**6, rng.randint(0, 150)]),
+        duplex_h2d_bytes_per_s=h2d,
+        duplex_d2h_bytes_per_s=d2h,
+    )
 
 
 def case(seed: int) -> Case:
@@ -152,10 +169,15 @@ def contending(rng: Random, case: Case) -> Case:
     kernels = tuple(replace(k, bytes=rng.choice([0, 7, 40, 1000])) for k in case.program.kernels)
     program = replace(case.program, kernels=kernels)
     machine = replace(
-        case.machine, memory_bytes_per_s=3 * 10**9, copy_contention=rng.choice([0.02, 0.3, 0.499]),
-        wait_ns=rng.choice([0, 7]), issue_ns=rng.choice([0, 0, 3, 9, 30]), event_ns=rng.choice([0, 2]),
-        queue_depth=rng.choice([1, 2, 5, 1024]), h2d_latency_ns=case.machine.h2d_latency_ns + rng.choice([0, 2]),
-    )  # fmt: skip
+        case.machine,
+        memory_bytes_per_s=3 * 10**9,
+        copy_contention=rng.choice([0.02, 0.3, 0.499]),
+        wait_ns=rng.choice([0, 7]),
+        issue_ns=rng.choice([0, 0, 3, 9, 30]),
+        event_ns=rng.choice([0, 2]),
+        queue_depth=rng.choice([1, 2, 5, 1024]),
+        h2d_latency_ns=case.machine.h2d_latency_ns + rng.choice([0, 2]),
+    )
     plan = replace(case.plan, fingerprint=program.fingerprint)
     return case._replace(program=program, machine=machine, plan=plan)
 
@@ -241,17 +263,21 @@ def job_of(rng: Random, name: str, program: Program) -> Job:
     iterations = rng.choice([None, rng.randint(1, 4)])
     leaves = arrives + rng.randint(0, 800) if iterations is None or rng.random() < 0.2 else None
     job = Job(name, program, plans[0], arrives, iterations, leaves, tuple(zip(times, plans[1:], strict=True)))
-    rows = [(*(rng.randint(0, 40) for _ in program.kernels[1:]), rng.randint(1, 40))
-            for _ in range(rng.choice([0, 0, 1, 2, 3]))]  # fmt: skip
+    rows = [
+        (*(rng.randint(0, 40) for _ in program.kernels[1:]), rng.randint(1, 40))
+        for _ in range(rng.choice([0, 0, 1, 2, 3]))
+    ]
     return replace(job, durations=tuple(rows))
 
 
 def limited(rng: Random, job: Job, limits: Sequence[int]) -> Job:
     """Returns the job with plans made for these limits; the job may keep within them."""
     return replace(
-        job, within_limit=rng.random() < 0.7, plan=replace(job.plan, limit=rng.choice(limits)),
+        job,
+        within_limit=rng.random() < 0.7,
+        plan=replace(job.plan, limit=rng.choice(limits)),
         switches=tuple((at, replace(plan, limit=rng.choice(limits))) for at, plan in job.switches),
-    )  # fmt: skip
+    )
 
 
 def jobs_case(seed: int) -> JobsCase:

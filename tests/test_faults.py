@@ -40,12 +40,21 @@ def test_an_output_that_cannot_be_written_is_a_sentence(where: str) -> None:
     reads, writes = os.pipe()
     os.close(reads)
     with open("/dev/full" if where == "full" else os.devnull, "w") as file:
-        done = subprocess.run(words, stdout=writes if where == "unread" else file, stderr=subprocess.PIPE, text=True,
-                              cwd=ROOT, check=False)  # fmt: skip
+        done = subprocess.run(
+            words,
+            stdout=writes if where == "unread" else file,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
     os.close(writes)
     complete = "files written so far are complete\n"
-    messages = {"full": f"error: the output cannot be written (No space left on device); {complete}",
-            "unread": f"error: the reader of the output closed the pipe; {complete}", "closed": ""}  # fmt: skip
+    messages = {
+        "full": f"error: the output cannot be written (No space left on device); {complete}",
+        "unread": f"error: the reader of the output closed the pipe; {complete}",
+        "closed": "",
+    }
     assert (done.returncode, done.stderr) == (0 if where == "closed" else 2, messages[where])
 
 

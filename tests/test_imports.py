@@ -14,8 +14,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAY_IMPORT = {"simulator": set(), "envs": {"simulator"}, "agents": {"simulator", "envs"}, "executor": {"simulator"},
-              "experiments": {"simulator", "envs", "agents", "executor"}}  # fmt: skip
+MAY_IMPORT = {
+    "simulator": set(),
+    "envs": {"simulator"},
+    "agents": {"simulator", "envs"},
+    "executor": {"simulator"},
+    "experiments": {"simulator", "envs", "agents", "executor"},
+}
 ABOVE = {
     "executor/fit.py": {"agents"},
     "envs/edit/starts.py": {"agents"},
@@ -26,9 +31,18 @@ ROOMS = {
     "agents": ["floor", "", "heuristics", "search", "learned"],
     "executor": ["memory", "capture", "training", "replay", "", "compiled", "integrations"],
     # The top level and a subpackage's __main__ have commands, which use all subpackages.
-    "experiments": ["workloads", "common", "plotting", "plan", "validate_gpu", "measured", "examples", "figures",
-                    "benchmark"],
-}  # fmt: skip
+    "experiments": [
+        "workloads",
+        "common",
+        "plotting",
+        "plan",
+        "validate_gpu",
+        "measured",
+        "examples",
+        "figures",
+        "benchmark",
+    ],
+}
 
 
 FILES = {package: sorted((ROOT / package).rglob("*.py")) for package in MAY_IMPORT}

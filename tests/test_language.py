@@ -38,9 +38,13 @@ LONGER = {  # pages with long tables or lists that comments cite
 GENERATED = "experiments/results/README.md"
 # What asserts phrases as data, a text in the digests of random cases, an axis of a committed picture.
 KEEP = (
-    GENERATED, "tests/test_language.py", "tests/experiments/figures/test_figure.py",
-    "tests/experiments/test_interrupt.py", "simulator/rules.py", "experiments/figures/home.py",
-)  # fmt: skip
+    GENERATED,
+    "tests/test_language.py",
+    "tests/experiments/figures/test_figure.py",
+    "tests/experiments/test_interrupt.py",
+    "simulator/rules.py",
+    "experiments/figures/home.py",
+)
 PAGES = [path.relative_to(ROOT).as_posix() for path in tracked("*.md")]
 MODULES = [path.relative_to(ROOT).as_posix() for path in tracked("*.py")]
 

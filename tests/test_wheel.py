@@ -46,16 +46,24 @@ def test_the_wheel_works_where_nothing_of_it_can_be_written(fresh: Path, tmp_pat
     environment = {**variables, "HOME": str(home), "XDG_CACHE_HOME": str(home), "OMP_NUM_THREADS": "1"}
 
     def output(*words: str) -> str:
-        done = subprocess.run([str(fresh / words[0]), *words[1:]], cwd=work, env=environment, capture_output=True,
-                              text=True, timeout=500)  # fmt: skip
+        done = subprocess.run(
+            [str(fresh / words[0]), *words[1:]], cwd=work, env=environment, capture_output=True, text=True, timeout=500
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     location = output("python", "-c", "import experiments; print(experiments.__file__)")
     assert location.startswith(str(fresh.parent))
     assert "evaluate" in output("headroom", "--help")
-    printed = output("headroom", "evaluate", "program=chain.json", "machine=h100", "planners=[autoswap_swdoa]",
-                  "limits=[0.7]", "out=found")  # fmt: skip
+    printed = output(
+        "headroom",
+        "evaluate",
+        "program=chain.json",
+        "machine=h100",
+        "planners=[autoswap_swdoa]",
+        "limits=[0.7]",
+        "out=found",
+    )
     assert printed.endswith("found\n")
     summary = json.loads((work / "found" / "summary.json").read_text())
     assert summary["command"][2] == "experiments.evaluate" and summary["results"][0]["feasible"]

@@ -67,9 +67,15 @@ class Floor:
 
 
 def floor(
-    program: Program, machine: Machine, limit: int, mode: str = "joint", max_gaps: int | None = None,
-    detail: float = 1.0, families: Collection[str] = FAMILIES, seconds: float | None = None,
-) -> Floor:  # fmt: skip
+    program: Program,
+    machine: Machine,
+    limit: int,
+    mode: str = "joint",
+    max_gaps: int | None = None,
+    detail: float = 1.0,
+    families: Collection[str] = FAMILIES,
+    seconds: float | None = None,
+) -> Floor:
     """Computes the lower bound on plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
     Args:
@@ -168,10 +174,19 @@ class _Problem:
     """
 
     def __init__(
-        self, program: Program, machine: Machine, limit: int, mode: str, gaps: list[Gap],
-        live_bytes: NDArray[np.int64], min_load: NDArray[np.int64], min_nbytes: int, cells: int, max_groups: int,
+        self,
+        program: Program,
+        machine: Machine,
+        limit: int,
+        mode: str,
+        gaps: list[Gap],
+        live_bytes: NDArray[np.int64],
+        min_load: NDArray[np.int64],
+        min_nbytes: int,
+        cells: int,
+        max_groups: int,
         families: Collection[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         largest = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Scales bytes and times so that coefficients are near 1.
         byte, self.tick = largest / 8, max(program.ideal_ns, machine.d2h_ns(largest)) / 1000

@@ -121,9 +121,17 @@ class Reruns:
     """
 
     def __init__(
-        self, lp: Linear, program: Program, limit: int, live_bytes: NDArray[np.int64], min_nbytes: int, parts: int,
-        cells: int, byte: float, families: Collection[str],
-    ) -> None:  # fmt: skip
+        self,
+        lp: Linear,
+        program: Program,
+        limit: int,
+        live_bytes: NDArray[np.int64],
+        min_nbytes: int,
+        parts: int,
+        cells: int,
+        byte: float,
+        families: Collection[str],
+    ) -> None:
         self.lp, self.program, self.limit = lp, program, limit
         self.byte, self.limits, self.n, self.live_bytes = byte, RerunLimits(program), len(program.kernels), live_bytes
         self.versions = versions_of(program, min_nbytes)

@@ -122,10 +122,19 @@ class Transfers:
     """
 
     def __init__(
-        self, lp: Linear, program: Program, machine: Machine, limit: int, gaps: list[Gap], groups: Groups,
-        loads: dict[int, tuple[Terms, float]], reruns: Reruns | None, byte: float, tick: float,
+        self,
+        lp: Linear,
+        program: Program,
+        machine: Machine,
+        limit: int,
+        gaps: list[Gap],
+        groups: Groups,
+        loads: dict[int, tuple[Terms, float]],
+        reruns: Reruns | None,
+        byte: float,
+        tick: float,
         families: Collection[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.lp, self.program, self.machine, self.gaps, self.groups = lp, program, machine, gaps, groups
         self.n, m = len(program.kernels), len(gaps)
         self.byte, self.room = byte, limit / byte

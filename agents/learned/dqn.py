@@ -65,9 +65,14 @@ class TaskWalkers:
     def __init__(self, task: EditTask, args: Args, reference: float, rng: np.random.Generator) -> None:
         self.task, self.args, self.rng, self.graph = task, args, rng, edit_graph(task)
         self.batch = EditBatch(
-            [task], args.walkers, args.neighbours, budget=(args.least_calls, args.most_calls), reward="log",
-            shaping=args.shaping, reference=[reference],
-        )  # fmt: skip
+            [task],
+            args.walkers,
+            args.neighbours,
+            budget=(args.least_calls, args.most_calls),
+            reward="log",
+            shaping=args.shaping,
+            reference=[reference],
+        )
         for i in range(args.walkers):
             self.batch.seed(i, int(rng.integers(2**31)))
         fraction = np.linspace(0, 1, args.walkers)
@@ -96,9 +101,11 @@ class TaskWalkers:
         """Returns a copy of the current observations."""
         batch = self.batch
         return Observation(
-            batch.gaps.astype(np.float16), batch.bins[:, :, -BIN_COLUMNS:].astype(np.float16), batch.plan.copy(),
+            batch.gaps.astype(np.float16),
+            batch.bins[:, :, -BIN_COLUMNS:].astype(np.float16),
+            batch.plan.copy(),
             batch.edits.astype(np.int16),
-        )  # fmt: skip
+        )
 
     def order(self, q: Floats) -> NDArray[np.int64]:
         """Returns the edits in the order in which the exploring policies try them, (W, tries). ``q``: (W, M)."""
@@ -121,9 +128,16 @@ class Rollout:
     """
 
     def __init__(
-        self, graph: EditGraph, observed: list[Observation], order: NDArray[np.int64], rewards: Floats, effects: Floats,
-        counts: NDArray[np.int64], ends: NDArray[np.bool_], args: Args,
-    ) -> None:  # fmt: skip
+        self,
+        graph: EditGraph,
+        observed: list[Observation],
+        order: NDArray[np.int64],
+        rewards: Floats,
+        effects: Floats,
+        counts: NDArray[np.int64],
+        ends: NDArray[np.bool_],
+        args: Args,
+    ) -> None:
         n, gamma = args.n_step, args.gamma
         length = len(order) - n + 1
         tries = np.arange(order.shape[2])
@@ -156,9 +170,13 @@ class Rollout:
         weight = (len(p) * p[index]) ** -self.args.importance_exponent
         t, w = np.divmod(index, self.returns.shape[1])
         states, next_states = (Observation(*(x[u, w] for x in self.observed)) for u in (t, t + self.args.n_step))
-        tries = {"edit": self.order[t, w], "return": self.returns[t, w], "discount": self.discount[t, w],
-                 "effect": self.effects[t, w],
-                 "weight": (self.tried[t, w] * (weight / weight.max())[:, None]).astype(np.float32)}  # fmt: skip
+        tries = {
+            "edit": self.order[t, w],
+            "return": self.returns[t, w],
+            "discount": self.discount[t, w],
+            "effect": self.effects[t, w],
+            "weight": (self.tried[t, w] * (weight / weight.max())[:, None]).astype(np.float32),
+        }
         return index, states, next_states, {key: torch.from_numpy(value) for key, value in tries.items()}
 
 
@@ -236,11 +254,16 @@ class DQN:
         trials = counts.sum(0)
         self.calls += int(trials.sum())
         greedy = walk.epsilon < 1
-        row = {"hits": hits[greedy].sum() / trials[greedy].sum(), "reward": float(rewards.sum() / trials.sum()),
-               "gained": 1e5 * gain[greedy].sum() / trials[greedy].sum()}  # fmt: skip
+        row = {
+            "hits": hits[greedy].sum() / trials[greedy].sum(),
+            "reward": float(rewards.sum() / trials.sum()),
+            "gained": 1e5 * gain[greedy].sum() / trials[greedy].sum(),
+        }
         if not greedy.all():
-            row |= {"hits_random": hits[~greedy].sum() / trials[~greedy].sum(),
-                    "gained_random": 1e5 * gain[~greedy].sum() / trials[~greedy].sum()}  # fmt: skip
+            row |= {
+                "hits_random": hits[~greedy].sum() / trials[~greedy].sum(),
+                "gained_random": 1e5 * gain[~greedy].sum() / trials[~greedy].sum(),
+            }
         if final_overheads:
             row["overhead"] = float(np.mean(final_overheads))
         return Rollout(walk.graph, observed, order, rewards, effects, counts, episode_ends, args), row
@@ -308,9 +331,13 @@ class DQN:
     def state(self) -> dict[str, Any]:
         """Returns the state for ``restore``, without the replay buffer and the walkers, which start empty after it."""
         return {
-            "net": self.net.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "history": self.history, "updates": self.updates, "calls": self.calls,
-        }  # fmt: skip
+            "net": self.net.state_dict(),
+            "target": self.target.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "history": self.history,
+            "updates": self.updates,
+            "calls": self.calls,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores the training state that ``state`` returned."""
@@ -367,10 +394,18 @@ class FineTuning(Trainer):
         walk = self.dqn.walkers[0]
         if walk.best_overhead < self.best_overhead:
             self.best, self.best_overhead = walk.best, walk.best_overhead
-        self.history.append(Episode(
-            len(self.history) + 1, row.get("overhead", math.nan), True, self.best_overhead, float(walk.epsilon.mean()),
-            row.get("loss", math.nan), self.dqn.calls - calls_before, self.simulator_calls,
-        ))  # fmt: skip
+        self.history.append(
+            Episode(
+                len(self.history) + 1,
+                row.get("overhead", math.nan),
+                True,
+                self.best_overhead,
+                float(walk.epsilon.mean()),
+                row.get("loss", math.nan),
+                self.dqn.calls - calls_before,
+                self.simulator_calls,
+            )
+        )
         return self.history[-1:]
 
     def _plan_of(self, rows: Rows) -> Plan:

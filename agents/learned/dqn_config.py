@@ -10,8 +10,11 @@ from simulator.modes import MODES
 
 POOLS = ("sum", "mean")  # pooling of node states into the graph state
 RENAMED = {  # keys of older versions
-    "walks": "num_envs", "size": "embedding_size", "rounds": "message_passing_steps", "replay": "buffer_size",
-}  # fmt: skip
+    "walks": "num_envs",
+    "size": "embedding_size",
+    "rounds": "message_passing_steps",
+    "replay": "buffer_size",
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,17 @@ class PaperConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, mode=MODES, pool=POOLS, optimizer=("adam", "sgd"), features=(6, 8))
-        check_positive(self, "episodes", "num_envs", "embedding_size", "message_passing_steps", "n_step", "batch_size",
-                  "update_every", "buffer_size")  # fmt: skip
+        check_positive(
+            self,
+            "episodes",
+            "num_envs",
+            "embedding_size",
+            "message_passing_steps",
+            "n_step",
+            "batch_size",
+            "update_every",
+            "buffer_size",
+        )
 
 
 @dataclass(frozen=True)
@@ -92,8 +104,22 @@ class Args:
     def __post_init__(self) -> None:
         """Raises ValueError that names the first value out of range."""
         check_choices(self, init=("pretrained", "scratch"), mode=MODES)
-        check_positive(self, "iterations", "width", "walkers", "passes", "tries", "neighbours", "least_calls", "n_step",
-                 "buffer_size", "updates", "batch_size", "target_every", "checkpoint_every")  # fmt: skip
+        check_positive(
+            self,
+            "iterations",
+            "width",
+            "walkers",
+            "passes",
+            "tries",
+            "neighbours",
+            "least_calls",
+            "n_step",
+            "buffer_size",
+            "updates",
+            "batch_size",
+            "target_every",
+            "checkpoint_every",
+        )
         if self.most_calls < self.least_calls:
             raise ValueError(f"most_calls: expected at least {self.least_calls}, got {self.most_calls}")
         if self.greedy_calls < LEAST:

@@ -58,12 +58,20 @@ class ExperienceBuffer:
         self.capacity = capacity
         self.size = self.head = 0
         dynamic = ("dynamic", np.float16, (nodes, FEATURES - STATIC))
-        self.ring = np.zeros(capacity, np.dtype([
-            dynamic, ("current", np.int64), ("mask", np.bool_, (actions,)),  # a State
-            ("action", np.int64),
-            ("reward", np.float32),  # discounted sum over n steps
-            ("ahead", np.int64),  # places to the state after n steps; 0: the episode ended
-        ], align=True))  # fmt: skip
+        self.ring = np.zeros(
+            capacity,
+            np.dtype(
+                [
+                    dynamic,
+                    ("current", np.int64),
+                    ("mask", np.bool_, (actions,)),  # a State
+                    ("action", np.int64),
+                    ("reward", np.float32),  # discounted sum over n steps
+                    ("ahead", np.int64),  # places to the state after n steps; 0: the episode ended
+                ],
+                align=True,
+            ),
+        )
 
     def add(self, trail: list[tuple[State, int, float]], n_step: int, gamma: float = 1.0) -> None:
         """Adds a finished episode of (state, action, reward); an episode longer than the ring loses its start."""
@@ -123,9 +131,14 @@ class Trainer(OneTask):
     """
 
     def __init__(
-        self, program: Program, machine: Machine, limit: int, config: PaperConfig, seed: int,
+        self,
+        program: Program,
+        machine: Machine,
+        limit: int,
+        config: PaperConfig,
+        seed: int,
         variant: Variant = Variant(),  # noqa: B008
-    ):  # fmt: skip
+    ):
         super().__init__(program, machine, limit, config, seed, "episodes", "history")
         self.config: PaperConfig = config
         check_reachable(program, limit, config.min_bytes, config.mode)
@@ -236,10 +249,18 @@ class Trainer(OneTask):
             self.best, self.best_overhead = walk.plan("dqn_paper"), walk.overhead
         loss = float(np.mean(self.losses)) if self.losses else math.nan
         self.losses = []
-        self.history.append(Episode(
-            len(self.history) + 1, walk.overhead, feasible, self.best_overhead, self.epsilon, loss, steps,
-            self.task.engine.calls,
-        ))  # fmt: skip
+        self.history.append(
+            Episode(
+                len(self.history) + 1,
+                walk.overhead,
+                feasible,
+                self.best_overhead,
+                self.epsilon,
+                loss,
+                steps,
+                self.task.engine.calls,
+            )
+        )
         return self.history[-1]
 
     def update(self) -> float:
@@ -295,13 +316,18 @@ class Trainer(OneTask):
     def state(self) -> dict[str, Any]:
         """Returns the complete training state, from which the run resumes identically."""
         return {
-            "q": self.q.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(self.rng.bit_generator.state),
+            "q": self.q.state_dict(),
+            "target": self.target.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "torch_rng": torch.get_rng_state(),
+            "numpy_rng": json.dumps(self.rng.bit_generator.state),
             "replay": self.buffer.state(),
             "trails": [[int(self.actions[action]) for _, action, _ in trail] for trail in self.trails],
-            "started": self.pending_transitions, "updates": self.updates, "losses": list(self.losses),
+            "started": self.pending_transitions,
+            "updates": self.updates,
+            "losses": list(self.losses),
             "calls": self.task.engine.calls,
-        }  # fmt: skip
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores the training state that ``state`` returned."""

@@ -46,10 +46,12 @@ def edit_graph(task: EditTask) -> EditGraph:
     cover = torch.from_numpy(graph.cover)
     pairs = [graph.next, graph.next[::-1], graph.chain, graph.chain[::-1]]
     return EditGraph(
-        torch.from_numpy(task.static), torch.from_numpy(np.asarray(task.static_bins, np.float32)),
+        torch.from_numpy(task.static),
+        torch.from_numpy(np.asarray(task.static_bins, np.float32)),
         tuple(_mean_of(pair.copy(), len(graph)) for pair in pairs),
-        cover / cover.sum(1, keepdim=True).clamp(min=1e-6), (cover / cover.sum(0).clamp(min=1.0)).T.contiguous(),
-    )  # fmt: skip
+        cover / cover.sum(1, keepdim=True).clamp(min=1e-6),
+        (cover / cover.sum(0).clamp(min=1.0)).T.contiguous(),
+    )
 
 
 def _mean_of(edges: NDArray[np.int64], size: int) -> Tensor:

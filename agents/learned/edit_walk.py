@@ -137,9 +137,26 @@ def _refill_pool(walkers, i, count, pool, h, base, head, column, limit, gaps, ne
 
 @stage(entry=True)
 def try_best_edits(
-    walkers, i, calls, draws, answer_ns, pool, h, base, head, column, accept, hot, cold, ideal, limit, gaps, new,
-    scratch, engine,
-):  # fmt: skip
+    walkers,
+    i,
+    calls,
+    draws,
+    answer_ns,
+    pool,
+    h,
+    base,
+    head,
+    column,
+    accept,
+    hot,
+    cold,
+    ideal,
+    limit,
+    gaps,
+    new,
+    scratch,
+    engine,
+):
     """Tries the best neighbors of walker i until one is accepted or the calls are used up.
 
     Args:
@@ -201,9 +218,17 @@ class EditWalk(EditBatch):
     """
 
     def __init__(
-        self, task: EditTask, count: int, net: EditNet | None, seed: int, neighbours: int = 64, draws: int = 8,
-        column: int = Q, hot: float = 1e-3, cold: float = 3e-5,
-    ) -> None:  # fmt: skip
+        self,
+        task: EditTask,
+        count: int,
+        net: EditNet | None,
+        seed: int,
+        neighbours: int = 64,
+        draws: int = 8,
+        column: int = Q,
+        hot: float = 1e-3,
+        cold: float = 3e-5,
+    ) -> None:
         if net is None:
             neighbours = draws = 1
         super().__init__([task], count, neighbours, budget=1, hot=hot, cold=cold)
@@ -241,9 +266,23 @@ class EditWalk(EditBatch):
         while needs_score:
             engine_arrays = task.engine.direct(len(task.graph) + 8)
             new_calls, accepted, needs_score = try_best_edits(
-                walkers, i, calls - calls_made, self.draws, answer_ns, self._pools[i], h, base, self._head, self.column,
-                self.accept, self.hot, self.cold, float(task.ideal_ns), *self._trial_arrays(0), engine_arrays,
-            )  # fmt: skip
+                walkers,
+                i,
+                calls - calls_made,
+                self.draws,
+                answer_ns,
+                self._pools[i],
+                h,
+                base,
+                self._head,
+                self.column,
+                self.accept,
+                self.hot,
+                self.cold,
+                float(task.ideal_ns),
+                *self._trial_arrays(0),
+                engine_arrays,
+            )
             calls_made += new_calls
             if needs_score:
                 answer_ns = task.engine.score(self._moves[0].proposed(int(state["time_ns"][0]))).iteration_ns

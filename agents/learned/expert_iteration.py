@@ -243,9 +243,14 @@ def validate(net: PolicyNet, lessons: Sequence[Lesson]) -> float:
 
 
 def train(
-    net: PolicyNet, examples: Sequence[Example], held_out: Sequence[Lesson], settings: Training, seed: int,
-    state: Path, watch: Callable[[dict[str, Any]], None],
-) -> PolicyNet:  # fmt: skip
+    net: PolicyNet,
+    examples: Sequence[Example],
+    held_out: Sequence[Lesson],
+    settings: Training,
+    seed: int,
+    state: Path,
+    watch: Callable[[dict[str, Any]], None],
+) -> PolicyNet:
     """Trains ``net`` and returns it with the weights of the epoch that validates best.
 
     For a fixed seed the result is bit-identical, whether or not training was interrupted.
@@ -288,10 +293,18 @@ def train(
         if validation < best:
             best, best_weights = validation, {key: value.clone() for key, value in averaged.state_dict().items()}
         watch({"epoch": epoch, "loss": float(np.mean(losses)), "validation": validation})
-        write_training_state(state, {
-            "weights": net.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict(),
-            "rate": rate.state_dict(), "best": best, "kept": best_weights, "epoch": epoch + 1,
-        })  # fmt: skip
+        write_training_state(
+            state,
+            {
+                "weights": net.state_dict(),
+                "average": average.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "rate": rate.state_dict(),
+                "best": best,
+                "kept": best_weights,
+                "epoch": epoch + 1,
+            },
+        )
     net.load_state_dict(best_weights)
     return net.eval()
 

@@ -65,9 +65,14 @@ class GuidedSearch:
 
 
 def decode_plans(
-    net: PolicyNet, search: GuidedSearch, mode: str, samples: int = SAMPLES, rounds: int = 1, seed: int = 0,
+    net: PolicyNet,
+    search: GuidedSearch,
+    mode: str,
+    samples: int = SAMPLES,
+    rounds: int = 1,
+    seed: int = 0,
     until: float | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Offers the network's plans as starts and sets its probabilities as weights of the moves.
 
     Args:
@@ -134,9 +139,15 @@ def successive_halving(
 
 
 def _anneal_runs(
-    engines: list[Engine], runs: list[Run], calls: int | None, now: float, stop: float | None, hot: float, cold: float,
+    engines: list[Engine],
+    runs: list[Run],
+    calls: int | None,
+    now: float,
+    stop: float | None,
+    hot: float,
+    cold: float,
     seed: int,
-) -> list[Run]:  # fmt: skip
+) -> list[Run]:
     """Anneals all runs with ``calls`` each until ``stop``, distributed over the engines."""
     results = list(runs)
 

@@ -77,10 +77,16 @@ class GraphFeatures(BaseFeaturesExtractor):
     """
 
     def __init__(
-        self, observation_space: gymnasium.spaces.Dict, graph: OperationGraph, embedding_size: int = 16,
-        message_passing_steps: int = 3, pool: str = "mean", mixing: bool = True, forms: int = 1,
+        self,
+        observation_space: gymnasium.spaces.Dict,
+        graph: OperationGraph,
+        embedding_size: int = 16,
+        message_passing_steps: int = 3,
+        pool: str = "mean",
+        mixing: bool = True,
+        forms: int = 1,
         own: type[nn.Module] | None = None,
-    ):  # fmt: skip
+    ):
         if pool not in POOLS:
             raise ValueError(f"pool: expected one of {POOLS}, got {pool!r}")
         network: Structure2Vec | CustomNetwork
@@ -163,9 +169,13 @@ class MaskedDQN(DQN):
 
     policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {"MultiInputPolicy": MaskedDQNPolicy}
 
-    def predict(
-        self, observation: Observation, state: Any = None, episode_start: Any = None, deterministic: bool = False,  # type: ignore[override]
-    ) -> tuple[NDArray[Any], Any]:  # fmt: skip
+    def predict(  # type: ignore[override]
+        self,
+        observation: Observation,
+        state: Any = None,
+        episode_start: Any = None,
+        deterministic: bool = False,
+    ) -> tuple[NDArray[Any], Any]:
         """Returns ε-greedy actions, or greedy ones if ``deterministic``."""
         actions, state = super().predict(observation, state, episode_start, deterministic=True)
         if deterministic:
@@ -201,9 +211,12 @@ class EpisodeRecorder(BaseCallback):
     """
 
     def __init__(
-        self, planner: str, causal: bool = False, on_episode: Callable[[Episode], None] = lambda _: None,
+        self,
+        planner: str,
+        causal: bool = False,
+        on_episode: Callable[[Episode], None] = lambda _: None,
         after_step: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.planner, self.causal, self.on_episode, self.after_step = planner, causal, on_episode, after_step
         self.history: list[Episode] = []
@@ -220,10 +233,18 @@ class EpisodeRecorder(BaseCallback):
                 overhead = info["overhead"] if info["feasible"] else np.nan
                 if info["feasible"] and not overhead >= best:  # best is NaN at first
                     best, self.best = overhead, replace(info["plan"], planner=self.planner)
-                self.history.append(Episode(
-                    len(self.history) + 1, overhead, info["feasible"], best, np.nan, np.nan, self.lengths.pop(i),
-                    self.calls,
-                ))  # fmt: skip
+                self.history.append(
+                    Episode(
+                        len(self.history) + 1,
+                        overhead,
+                        info["feasible"],
+                        best,
+                        np.nan,
+                        np.nan,
+                        self.lengths.pop(i),
+                        self.calls,
+                    )
+                )
                 self.on_episode(self.history[-1])
         self.after_step()
         return True
@@ -253,14 +274,21 @@ def watch(model: BaseAlgorithm, record: EpisodeRecorder, tell: Callable[[int, Ma
 
 
 ALGORITHMS: dict[str, tuple[type[BaseAlgorithm], type[BasePolicy]]] = {
-    "maskable_ppo": (MaskablePPO, GraphActorCriticPolicy), "dqn": (MaskedDQN, MaskedDQNPolicy),
-}  # fmt: skip
+    "maskable_ppo": (MaskablePPO, GraphActorCriticPolicy),
+    "dqn": (MaskedDQN, MaskedDQNPolicy),
+}
 
 
 def make(
-    algorithm: str, environment: Mapping[str, Any], seed: int, num_envs: int, reward_scale: float,
-    network: Mapping[str, Any], custom_network: type[nn.Module] | None = None, **options: Any,
-) -> BaseAlgorithm:  # fmt: skip
+    algorithm: str,
+    environment: Mapping[str, Any],
+    seed: int,
+    num_envs: int,
+    reward_scale: float,
+    network: Mapping[str, Any],
+    custom_network: type[nn.Module] | None = None,
+    **options: Any,
+) -> BaseAlgorithm:
     """Returns a model of the library, ready to learn.
 
     Args:
@@ -278,9 +306,11 @@ def make(
     """
     one_thread()
     env = make_vec_env(
-        lambda: gymnasium.make("GpuMemory-v0", **environment), num_envs, seed,
+        lambda: gymnasium.make("GpuMemory-v0", **environment),
+        num_envs,
+        seed,
         wrapper_class=lambda inner_env: TransformReward(inner_env, lambda reward: float(reward) * reward_scale),
-    )  # fmt: skip
+    )
     kind, policy = ALGORITHMS[algorithm]
     task = env.get_attr("tasks")[0][0]
     forms = task.forms if environment.get("actions", "paper") != "paper" else 1

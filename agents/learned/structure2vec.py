@@ -54,9 +54,15 @@ class Structure2Vec(nn.Module):
     codes: Tensor
 
     def __init__(
-        self, graph: OperationGraph, features: int, embedding_size: int, message_passing_steps: int, pool: str,
-        mixing: bool, forms: int = 1,
-    ):  # fmt: skip
+        self,
+        graph: OperationGraph,
+        features: int,
+        embedding_size: int,
+        message_passing_steps: int,
+        pool: str,
+        mixing: bool,
+        forms: int = 1,
+    ):
         super().__init__()
         p, self.state_size = embedding_size, 2 * embedding_size
         self.message_passing_steps, self.pool = message_passing_steps, pool

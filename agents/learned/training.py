@@ -102,15 +102,26 @@ class Trainer(ABC):
 
     def _identity(self) -> dict[str, Any]:
         """Returns the entries that a checkpoint of the same run must match; the run's length may differ."""
-        return {"config": asdict(self.config) | {self._length: 1}, "seed": self.seed, "limit": self.limit,
-                "program": self.program.fingerprint, "machine": json.dumps(self.machine.to_dict())}  # fmt: skip
+        return {
+            "config": asdict(self.config) | {self._length: 1},
+            "seed": self.seed,
+            "limit": self.limit,
+            "program": self.program.fingerprint,
+            "machine": json.dumps(self.machine.to_dict()),
+        }
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint atomically."""
-        write_training_state(path, {
-            **self._identity(), **self.state(), self._entries: [list(e) for e in self.history],
-            "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
-        })  # fmt: skip
+        write_training_state(
+            path,
+            {
+                **self._identity(),
+                **self.state(),
+                self._entries: [list(e) for e in self.history],
+                "best": json.dumps(self.best.to_dict()) if self.best else "",
+                "best_overhead": self.best_overhead,
+            },
+        )
 
     def load(self, path: Path) -> None:
         """Restores a checkpoint; raises TrainingStateError if the file belongs to another run."""
@@ -127,9 +138,12 @@ class Trainer(ABC):
 
 
 def train(
-    trainer: Trainer, checkpoint: Path | None = None, resume: Path | None = None,
-    on_episode: Callable[[Episode], None] = lambda _: None, on_step: Callable[[Trainer], None] = lambda _: None,
-) -> DQNResult:  # fmt: skip
+    trainer: Trainer,
+    checkpoint: Path | None = None,
+    resume: Path | None = None,
+    on_episode: Callable[[Episode], None] = lambda _: None,
+    on_step: Callable[[Trainer], None] = lambda _: None,
+) -> DQNResult:
     """Trains an agent to plan one program under one limit.
 
     Args:

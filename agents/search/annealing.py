@@ -145,9 +145,15 @@ def half_way(deadline: float | None) -> float | None:
 
 
 def start(
-    program: Program, machine: Machine, limit: int, engine: Engine, mode: str, min_bytes: int,
-    deadline: float | None = None, longest_s: float = LONGEST_S,
-) -> tuple[Rows | None, int, int]:  # fmt: skip
+    program: Program,
+    machine: Machine,
+    limit: int,
+    engine: Engine,
+    mode: str,
+    min_bytes: int,
+    deadline: float | None = None,
+    longest_s: float = LONGEST_S,
+) -> tuple[Rows | None, int, int]:
     """Finds the initial plan: the best heuristic plan, or every gap emptied if no heuristic finds one.
 
     Simulator calls of the heuristics are added to ``engine.calls``.

@@ -101,9 +101,17 @@ def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, st
 
 
 def anneal(
-    moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
-    enough_ns: int = 0, deadline: float | None = None,
-) -> tuple[Rows, int]:  # fmt: skip
+    moves: Moves,
+    engine: Engine,
+    start: Rows,
+    start_ns: int,
+    calls: int | None,
+    hot: float,
+    cold: float,
+    seed: int,
+    enough_ns: int = 0,
+    deadline: float | None = None,
+) -> tuple[Rows, int]:
     """Runs simulated annealing with Metropolis acceptance and geometric cooling from ``hot`` to ``cold``.
 
     Args:

@@ -190,9 +190,16 @@ class _Search:
     """
 
     def __init__(
-        self, planner: LPRound, engine: Engine, moves: Moves, calls: int | None, deadline: float | None,
-        fractions: NDArray[np.float64], best: Rows, best_ns: int,
-    ) -> None:  # fmt: skip
+        self,
+        planner: LPRound,
+        engine: Engine,
+        moves: Moves,
+        calls: int | None,
+        deadline: float | None,
+        fractions: NDArray[np.float64],
+        best: Rows,
+        best_ns: int,
+    ) -> None:
         self.best, self.best_ns, self.enough_ns = best, best_ns, planner.floor.iteration_ns
         self.calls, self.deadline, self.seed, self.runs = calls, deadline, planner.seed, 0
         program, machine, limit = engine.program, engine.machine, engine.limit

@@ -164,9 +164,15 @@ class ForFaster:
     """
 
     def __init__(
-        self, starts: Sequence[Plan], error: TimesError, calls: int | None = None, mode: str = "joint",
-        min_bytes: int = MIB, seed: int = 0, seconds: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        starts: Sequence[Plan],
+        error: TimesError,
+        calls: int | None = None,
+        mode: str = "joint",
+        min_bytes: int = MIB,
+        seed: int = 0,
+        seconds: float | None = None,
+    ) -> None:
         check_budget(calls, seconds)
         self.starts, self.error, self.mode, self.min_bytes = tuple(starts), error, check_mode(mode), min_bytes
         self.calls, self.seconds, self.seed = CALLS if calls is None and seconds is None else calls, seconds, seed
@@ -181,8 +187,11 @@ class ForFaster:
         deadline = None if self.seconds is None else time.monotonic() + self.seconds
         engine = Engine(_scaled_times(program, 1 / (1 + self.error.margin)), machine, limit)
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
-        starts = [rows for rows in (rows_of(plan.decisions) for plan in self.starts if not plan.variants)
-                 if moves.accepts(rows)]  # fmt: skip
+        starts = [
+            rows
+            for rows in (rows_of(plan.decisions) for plan in self.starts if not plan.variants)
+            if moves.accepts(rows)
+        ]
         scores = engine.scores(starts)
         best = min(range(len(starts)), key=lambda i: scores[i].iteration_ns, default=None)
         self.simulator_calls = engine.calls

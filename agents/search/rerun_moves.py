@@ -73,19 +73,28 @@ def tables(program: Program, min_bytes: int) -> Tables:
         for t, g in zip(tensors, owner, strict=True)
     ]
     return Tables(
-        np.array([[k.duration_ns for k in program.kernels], [k.workspace for k in program.kernels],
-                  [k.workspace + b for k, b in zip(program.kernels, persistent, strict=True)],
-                  [node[k] for k in range(n)]], np.int64),
+        np.array(
+            [
+                [k.duration_ns for k in program.kernels],
+                [k.workspace for k in program.kernels],
+                [k.workspace + b for k, b in zip(program.kernels, persistent, strict=True)],
+                [node[k] for k in range(n)],
+            ],
+            np.int64,
+        ),
         np.array(spans, np.int64).T.copy(),
         np.array([[t.nbytes for t in tensors], owner], np.int64).reshape(2, -1),
         np.array(worth),
         ragged(
-            [[x for x in xs if first[x] != k] for k, xs in enumerate(accessed)], created,
+            [[x for x in xs if first[x] != k] for k, xs in enumerate(accessed)],
+            created,
             [[x for x in dict.fromkeys(k.outputs) if not tensors[x].persistent] for k in program.kernels],
-            nodes, [[] if t.persistent else uses for t, uses in zip(tensors, program.accesses, strict=True)],
+            nodes,
+            [[] if t.persistent else uses for t, uses in zip(tensors, program.accesses, strict=True)],
         ),
-        sum(t.nbytes for t in tensors if t.persistent), room,
-    )  # fmt: skip
+        sum(t.nbytes for t in tensors if t.persistent),
+        room,
+    )
 
 
 def nodes_of(program: Program) -> list[list[int]]:

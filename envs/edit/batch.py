@@ -53,10 +53,19 @@ class EditBatch(EnvBatch):
     INFOS = "overhead", "best_overhead", "effect_ns", "accepted", "feasible", "calls", "temperature"
 
     def __init__(
-        self, tasks: Sequence[EditTask], count: int, neighbours: int = 64, edits: str = "neighbours",
-        budget: int | tuple[int, int] | None = None, accept: str = "metropolis", hot: float = 1e-3,
-        cold: float = 3e-5, reward: str = "best", shaping: float = 0.0, reference: Sequence[float] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        tasks: Sequence[EditTask],
+        count: int,
+        neighbours: int = 64,
+        edits: str = "neighbours",
+        budget: int | tuple[int, int] | None = None,
+        accept: str = "metropolis",
+        hot: float = 1e-3,
+        cold: float = 3e-5,
+        reward: str = "best",
+        shaping: float = 0.0,
+        reference: Sequence[float] | None = None,
+    ) -> None:
         for name, value, choices in (("edits", edits, EDITS), ("accept", accept, ACCEPT), ("reward", reward, REWARDS)):
             one_of(name, value, choices)
         min_budget = budget[0] if isinstance(budget, tuple) else budget
@@ -170,9 +179,19 @@ class EditBatch(EnvBatch):
             while position < len(members):
                 engine_arrays = task.engine.direct(len(task.graph) + 8)
                 position = compiled.step(
-                    walkers, members, position, answer_ns, valid, self.by_gap, self.accept, self.hot, self.cold,
-                    float(task.ideal_ns), *self._trial_arrays(t), engine_arrays,
-                )  # fmt: skip
+                    walkers,
+                    members,
+                    position,
+                    answer_ns,
+                    valid,
+                    self.by_gap,
+                    self.accept,
+                    self.hot,
+                    self.cold,
+                    float(task.ideal_ns),
+                    *self._trial_arrays(t),
+                    engine_arrays,
+                )
                 if position < len(members):
                     rows = moves.proposed(int(walkers.state["time_ns"][members[position]]))
                     answer_ns = task.engine.score(rows).iteration_ns
@@ -204,9 +223,17 @@ class EditBatch(EnvBatch):
         task, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
         log = task.engine.log(walkers.rows[i][walkers.on[i]])
         compiled.show_plan(
-            log, task.times, walkers, i, task.limit, float(task.graph.excess), moves.arrays[2], float(task.ideal_ns),
-            self.gaps[i], self.bins[i, :, -BIN_COLUMNS:],
-        )  # fmt: skip
+            log,
+            task.times,
+            walkers,
+            i,
+            task.limit,
+            float(task.graph.excess),
+            moves.arrays[2],
+            float(task.ideal_ns),
+            self.gaps[i],
+            self.bins[i, :, -BIN_COLUMNS:],
+        )
         np.clip(self.gaps[i], -BOUND, BOUND, out=self.gaps[i])
 
     def _finish(self, mask: NDArray[np.bool_]) -> None:
@@ -229,9 +256,13 @@ class EditBatch(EnvBatch):
         self.overhead[mask], self.best_overhead[mask], self.temperature[mask] = overhead, best_overhead, temperature
         self.calls[mask] = state["steps"]
         columns = [
-            np.log1p(100 * overhead) / 2, np.log1p(300 * (overhead - best_overhead)), progress,
-            np.log(temperature / 3e-4) / math.log(10), np.log1p(state["since"]) / 4, np.log1p(state["accepted"]) / 4,
-        ]  # fmt: skip
+            np.log1p(100 * overhead) / 2,
+            np.log1p(300 * (overhead - best_overhead)),
+            progress,
+            np.log(temperature / 3e-4) / math.log(10),
+            np.log1p(state["since"]) / 4,
+            np.log1p(state["accepted"]) / 4,
+        ]
         self.plan[mask] = np.stack(columns, 1).clip(-BOUND, BOUND)
 
     def _times(self) -> NDArray[np.float64]:
@@ -280,20 +311,29 @@ class EditBatch(EnvBatch):
     def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
         """Returns the action and observation spaces of one walker (env.py)."""
         gaps, features = self.static.shape[1:]
-        return spaces.Discrete(self.actions), spaces.Dict({
-            "static": spaces.Box(-BOUND, BOUND, (gaps, features), np.float32),
-            "gaps": spaces.Box(-BOUND, BOUND, (gaps, GAP_COLUMNS), np.float32),
-            "bins": spaces.Box(-BOUND, BOUND, (BINS, self.bins.shape[2]), np.float32),
-            "plan": spaces.Box(-BOUND, BOUND, (WHOLE_COLUMNS,), np.float32),
-            "edits": spaces.Box(-1, MODES * gaps - 1, (self.edits.shape[1], CHANGES), np.int32),
-            "action_mask": spaces.Box(0, 1, (self.actions,), np.int8),
-            "task": spaces.Discrete(len(self.tasks)),
-        })  # fmt: skip
+        return spaces.Discrete(self.actions), spaces.Dict(
+            {
+                "static": spaces.Box(-BOUND, BOUND, (gaps, features), np.float32),
+                "gaps": spaces.Box(-BOUND, BOUND, (gaps, GAP_COLUMNS), np.float32),
+                "bins": spaces.Box(-BOUND, BOUND, (BINS, self.bins.shape[2]), np.float32),
+                "plan": spaces.Box(-BOUND, BOUND, (WHOLE_COLUMNS,), np.float32),
+                "edits": spaces.Box(-1, MODES * gaps - 1, (self.edits.shape[1], CHANGES), np.int32),
+                "action_mask": spaces.Box(0, 1, (self.actions,), np.int8),
+                "task": spaces.Discrete(len(self.tasks)),
+            }
+        )
 
     def views(self) -> Observation:
         """Returns the observations of all walkers as views."""
-        return {"static": self.static, "gaps": self.gaps, "bins": self.bins, "plan": self.plan, "edits": self.edits,
-                "action_mask": self.mask, "task": self.task}  # fmt: skip
+        return {
+            "static": self.static,
+            "gaps": self.gaps,
+            "bins": self.bins,
+            "plan": self.plan,
+            "edits": self.edits,
+            "action_mask": self.mask,
+            "task": self.task,
+        }
 
     def advance(self, actions: NDArray[np.int64], has_ended: NDArray[np.bool_]) -> None:
         """Steps every walker; resets a walker instead if its episode ``has_ended``."""

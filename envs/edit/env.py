@@ -23,9 +23,13 @@ __all__ = ["MemoryEditEnv", "MemoryEditVectorEnv", "make_edit_tasks"]
 
 
 def make_edit_tasks(
-    program: OneOrMore[ProgramLike] | None, machine: OneOrMore[MachineLike] | None, limit: OneOrMore[Limit],
-    min_bytes: int, mode: str, start: str | Plan,
-) -> list[EditTask]:  # fmt: skip
+    program: OneOrMore[ProgramLike] | None,
+    machine: OneOrMore[MachineLike] | None,
+    limit: OneOrMore[Limit],
+    min_bytes: int,
+    mode: str,
+    start: str | Plan,
+) -> list[EditTask]:
     """Returns one task per program, machine and limit.
 
     Raises:
@@ -93,17 +97,41 @@ class MemoryEditEnv(BatchEnv):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]
 
     def __init__(
-        self, program: OneOrMore[ProgramLike] | None = None, machine: OneOrMore[MachineLike] | None = None,
-        limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", start: str | Plan = "heuristic",
-        edits: str = "neighbours", neighbours: int = 64, budget: int | None = None, accept: str = "metropolis",
-        hot: float = 1e-3, cold: float = 3e-5, reward: str = "best", shaping: float = 0.0, reference: str = "floor",
+        self,
+        program: OneOrMore[ProgramLike] | None = None,
+        machine: OneOrMore[MachineLike] | None = None,
+        limit: OneOrMore[Limit] = 0.7,
+        min_bytes: int = 2**20,
+        mode: str = "joint",
+        start: str | Plan = "heuristic",
+        edits: str = "neighbours",
+        neighbours: int = 64,
+        budget: int | None = None,
+        accept: str = "metropolis",
+        hot: float = 1e-3,
+        cold: float = 3e-5,
+        reward: str = "best",
+        shaping: float = 0.0,
+        reference: str = "floor",
         copy: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         tasks = make_edit_tasks(program, machine, limit, min_bytes, mode, start)
         super().__init__(
-            _batch(tasks, 1, reward, reference, neighbours=neighbours, edits=edits, budget=budget, accept=accept,
-                   hot=hot, cold=cold, shaping=shaping), copy,
-        )  # fmt: skip
+            _batch(
+                tasks,
+                1,
+                reward,
+                reference,
+                neighbours=neighbours,
+                edits=edits,
+                budget=budget,
+                accept=accept,
+                hot=hot,
+                cold=cold,
+                shaping=shaping,
+            ),
+            copy,
+        )
 
     @property
     def best_plan(self) -> Plan:
@@ -121,19 +149,47 @@ class MemoryEditVectorEnv(BatchVectorEnv):
     _batch: EditBatch
 
     def __init__(
-        self, num_envs: int, program: OneOrMore[ProgramLike] | None = None,
-        machine: OneOrMore[MachineLike] | None = None, limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20,
-        mode: str = "joint", start: str | Plan = "heuristic", edits: str = "neighbours", neighbours: int = 64,
-        budget: int | None = None, accept: str = "metropolis", hot: float = 1e-3, cold: float = 3e-5,
-        reward: str = "best", shaping: float = 0.0, reference: str = "floor", copy: bool = True,
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, max_episode_steps: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        num_envs: int,
+        program: OneOrMore[ProgramLike] | None = None,
+        machine: OneOrMore[MachineLike] | None = None,
+        limit: OneOrMore[Limit] = 0.7,
+        min_bytes: int = 2**20,
+        mode: str = "joint",
+        start: str | Plan = "heuristic",
+        edits: str = "neighbours",
+        neighbours: int = 64,
+        budget: int | None = None,
+        accept: str = "metropolis",
+        hot: float = 1e-3,
+        cold: float = 3e-5,
+        reward: str = "best",
+        shaping: float = 0.0,
+        reference: str = "floor",
+        copy: bool = True,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None,
+    ) -> None:
         tasks = make_edit_tasks(program, machine, limit, min_bytes, mode, start)
         super().__init__(
             num_envs,
-            _batch(tasks, num_envs, reward, reference, neighbours=neighbours, edits=edits, budget=budget, accept=accept,
-                   hot=hot, cold=cold, shaping=shaping), copy, autoreset_mode, max_episode_steps,
-        )  # fmt: skip
+            _batch(
+                tasks,
+                num_envs,
+                reward,
+                reference,
+                neighbours=neighbours,
+                edits=edits,
+                budget=budget,
+                accept=accept,
+                hot=hot,
+                cold=cold,
+                shaping=shaping,
+            ),
+            copy,
+            autoreset_mode,
+            max_episode_steps,
+        )
 
     def best_plan(self, i: int) -> Plan:
         """Returns the best plan of environment i's episode."""

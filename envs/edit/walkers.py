@@ -456,10 +456,17 @@ def make_walkers(walkers: int, gaps: int, kernels: int, neighbours: int) -> Walk
     """Allocates the arrays for the given numbers of walkers, gaps, kernels and neighbors."""
     shape: tuple[Any, ...] = (walkers, gaps)
     return Walkers(
-        np.zeros((*shape, 6), np.int64), np.zeros(shape, np.bool_), np.zeros((walkers, kernels), np.int64),
-        np.ones((walkers, 1), np.uint64), np.zeros(walkers, STATE), np.zeros((*shape, 6), np.int64),
+        np.zeros((*shape, 6), np.int64),
+        np.zeros(shape, np.bool_),
+        np.zeros((walkers, kernels), np.int64),
+        np.ones((walkers, 1), np.uint64),
+        np.zeros(walkers, STATE),
+        np.zeros((*shape, 6), np.int64),
         np.full((walkers, neighbours, CHANGES), -1, np.int64),
-        np.zeros((walkers, neighbours, CHANGES, 6), np.int64), np.zeros((walkers, neighbours), np.int64),
-        np.zeros((*shape, MODES), np.float32), np.full((*shape, MODES), -1, np.int64),
-        np.zeros((*shape, MODES), np.int64), np.full(shape, -1, np.int64),
-    )  # fmt: skip
+        np.zeros((walkers, neighbours, CHANGES, 6), np.int64),
+        np.zeros((walkers, neighbours), np.int64),
+        np.zeros((*shape, MODES), np.float32),
+        np.full((*shape, MODES), -1, np.int64),
+        np.zeros((*shape, MODES), np.int64),
+        np.full(shape, -1, np.int64),
+    )

@@ -147,8 +147,9 @@ def with_algorithms(
         best = clock * captured_ns // modeled_ns - begin * captured_ns // modeled_ns, workspace
         slower = [(t * captured_ns // modeled_ns, w) for t, w in points[:-1]]
         variants = (*(variant for variant in slower if variant[0] > best[0]), best)
-        kernels[k] = replace(kernels[k], duration_ns=best[0], workspace=workspace,
-                             variants=variants if len(variants) > 1 else ())  # fmt: skip
+        kernels[k] = replace(
+            kernels[k], duration_ns=best[0], workspace=workspace, variants=variants if len(variants) > 1 else ()
+        )
     return Program(program.name, program.tensors, tuple(kernels))
 
 

@@ -108,9 +108,11 @@ def capture(
     Raises:
         CaptureError: If the step cannot be traced or differs from its capture.
     """
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None) or not (
-        loss_fn is None or callable(loss_fn)
-    ):  # fmt: skip
+    if (
+        not isinstance(model, nn.Module)
+        or not isinstance(optimizer, Optimizer | None)
+        or not (loss_fn is None or callable(loss_fn))
+    ):
         raise CaptureError(
             "capture takes a torch.nn.Module, a callable loss or None, an Optimizer or None, and a batch; capture_step "
             "takes a step of any form"
@@ -177,9 +179,17 @@ def capture(
 
     roots = [(model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer"), (scaler, "scaler")]
     capture_with = partial(
-        _capture, roots=roots, machine=machine, name=name or type(model).__name__, algorithms=algorithms,
-        bucket_bytes=bucket_bytes, outside="loss_fn", as_cuda=as_cuda, keep_grads=keep_grads, norms=norms,
-    )  # fmt: skip
+        _capture,
+        roots=roots,
+        machine=machine,
+        name=name or type(model).__name__,
+        algorithms=algorithms,
+        bucket_bytes=bucket_bytes,
+        outside="loss_fn",
+        as_cuda=as_cuda,
+        keep_grads=keep_grads,
+        norms=norms,
+    )
     if accumulate == 1:
         return _checked(capture_with(step, batch_args[0]), check and not as_cuda)
     # Micro-batches are distinct tensors even if the examples are the same object: copy, then map each copy back.
@@ -192,10 +202,16 @@ def capture(
 
 
 def capture_step(
-    step: Callable[..., Any], *args: Any, machine: Machine | None = None, name: str | None = None,
-    algorithms: bool = False, bucket_bytes: int | None = BUCKET_BYTES, as_cuda: bool = False, keep_grads: bool = False,
+    step: Callable[..., Any],
+    *args: Any,
+    machine: Machine | None = None,
+    name: str | None = None,
+    algorithms: bool = False,
+    bucket_bytes: int | None = BUCKET_BYTES,
+    as_cuda: bool = False,
+    keep_grads: bool = False,
     check: bool = True,
-) -> Captured:  # fmt: skip
+) -> Captured:
     """Captures one call ``step(*args)`` of any callable.
 
     Modules, optimizers and tensors that ``step`` reaches through its closure, its globals or ``self`` become
@@ -224,10 +240,20 @@ def _checked(captured: Captured, check: bool) -> Captured:
 
 
 def _capture(
-    step: Callable[..., Any], args: tuple[Any, ...], roots: list[tuple[Any, str]], machine: Machine | None, name: str,
-    algorithms: bool, bucket_bytes: int | None, outside: str, is_generator: bool = False, as_capturable: bool = False,
-    as_cuda: bool = False, keep_grads: bool = False, norms: list[Tensor] | None = None,
-) -> Captured:  # fmt: skip
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    roots: list[tuple[Any, str]],
+    machine: Machine | None,
+    name: str,
+    algorithms: bool,
+    bucket_bytes: int | None,
+    outside: str,
+    is_generator: bool = False,
+    as_capturable: bool = False,
+    as_cuda: bool = False,
+    keep_grads: bool = False,
+    norms: list[Tensor] | None = None,
+) -> Captured:
     """Captures ``step(*args)``; both public functions end here.
 
     Args:
@@ -298,9 +324,9 @@ def _capture(
                 state.add(value, label)
             values, spec = flatten(args)
             leaves = [
-                state.fake(v, f"input{i}" if len(values) > 1 else "input", "input") if isinstance(v, Tensor)
-                else v for i, v in enumerate(values)
-            ]  # fmt: skip
+                state.fake(v, f"input{i}" if len(values) > 1 else "input", "input") if isinstance(v, Tensor) else v
+                for i, v in enumerate(values)
+            ]
             batch = tree_unflatten(leaves, spec)
             groups.update((o, tuple(map(options, o.param_groups))) for o in state.optimizers)
             modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)

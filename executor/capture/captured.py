@@ -209,8 +209,10 @@ class Captured:
             ValueError: If ``iteration_ns`` is not positive, or no kernel takes time.
         """
         is_multi_tensor = self._is_multi_tensor
-        durations = [kernel_ns(k, nodes, machine, self.precision, is_multi_tensor and k.kind == "optimizer")
-                     for k, nodes in zip(self.program.kernels, self.nodes, strict=True)]  # fmt: skip
+        durations = [
+            kernel_ns(k, nodes, machine, self.precision, is_multi_tensor and k.kind == "optimizer")
+            for k, nodes in zip(self.program.kernels, self.nodes, strict=True)
+        ]
         candidates = {k: convolution_of(nodes[0]) for k, nodes in enumerate(self.nodes) if nodes and algorithms}
         convolutions = {k: convolution for k, convolution in candidates.items() if convolution is not None}
         program = self.program.with_durations(scaled(durations, iteration_ns))

@@ -89,18 +89,31 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None,
-    training: bool, momentum: float, eps: float, cudnn_enabled: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
     """Runs cuDNN's batch norm where it applies: floating-point inputs with float32 weights."""
     has_both = mean is not None and variance is not None
     has_stats = has_both or (training and mean is None and variance is None)
     if (
-        cudnn_enabled and torch.backends.cudnn.enabled and weight is not None and bias is not None and has_stats
+        cudnn_enabled
+        and torch.backends.cudnn.enabled
+        and weight is not None
+        and bias is not None
+        and has_stats
         and torch.bfloat16 not in (x.dtype, weight.dtype)
         and (x.dtype != torch.float16 or weight.dtype == torch.float32)
-        and x.dim() >= 3 and len(x) <= MAX_IMAGES[not training] and x.numel() < MAX_ELEMENTS
-    ):  # fmt: skip
+        and x.dim() >= 3
+        and len(x) <= MAX_IMAGES[not training]
+        and x.numel() < MAX_ELEMENTS
+    ):
         layout = torch._prims_common.suggest_memory_format(x)
         contiguous = [None if t is None else t.contiguous() for t in (weight, bias, mean, variance)]
         out: Any = aten.cudnn_batch_norm(x.contiguous(memory_format=layout), *contiguous, training, momentum, eps)
@@ -118,10 +131,13 @@ def _composite(op: OpOverload, *args: Any) -> Any:
 def _cuda_autocast(library: Library) -> Iterator[None]:
     """Gives autocast on the CPU, which replaces the disabled ``torch.autocast("cuda")``, CUDA's policies."""
     cpu, cuda = (
-        {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
-         if name.startswith("aten::")}
+        {
+            name.removeprefix("aten::")
+            for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
+            if name.startswith("aten::")
+        }
         for key in ("AutocastCPU", "AutocastCUDA")
-    )  # fmt: skip
+    )
     for name in cpu - cuda:
         library.impl(name, fallthrough_kernel, "AutocastCPU")
     for policy, names in ((_in_float32, FLOAT32), (_to_float32, RESULT_FLOAT32)):
@@ -186,9 +202,17 @@ class Attention(NamedTuple):
 
 
 def _attention(
-    capability: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    capability: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """Runs ``scaled_dot_product_attention`` with the kernel that PyTorch selects on a GPU."""
     if not capability:
         raise CaptureError(

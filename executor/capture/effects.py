@@ -158,8 +158,14 @@ class Effects:
                     self._compare_entry(owner, i, old, new)
             return
         # Number of old trailing entries that now come first; all of them if the step only appended.
-        kept_count = next((n for n in range(min(len(before), len(after)), 0, -1)
-                           if all(a is b for a, b in zip(before[-n:], after, strict=False))), 0)  # fmt: skip
+        kept_count = next(
+            (
+                n
+                for n in range(min(len(before), len(after)), 0, -1)
+                if all(a is b for a, b in zip(before[-n:], after, strict=False))
+            ),
+            0,
+        )
         if kept_count == len(before) or (is_deque and kept_count):
             self._add_effect(owner, None, "append", after[kept_count:])
         elif not any(a is b for a in after for b in before):

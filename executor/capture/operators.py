@@ -26,8 +26,9 @@ from simulator.report import Place
 aten = torch.ops.aten
 
 # Operators that reserve memory and launch nothing.
-ALLOCATIONS = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
-                         aten.empty_permuted})  # fmt: skip
+ALLOCATIONS = frozenset(
+    {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.empty_permuted}
+)
 
 # First match wins; the strings are parts of operator names.
 _KINDS: tuple[tuple[KernelKind, tuple[str, ...]], ...] = (
@@ -38,13 +39,38 @@ _KINDS: tuple[tuple[KernelKind, tuple[str, ...]], ...] = (
     ("norm", ("batch_norm", "layer_norm", "group_norm", "rms_norm", "weight_norm")),
     ("lrn", ("local_response_norm", "cross_map_lrn")),
     ("matmul", ("mm", "linear", "attention", "mv", "dot", "einsum")),
-    ("activation", ("relu", "threshold", "gelu", "silu", "sigmoid", "tanh", "elu", "softplus", "hardswish", "mish",
-                    "softmax")),
+    (
+        "activation",
+        ("relu", "threshold", "gelu", "silu", "sigmoid", "tanh", "elu", "softplus", "hardswish", "mish", "softmax"),
+    ),
     ("copy", ("copy", "clone", "cat", "stack", "constant_pad", "_to_dense")),
-    ("reduce", ("sum", "mean", "amax", "amin", "argmax", "argmin", "vector_norm", "var", "std", "prod", "nll_loss",
-                "mse_loss", "bce_loss", "binary_cross_entropy", "cumsum", "logsumexp", "any", "all", "max", "min")),
+    (
+        "reduce",
+        (
+            "sum",
+            "mean",
+            "amax",
+            "amin",
+            "argmax",
+            "argmin",
+            "vector_norm",
+            "var",
+            "std",
+            "prod",
+            "nll_loss",
+            "mse_loss",
+            "bce_loss",
+            "binary_cross_entropy",
+            "cumsum",
+            "logsumexp",
+            "any",
+            "all",
+            "max",
+            "min",
+        ),
+    ),
     ("elementwise", ("fill", "zero", "ones", "full", "where", "_like")),
-)  # fmt: skip
+)
 
 
 def kind_of(func: OpOverload, phase: Phase) -> KernelKind:
@@ -104,8 +130,10 @@ def flops_of(func: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
     return flops // 2 if bound.get("is_causal") else flops
 
 
-_CPU_ATTENTION = (aten._scaled_dot_product_flash_attention_for_cpu,
-                  aten._scaled_dot_product_flash_attention_for_cpu_backward)  # fmt: skip
+_CPU_ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
 
 
 def written_tensors(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:

@@ -84,8 +84,12 @@ def numbers_of(optimizer: Optimizer) -> dict[tuple[Any, ...], Any]:
     """Returns an optimizer's Python numbers (attributes, options, state), keyed by their location."""
     numbers: dict[tuple[Any, ...], Any] = {(key,): value for key, value in vars(optimizer).items() if key not in FLAGS}
     numbers |= {(g, key): value for g, group in enumerate(optimizer.param_groups) for key, value in group.items()}
-    numbers |= {(id(p), key): value for p, values in optimizer.state.items() if isinstance(values, dict)
-                for key, value in values.items()}  # fmt: skip
+    numbers |= {
+        (id(p), key): value
+        for p, values in optimizer.state.items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+    }
     return {key: value for key, value in numbers.items() if is_scalar(value) or isinstance(value, SymFloat)}
 
 
@@ -134,8 +138,11 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
 
 def constant_options(options: dict[str, Any]) -> dict[str, Any]:
     """Returns the options that are constants of the graph (``Numbers`` has the others)."""
-    return {k: v for k, v in options.items() if not is_number(k, v) and not
-            (isinstance(v, tuple) and any(is_number(k, part) for part in v))}  # fmt: skip
+    return {
+        k: v
+        for k, v in options.items()
+        if not is_number(k, v) and not (isinstance(v, tuple) and any(is_number(k, part) for part in v))
+    }
 
 
 def is_number(key: str, value: Any) -> bool:

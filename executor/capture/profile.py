@@ -61,9 +61,18 @@ class Profile:
 
         Older files lack ``cache`` (it was "hot"), ``event_ns`` and ``step_ns``.
         """
-        out = {"format": FORMAT, "program": self.program, "fingerprint": self.fingerprint, "machine": self.machine,
-               "device": self.device, "torch": self.torch, "cache": self.cache, "event_ns": self.event_ns,
-               "step_ns": self.step_ns, "durations_ns": list(self.durations_ns)}  # fmt: skip
+        out = {
+            "format": FORMAT,
+            "program": self.program,
+            "fingerprint": self.fingerprint,
+            "machine": self.machine,
+            "device": self.device,
+            "torch": self.torch,
+            "cache": self.cache,
+            "event_ns": self.event_ns,
+            "step_ns": self.step_ns,
+            "durations_ns": list(self.durations_ns),
+        }
         return out if self.workspaces is None else {**out, "workspaces": list(self.workspaces)}
 
     @classmethod
@@ -129,8 +138,10 @@ def with_profile(program: Program, profile: Profile) -> Program:
             f"{program.name!r} has {shape.fingerprint[:12]})"
         )
     spaces = profile.workspaces or [k.workspace for k in program.kernels]
-    kernels = tuple(replace(k, duration_ns=ns, workspace=space)
-                    for k, ns, space in zip(shape.kernels, profile.durations_ns, spaces, strict=True))  # fmt: skip
+    kernels = tuple(
+        replace(k, duration_ns=ns, workspace=space)
+        for k, ns, space in zip(shape.kernels, profile.durations_ns, spaces, strict=True)
+    )
     return Program(program.name, program.tensors, kernels)
 
 

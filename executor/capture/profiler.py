@@ -58,9 +58,13 @@ _BOUNDS: dict[Any, tuple[int, Callable[[list[Any]], int]]] = {
 
 
 def measure(
-    captured: Captured, device: str | torch.device, machine: str = "", repeats: int = 7, seconds: float = math.inf,
+    captured: Captured,
+    device: str | torch.device,
+    machine: str = "",
+    repeats: int = 7,
+    seconds: float = math.inf,
     cache: Cache = "cold",
-) -> Profile:  # fmt: skip
+) -> Profile:
     """Measures every kernel of a captured program.
 
     Args:
@@ -92,9 +96,17 @@ def measure(
         figures = runner.in_step() if cache == "step" else [runner.kernel(k) for k in range(len(captured.nodes))]
     durations, workspaces = zip(*figures, strict=True)
     return Profile(
-        captured.program.name, shape_of(captured.program).fingerprint, machine, name, str(torch.__version__),
-        durations, workspaces if target.type == "cuda" else None, cache, runner.event_ns, runner.step_ns,
-    )  # fmt: skip
+        captured.program.name,
+        shape_of(captured.program).fingerprint,
+        machine,
+        name,
+        str(torch.__version__),
+        durations,
+        workspaces if target.type == "cuda" else None,
+        cache,
+        runner.event_ns,
+        runner.step_ns,
+    )
 
 
 class _Runner:
@@ -219,8 +231,11 @@ class _Runner:
         values: dict[fx.Node, Any] = {}
         seeds = set[Any]()
         if isinstance(node.target, OpOverload):
-            seeds = {a for argument, a in arguments(node.target, node.args, node.kwargs) if argument.name in _RNG_NAMES
-                     and isinstance(a, fx.Node)}  # fmt: skip
+            seeds = {
+                a
+                for argument, a in arguments(node.target, node.args, node.kwargs)
+                if argument.name in _RNG_NAMES and isinstance(a, fx.Node)
+            }
 
         def value(a: fx.Node) -> Any:
             if a not in values:
@@ -319,8 +334,10 @@ class StepRunner:
             times.append([0] * self.count if cuda else self._measure_each(time_call))
             for k, ns in self._time_rows(issue_ns, 1) if cuda else ():
                 times[-1][k] = ns
-        segments = [(kernels[i * SEGMENT : (i + 1) * SEGMENT], round(median(samples)))
-                    for i, samples in enumerate(zip(*rows, strict=True))]  # fmt: skip
+        segments = [
+            (kernels[i * SEGMENT : (i + 1) * SEGMENT], round(median(samples)))
+            for i, samples in enumerate(zip(*rows, strict=True))
+        ]
         return [round(median(samples)) for samples in zip(*times, strict=True)], workspaces, segments
 
     def _run(self, around: Callable[[int, Callable[[], Any]], Any]) -> None:

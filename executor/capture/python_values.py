@@ -173,8 +173,11 @@ def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
         is_watched = len(content) <= MAX_WATCHED and all(map(is_scalar, content.values()))
         return [Watched(owner, content, tuple, owner.container, tuple(content.values()))] if is_watched else []
     watches_all = names is None or owner.keys is not None
-    constants = {key: value for key, value in content.items()
-                 if (watches_all or not isinstance(key, str) or key in names) and is_scalar(value)}  # fmt: skip
+    constants = {
+        key: value
+        for key, value in content.items()
+        if (watches_all or not isinstance(key, str) or key in names) and is_scalar(value)
+    }
     if not constants:
         return []
     # ``get`` runs in C, because it is called at each step.

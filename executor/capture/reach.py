@@ -31,8 +31,23 @@ MAX_DEPTH = 40  # deepest nesting of objects that is followed
 MODULE_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_OPAQUE = (Tensor, type, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.CodeType,
-           logging.Logger, torch.UntypedStorage, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)  # fmt: skip
+_OPAQUE = (
+    Tensor,
+    type,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    torch.dtype,
+    torch.device,
+    types.CodeType,
+    logging.Logger,
+    torch.UntypedStorage,
+    torch._ops.OperatorBase,
+    torch._ops.OpOverloadPacket,
+)
 
 
 class CaptureError(ValueError):
@@ -329,8 +344,13 @@ class Reach:
 def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
     """Returns the existing dictionaries in which PyTorch keeps hooks of modules and their parameters."""
     module_hooks = [getattr(m, attribute) for m in modules for attribute in MODULE_HOOKS]
-    tensor_hooks = [getattr(p, attribute, None) for m in modules for p in m._parameters.values() if p is not None
-                    for attribute in TENSOR_HOOKS]  # fmt: skip
+    tensor_hooks = [
+        getattr(p, attribute, None)
+        for m in modules
+        for p in m._parameters.values()
+        if p is not None
+        for attribute in TENSOR_HOOKS
+    ]
     return [table for table in (*module_hooks, *tensor_hooks) if table is not None]
 
 

@@ -231,10 +231,20 @@ class Recorder(TorchDispatchMode):
         touched = [] if func._overloadpacket in ALLOCATIONS else tensors + outs + updated
         is_view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
         self.ops.append(
-            _Op(launched, phase, place, nodes, list(dict.fromkeys(reads)), list(dict.fromkeys(writes)),
-                flops_of(func, args, kwargs, out), sum(map(self._touched, touched)), sums, self._optional,
-                not is_view and any(self.nbytes[s] for s in reads + writes))
-        )  # fmt: skip
+            _Op(
+                launched,
+                phase,
+                place,
+                nodes,
+                list(dict.fromkeys(reads)),
+                list(dict.fromkeys(writes)),
+                flops_of(func, args, kwargs, out),
+                sum(map(self._touched, touched)),
+                sums,
+                self._optional,
+                not is_view and any(self.nbytes[s] for s in reads + writes),
+            )
+        )
         return out
 
     def is_used(self, tensor: Tensor) -> bool:
@@ -362,8 +372,19 @@ class Recorder(TorchDispatchMode):
                 op = ops[k]
                 reads, writes = (tuple(index[s] for s in side if s in index) for side in (op.reads, op.writes))
                 is_recomputable = not any(tensors[t].persistent and t in reads for t in writes)
-                kernels.append(Kernel(str(op.func), kind_of(op.func, op.phase), op.phase, reads, writes, 0,
-                                      flops=op.flops, bytes=op.bytes, recomputable=is_recomputable))  # fmt: skip
+                kernels.append(
+                    Kernel(
+                        str(op.func),
+                        kind_of(op.func, op.phase),
+                        op.phase,
+                        reads,
+                        writes,
+                        0,
+                        flops=op.flops,
+                        bytes=op.bytes,
+                        recomputable=is_recomputable,
+                    )
+                )
                 places.append(op.place)
                 launched.append(len(nodes))
                 if op.optional:
@@ -407,12 +428,14 @@ class Recorder(TorchDispatchMode):
             precision=Precision.from_flags(),
             micro=tuple(MicroBatch(after(n), loss, kernel_of.get(i, -1), b) for n, loss, i, b in self.micro),
             holds=UserHolds(
-                step_tensors(self.outputs[1]), after(self.outputs[0]), step_tensors(self.gradients),
+                step_tensors(self.outputs[1]),
+                after(self.outputs[0]),
+                step_tensors(self.gradients),
                 -1 if self.zero_grad_index < 0 else after(self.zero_grad_index),
             ),
             reads=tuple(self.reads),
             **rest,
-        )  # fmt: skip
+        )
 
     def _add_in_place(self) -> None:
         """Turns autograd's gradient sums into in-place adds if the operand dies with the sum, as in eager mode."""

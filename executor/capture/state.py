@@ -129,15 +129,21 @@ class StepState(Reach):
             fake = self.fake(value, name, kind, Home(container, key), registered)
         else:
             homes = (Home(container, key, i) for i in range(len(value)))
-            fake = _as_tuple(value, [self.fake(x, f"{name}.{home.part}", kind, home, False) if isinstance(x, Tensor)
-                                     else x for x, home in zip(value, homes, strict=True)])  # fmt: skip
+            fake = _as_tuple(
+                value,
+                [
+                    self.fake(x, f"{name}.{home.part}", kind, home, False) if isinstance(x, Tensor) else x
+                    for x, home in zip(value, homes, strict=True)
+                ],
+            )
         place = id(container), id(key) if isinstance(key, Tensor) else key
         if place not in self._placed:  # two closures may share a cell
             self._placed.add(place)
             self._slots.append((container, key, fake))
 
-    def fake(self, tensor: Tensor, name: str, kind: TensorKind, home: Home | None = None,
-             registered: bool = True) -> Tensor:  # fmt: skip
+    def fake(
+        self, tensor: Tensor, name: str, kind: TensorKind, home: Home | None = None, registered: bool = True
+    ) -> Tensor:
         """Returns the fake tensor that replaces ``tensor``; creates it and its entry on first use."""
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)]
@@ -227,8 +233,9 @@ class StepState(Reach):
             self.unrepeatable += [
                 f"the step takes a value from the iterator {entry.path}, which the graph cannot repeat: pass the value "
                 "as an argument"
-                for entry, position in iterators if entry.position() != position
-            ]  # fmt: skip
+                for entry, position in iterators
+                if entry.position() != position
+            ]
         finally:
             self._before.clear()
             self._fake_owners.clear()

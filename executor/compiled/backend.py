@@ -230,9 +230,13 @@ class Partitioner(CustomPartitionerFn):
     in_order = False
 
     def __init__(
-        self, memory: int | float | str, machine: Machine | str | None = None, planner: Planner = "lp_round",
-        seconds: float | None = 3.0, mode: str = "recompute",
-    ) -> None:  # fmt: skip
+        self,
+        memory: int | float | str,
+        machine: Machine | str | None = None,
+        planner: Planner = "lp_round",
+        seconds: float | None = 3.0,
+        mode: str = "recompute",
+    ) -> None:
         check_mode(mode)
         if mode != "recompute":
             require_operators(mode)
@@ -297,15 +301,22 @@ class Partitioner(CustomPartitionerFn):
         best, reason = search(
             lambda limit: self._candidate(joint, program, machine, limit),
             lambda chosen: self._schedule(*partition(joint, program, chosen.items), joint.outputs),
-            aim, program.peak_bytes,
-        )  # fmt: skip
+            aim,
+            program.peak_bytes,
+        )
         if best is None:
             raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}: {reason}")
         chosen = best.candidate
         return best.joint, replace(
-            graph, peak_bytes=best.peak_bytes, program=program, plan=chosen.plan, machine=machine.name,
-            iteration_ns=chosen.timeline.iteration_ns, ideal_ns=chosen.timeline.ideal_ns, floor_ns=chosen.floor_ns,
-        )  # fmt: skip
+            graph,
+            peak_bytes=best.peak_bytes,
+            program=program,
+            plan=chosen.plan,
+            machine=machine.name,
+            iteration_ns=chosen.timeline.iteration_ns,
+            ideal_ns=chosen.timeline.ideal_ns,
+            floor_ns=chosen.floor_ns,
+        )
 
     def _candidate(self, joint: Joint, program: Program, machine: Machine, limit: int) -> _Candidate:
         """Returns a plan for ``limit`` bytes with its issue order and estimated peak; raises FitError."""
@@ -380,10 +391,16 @@ def cannot_be_planned(gm: fx.GraphModule) -> str:
 
 
 def compile(
-    model: Any, *, memory: int | float | str, machine: Machine | str | None = None, planner: Planner = "lp_round",
-    seconds: float | None = 3.0, mode: str = "recompute", fullgraph: bool = False,
+    model: Any,
+    *,
+    memory: int | float | str,
+    machine: Machine | str | None = None,
+    planner: Planner = "lp_round",
+    seconds: float | None = 3.0,
+    mode: str = "recompute",
+    fullgraph: bool = False,
     options: dict[str, Any] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Returns ``torch.compile(model)`` whose forward and backward allocate at most ``memory``.
 
     Loss, optimizer and training loop stay unchanged. Shapes are fixed (``dynamic=False``): a new shape is compiled and

@@ -90,11 +90,17 @@ class Joint:
         """Launches of the forward, the gap between the graphs, launches of the backward, and the end."""
         (outs, grads), tangents = self.returned, tuple(BACKWARD + s for s in self.tangents)
         first, second = (
-            [Call(launch, _renamed(launch.reads, names), _renamed(launch.writes, names),
-                  tuple((names[new], names[old]) for new, old in launch.reuses if new in names and old in names))
-             for launch in graph.launches]
+            [
+                Call(
+                    launch,
+                    _renamed(launch.reads, names),
+                    _renamed(launch.writes, names),
+                    tuple((names[new], names[old]) for new, old in launch.reuses if new in names and old in names),
+                )
+                for launch in graph.launches
+            ]
             for graph, names in zip((self.first, self.second), self.names, strict=True)
-        )  # fmt: skip
+        )
         end = Call(None, tuple(dict.fromkeys((*outs, *tangents, *grads))), ())
         return (*first, Call(None, outs, tangents), *second, end)
 
@@ -170,15 +176,33 @@ class Joint:
             outputs = tuple(index[s] for s in writes)
             if launch is None or reads_only:
                 read_indices = tuple(index[s] for s in inputs)
-                kernels.append(Kernel("inputs" if reads_only else "marker", "other", phase, read_indices, outputs, 0,
-                                      recomputable=False))  # fmt: skip
+                kernels.append(
+                    Kernel(
+                        "inputs" if reads_only else "marker",
+                        "other",
+                        phase,
+                        read_indices,
+                        outputs,
+                        0,
+                        recomputable=False,
+                    )
+                )
                 continue
             nbytes = sum(graph.nbytes.get(s, 0) for s in (*launch.reads, *launch.writes))
-            kernels.append(Kernel(
-                launch.name, launch.kind, phase, tuple(index[s] for s in inputs if s not in overwritten), outputs,
-                roofline_ns(machine, launch.kind, launch.flops, nbytes, launch.dtype), launch.workspace, launch.flops,
-                nbytes, phase == "forward" and self._is_recomputable(launch),
-            ))  # fmt: skip
+            kernels.append(
+                Kernel(
+                    launch.name,
+                    launch.kind,
+                    phase,
+                    tuple(index[s] for s in inputs if s not in overwritten),
+                    outputs,
+                    roofline_ns(machine, launch.kind, launch.flops, nbytes, launch.dtype),
+                    launch.workspace,
+                    launch.flops,
+                    nbytes,
+                    phase == "forward" and self._is_recomputable(launch),
+                )
+            )
         return Program(name, tuple(tensors), tuple(kernels))
 
     def _is_recomputable(self, launch: Launch) -> bool:

@@ -92,9 +92,11 @@ def in_order(gm: fx.GraphModule) -> AbstractContextManager[object]:
 
 
 def launches_of(
-    graph: fx.GraphModule, backward: bool, donated: Collection[str] = (),
+    graph: fx.GraphModule,
+    backward: bool,
+    donated: Collection[str] = (),
     strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-) -> Launches:  # fmt: skip
+) -> Launches:
     """Returns the launches of a forward or backward graph, which is not modified.
 
     Args:
@@ -220,8 +222,11 @@ class _Reader:
         extern = any(isinstance(n.node, (ir.ExternKernel, ir.MultiOutput)) for n in nodes)
         origins = [x for x in _origins(nodes) if x.op == "call_function"]
         products = [(x, f) for x in origins if extern and (f := _flops(x))]
-        dtypes = {str(x.meta["val"].dtype).removeprefix("torch.") for x, _ in products
-                  if isinstance(x.meta.get("val"), torch.Tensor)}  # fmt: skip
+        dtypes = {
+            str(x.meta["val"].dtype).removeprefix("torch.")
+            for x, _ in products
+            if isinstance(x.meta.get("val"), torch.Tensor)
+        }
         if products:
             kind = kind_of(products[0][0].target, "forward")
         elif extern and len(origins) == 1 and isinstance(origins[0].target, torch._ops.OpOverload):
@@ -231,10 +236,17 @@ class _Reader:
         reuses = tuple(self._reuses(written, local, written_names))
         sums = [o for n in nodes if n.is_reduction() for o in n.get_outputs() if o.get_name() in local]
         return Launch(
-            "+".join(x.name for x in origins[-3:]) or group[0].get_name(), kind, tuple(reads), tuple(writes), values,
-            sum(f for _, f in products), next(iter(dtypes), "float32"), reuses,
-            sum(self._nbytes(o.get_name()) for o in sums), not extern and nodes[0].get_device().type == "cpu",
-        )  # fmt: skip
+            "+".join(x.name for x in origins[-3:]) or group[0].get_name(),
+            kind,
+            tuple(reads),
+            tuple(writes),
+            values,
+            sum(f for _, f in products),
+            next(iter(dtypes), "float32"),
+            reuses,
+            sum(self._nbytes(o.get_name()) for o in sums),
+            not extern and nodes[0].get_device().type == "cpu",
+        )
 
     def _find_reused(self) -> dict[str, str]:
         """Returns result -> buffer whose memory it reuses, mirroring ``SchedulerNode.decide_inplace_update``."""

@@ -44,9 +44,11 @@ def partition(joint: Joint, program: Program, items: Iterable[Item]) -> tuple[fx
     grads = {x for x in writer.grads if x is not None and x not in second}
     saved = [x for x in module.graph.nodes if x in used | grads and x.name not in writer.tangents]
     return _extract_fwd_bwd_modules(
-        module, [x for x in saved if not is_sym_node(x)], [x for x in saved if is_sym_node(x)],
+        module,
+        [x for x in saved if not is_sym_node(x)],
+        [x for x in saved if is_sym_node(x)],
         num_fwd_outputs=joint.outputs,
-    )  # fmt: skip
+    )
 
 
 class _Writer:

@@ -45,9 +45,13 @@ class ChainSolver(CustomKnapsackSolver):
         return hashlib.sha256(Path(__file__).read_bytes() + repr(self.machine).encode()).hexdigest()
 
     def __call__(
-        self, memory: list[float], joint_graph: fx.Graph, max_memory: float, node_info: Any,
+        self,
+        memory: list[float],
+        joint_graph: fx.Graph,
+        max_memory: float,
+        node_info: Any,
         all_recomputable_banned_nodes: list[fx.Node],
-    ) -> tuple[list[int], list[int]]:  # fmt: skip
+    ) -> tuple[list[int], list[int]]:
         """Returns indices of the values to save and to recompute; sizes are in the unit of ``max_memory``."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
@@ -75,9 +79,12 @@ class ChainSolver(CustomKnapsackSolver):
         cost = np.array([0.0] * len(values) + [float(self._ns(node)) for node in nodes])
         integral = np.array([1] * len(values) + [0] * len(nodes))  # recomputed ones follow
         solution = milp(
-            cost, integrality=integral, bounds=Bounds(0, 1), options={"time_limit": SECONDS},
+            cost,
+            integrality=integral,
+            bounds=Bounds(0, 1),
+            options={"time_limit": SECONDS},
             constraints=LinearConstraint(coo_array((factors, (row_index, columns)), shape).tocsr(), lower, upper),
-        )  # fmt: skip
+        )
         kept_indices = {i for i in range(len(values)) if solution.x is not None and solution.x[i] > 0.5}
         return sorted(kept_indices), [i for i in range(len(values)) if i not in kept_indices]
 

@@ -28,8 +28,22 @@ from executor.fit import FittedSteps, fit
 from executor.training.bindings import StepError
 
 # Attributes that a Trainer's loop uses and a loss does not.
-LOOPS = {"accelerator", "args", "model", "model_wrapped", "optimizer", "lr_scheduler", "state", "control", "planned",
-         "callback_handler", "train_dataset", "eval_dataset", "data_collator", "processing_class"}  # fmt: skip
+LOOPS = {
+    "accelerator",
+    "args",
+    "model",
+    "model_wrapped",
+    "optimizer",
+    "lr_scheduler",
+    "state",
+    "control",
+    "planned",
+    "callback_handler",
+    "train_dataset",
+    "eval_dataset",
+    "data_collator",
+    "processing_class",
+}
 
 
 class Updated:
@@ -196,11 +210,18 @@ class PlannedTrainer(Trainer):
 
         self._undo.append(undo)
         fit_step = partial(
-            fit, self._loss, _identity, optimizer, tuple(self._next) if k > 1 else self._next[0], self.memory,
-            accumulate=k, average=not scaled, scaler=scaler,
+            fit,
+            self._loss,
+            _identity,
+            optimizer,
+            tuple(self._next) if k > 1 else self._next[0],
+            self.memory,
+            accumulate=k,
+            average=not scaled,
+            scaler=scaler,
             clip_norm=None if scaler is None else math.inf,  # so gradients are unscaled before the hook, fused or not
             **self.options,
-        )  # fmt: skip
+        )
         try:
             return fit_step()
         except StepError:  # a classifier whose first step sets its problem type
@@ -213,10 +234,12 @@ class PlannedTrainer(Trainer):
         """Raises CaptureError if this Trainer's configuration is not supported."""
         args = self.args
         for feature, is_used in (
-            ("DeepSpeed", self.is_deepspeed_enabled), ("FSDP", self.is_fsdp_enabled),
-            (f"{args.world_size} processes", args.world_size > 1), (f"{args.n_gpu} GPUs", args.n_gpu > 1),
+            ("DeepSpeed", self.is_deepspeed_enabled),
+            ("FSDP", self.is_fsdp_enabled),
+            (f"{args.world_size} processes", args.world_size > 1),
+            (f"{args.n_gpu} GPUs", args.n_gpu > 1),
             (f"the optimizer {args.optim}, which updates within the backward pass", "lomo" in args.optim),
-        ):  # fmt: skip
+        ):
             if is_used:
                 raise CaptureError(
                     f"the Trainer trains with {feature}, PlannedTrainer on one device by itself: take Trainer"

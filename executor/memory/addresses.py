@@ -225,8 +225,13 @@ class Arena:
         # CUmemAllocationProp: pinned, no handle type, location, no security attributes, no flags; CUmemAccessDesc.
         properties = np.concatenate((np.array([1, 0], np.int32), location, np.zeros(4, np.int32)))
         access = np.append(location, np.int32(3))
-        driver("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(CHUNK), ctypes.c_void_p(properties.ctypes.data),
-               ctypes.c_uint64(0))  # fmt: skip
+        driver(
+            "cuMemCreate",
+            ctypes.byref(handle),
+            ctypes.c_size_t(CHUNK),
+            ctypes.c_void_p(properties.ctypes.data),
+            ctypes.c_uint64(0),
+        )
         mapped: list[ctypes.c_uint64] = []
 
         def release() -> None:
@@ -237,14 +242,21 @@ class Arena:
             driver("cuMemRelease", handle)
 
         try:
-            driver("cuMemAddressReserve", ctypes.byref(base), ctypes.c_size_t(size), ctypes.c_size_t(0),
-                   ctypes.c_uint64(0), ctypes.c_uint64(0))  # fmt: skip
+            driver(
+                "cuMemAddressReserve",
+                ctypes.byref(base),
+                ctypes.c_size_t(size),
+                ctypes.c_size_t(0),
+                ctypes.c_uint64(0),
+                ctypes.c_uint64(0),
+            )
             for offset in range(0, size, CHUNK):
                 chunk = ctypes.c_uint64(base.value + offset)
                 driver("cuMemMap", chunk, ctypes.c_size_t(CHUNK), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
                 mapped.append(chunk)
-            driver("cuMemSetAccess", base, ctypes.c_size_t(size), ctypes.c_void_p(access.ctypes.data),
-                   ctypes.c_size_t(1))  # fmt: skip
+            driver(
+                "cuMemSetAccess", base, ctypes.c_size_t(size), ctypes.c_void_p(access.ctypes.data), ctypes.c_size_t(1)
+            )
         except MemoryError:
             release()
             raise

@@ -33,16 +33,29 @@ extern "C" __global__ void fill(unsigned char* target, unsigned value, unsigned 
 class _Memset(Structure):
     """CUDA_MEMSET_NODE_PARAMS."""
 
-    _fields_ = (("target", c_uint64), ("pitch", c_size_t), ("value", c_uint), ("size", c_uint), ("width", c_size_t),
-                ("height", c_size_t))  # fmt: skip
+    _fields_ = (
+        ("target", c_uint64),
+        ("pitch", c_size_t),
+        ("value", c_uint),
+        ("size", c_uint),
+        ("width", c_size_t),
+        ("height", c_size_t),
+    )
 
 
 class _Kernel(Structure):
     """CUDA_KERNEL_NODE_PARAMS_v2."""
 
-    _fields_ = (("function", c_void_p), ("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint),
-                ("arguments", POINTER(c_void_p)), ("extra", c_void_p), ("kernel", c_void_p),
-                ("context", c_void_p))  # fmt: skip
+    _fields_ = (
+        ("function", c_void_p),
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("arguments", POINTER(c_void_p)),
+        ("extra", c_void_p),
+        ("kernel", c_void_p),
+        ("context", c_void_p),
+    )
 
 
 def replace_memsets(device: torch.device, graph: int) -> int:
@@ -69,10 +82,21 @@ def replace_memsets(device: torch.device, graph: int) -> int:
         parents = _list_nodes(driver, "cuGraphNodeGetDependencies", node)
         children = _list_nodes(driver, "cuGraphNodeGetDependentNodes", node)
         kernel, params = c_void_p(), _kernel_params(memset, _fill(driver.index).func)
-        driver("cuGraphAddKernelNode_v2", byref(kernel), c_void_p(graph), _nodes(parents), c_size_t(len(parents)),
-               byref(params))  # fmt: skip
-        driver("cuGraphAddDependencies", c_void_p(graph), _nodes([kernel.value] * len(children)), _nodes(children),
-               c_size_t(len(children)))  # fmt: skip
+        driver(
+            "cuGraphAddKernelNode_v2",
+            byref(kernel),
+            c_void_p(graph),
+            _nodes(parents),
+            c_size_t(len(parents)),
+            byref(params),
+        )
+        driver(
+            "cuGraphAddDependencies",
+            c_void_p(graph),
+            _nodes([kernel.value] * len(children)),
+            _nodes(children),
+            c_size_t(len(children)),
+        )
         driver("cuGraphDestroyNode", c_void_p(node))
         replaced += 1
     return replaced
@@ -83,8 +107,9 @@ def _kernel_params(memset: _Memset, function: c_void_p) -> _Kernel:
     arguments = c_uint64(memset.target), c_uint(memset.value), c_uint(memset.size), c_uint64(memset.width)
     addresses = (c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
     blocks = min(max(-(-memset.width // THREADS), 1), 1024)
-    params = _Kernel(function, (c_uint * 3)(blocks, 1, 1), (c_uint * 3)(THREADS, 1, 1), 0,
-                     cast(addresses, POINTER(c_void_p)))  # fmt: skip
+    params = _Kernel(
+        function, (c_uint * 3)(blocks, 1, 1), (c_uint * 3)(THREADS, 1, 1), 0, cast(addresses, POINTER(c_void_p))
+    )
     params.references = arguments, addresses  # type: ignore[attr-defined]
     return params
 

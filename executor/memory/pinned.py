@@ -54,9 +54,12 @@ class Slabs:
     """
 
     def __init__(
-        self, pin: Callable[[int, int], None], unpin: Callable[[int], None], settle: Callable[[], None],
+        self,
+        pin: Callable[[int, int], None],
+        unpin: Callable[[int], None],
+        settle: Callable[[], None],
         inherit_on_fork: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._pin, self._unpin, self._settle = pin, unpin, settle
         self._advice = [mmap.MADV_HUGEPAGE, *([] if inherit_on_fork else [mmap.MADV_DONTFORK])]
         self._slabs: list[_Slab] = []

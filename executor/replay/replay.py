@@ -126,10 +126,17 @@ def replay(
         device_bytes = backend.allocated_bytes
     ends = run.boundaries(log)[skip - 1 :]
     return Measured(
-        run.read(traced, program, limit, skip), tuple(b - a for a, b in zip(ends, ends[1:], strict=False)),
-        order.predicted, order.predicted.iteration_ns / group, group, limit, order.footprint, device_bytes,
-        len(run.checks), backend.name,
-    )  # fmt: skip
+        run.read(traced, program, limit, skip),
+        tuple(b - a for a, b in zip(ends, ends[1:], strict=False)),
+        order.predicted,
+        order.predicted.iteration_ns / group,
+        group,
+        limit,
+        order.footprint,
+        device_bytes,
+        len(run.checks),
+        backend.name,
+    )
 
 
 def slots(order: Circle, rounds: int, check: bool) -> int:
@@ -315,9 +322,15 @@ class Run:
                 live[event.block] = event._replace(time_ns=0)
         events = [*live.values(), *(e._replace(time_ns=e.time_ns - zero) for _, e in memory[first : until[-1]])]
         return Timeline.assemble(
-            program, limit, self.order.predicted.required_bytes, [b - zero for b in boundaries[skip:]],
-            sorted(spans, key=lambda s: s.start_ns), events, [len(live) + i - first for i in until], stalls,
-        )  # fmt: skip
+            program,
+            limit,
+            self.order.predicted.required_bytes,
+            [b - zero for b in boundaries[skip:]],
+            sorted(spans, key=lambda s: s.start_ns),
+            events,
+            [len(live) + i - first for i in until],
+            stalls,
+        )
 
     def _events(self, starts: list[int], stops: list[int]) -> list[tuple[_Key, BlockEvent]]:
         """Returns the allocations and frees of blocks, each with its sort key."""

@@ -153,9 +153,17 @@ def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle
     host = built.pinned
     on_host = frozenset(t for t, upper in zip(host.tensors, host.intervals.upper, strict=True) if upper >= built.period)
     return Circle(
-        schedule.program, original, predicted, repeats, built.jobs, built.residencies, host.offsets, host.footprint,
-        on_host, packing.footprint,
-    )  # fmt: skip
+        schedule.program,
+        original,
+        predicted,
+        repeats,
+        built.jobs,
+        built.residencies,
+        host.offsets,
+        host.footprint,
+        on_host,
+        packing.footprint,
+    )
 
 
 def unrolled(program: Program, plan: Plan, times: int) -> tuple[Program, Plan, list[int]]:
@@ -175,8 +183,10 @@ def unrolled(program: Program, plan: Plan, times: int) -> tuple[Program, Plan, l
                 index[t] = len(tensors)
                 tensors.append(tensor)
                 original.append(t)
-        kernels += [replace(k, inputs=tuple(index[t] for t in k.inputs), outputs=tuple(index[t] for t in k.outputs))
-                    for k in program.kernels]  # fmt: skip
+        kernels += [
+            replace(k, inputs=tuple(index[t] for t in k.inputs), outputs=tuple(index[t] for t in k.outputs))
+            for k in program.kernels
+        ]
         decisions += [d.renumbered(index, i * n, n, times * n) for d in plan.decisions]
     return replace(program, tensors=tuple(tensors), kernels=tuple(kernels)), Plan(tuple(decisions)), original
 
@@ -209,8 +219,10 @@ class _CircleBuilder:
         self.pinned = Held(
             {t: [self.begins[j] for j in jobs] for t, jobs in self.outs.items()},
             {t: [self.ends[j] for j in jobs] for t, jobs in self.ins.items()},
-            [t.nbytes for t in self.program.tensors], self.period, machine.alignment,
-        )  # fmt: skip
+            [t.nbytes for t in self.program.tensors],
+            self.period,
+            machine.alignment,
+        )
         self._waits()
 
     def _moments(self, timeline: Timeline) -> None:

@@ -97,10 +97,12 @@ def compare(name: str, tensor: Any, node: fx.Node, device: torch.device, offset:
     if not isinstance(tensor, Tensor):
         raise StepError(f"{name} is a {type(tensor).__name__}, not a tensor")
     for field, actual, expected in (
-        ("shape", tuple(tensor.shape), tuple(meta.shape)), ("type", tensor.dtype, meta.dtype),
-        ("device", tensor.device, device), ("stride", tensor.stride(), tuple(meta.stride)),
+        ("shape", tuple(tensor.shape), tuple(meta.shape)),
+        ("type", tensor.dtype, meta.dtype),
+        ("device", tensor.device, device),
+        ("stride", tensor.stride(), tuple(meta.stride)),
         ("offset", tensor.storage_offset() if offset is not None else None, offset),
-    ):  # fmt: skip
+    ):
         if actual != expected:
             raise StepError(f"{name} has {field} {actual}, but had {expected} at the capture")
 

@@ -305,9 +305,10 @@ def _tracker(comparison: _Comparison, batch: list[Any]) -> Iterator[Any]:
     owned = [t for owner in reach.owners.values() for t in owner.content().values() if isinstance(t, Tensor)]
     submodules = {id(m) for module in reach.modules for m in module.children()}
     tracker.track_external(
-        *(m for m in reach.modules if id(m) not in submodules), *reach.optimizers,
+        *(m for m in reach.modules if id(m) not in submodules),
+        *reach.optimizers,
         *(t for t in (*owned, *batch) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)),
-    )  # fmt: skip
+    )
     with tracker:
         yield tracker
 

@@ -17,17 +17,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _MODULES: tuple[tuple[str, Any], ...] = (
-    ("", torch._C._VariableFunctions), ("", torch._C._nn), ("", torch._C.TensorBase),
-    ("linalg_", torch._C._linalg), ("special_", torch._C._special), ("fft_", torch._C._fft),
-)  # fmt: skip
+    ("", torch._C._VariableFunctions),
+    ("", torch._C._nn),
+    ("", torch._C.TensorBase),
+    ("linalg_", torch._C._linalg),
+    ("special_", torch._C._special),
+    ("fft_", torch._C._fft),
+)
 aten = torch.ops.aten
 
 # Operators whose binding has another name.
 _METHODS = {aten._local_scalar_dense.default: "item"}
 
 # Overloads that only wrap the number in a tensor and call another overload (aten/src/ATen/native/BinaryOps.cpp).
-_WRAPPED = {getattr(aten, name).Scalar: getattr(aten, name).Tensor
-          for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")}  # fmt: skip
+_WRAPPED = {
+    getattr(aten, name).Scalar: getattr(aten, name).Tensor
+    for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
+}
 
 
 class _Dispatched(BaseException):
@@ -68,9 +74,12 @@ def direct(
 
 
 def _dispatches(
-    function: Callable[..., Any], target: OpOverload, bound: dict[str, Any], args: Sequence[Any],
+    function: Callable[..., Any],
+    target: OpOverload,
+    bound: dict[str, Any],
+    args: Sequence[Any],
     options: Mapping[str, Any],
-) -> bool:  # fmt: skip
+) -> bool:
     """Returns True if the function dispatches to ``target`` with the arguments ``bound``."""
     try:
         with torch.no_grad(), _RaiseDispatched():

@@ -376,8 +376,12 @@ def _issue(step: StepState, table: list[Any], run: Callable[[Sequence[Call]], No
     """
     blocks = step.blocks
     swapping_out = [blocks.blocks[t] for t, place in step.order.start.items() if place == "out"]
-    last = {argument[0]: (i, k) for i, item in enumerate(step.work) for k, (action, argument) in enumerate(item.after)
-            if action == blocks.start_swap_out and argument[0] in swapping_out}  # fmt: skip
+    last = {
+        argument[0]: (i, k)
+        for i, item in enumerate(step.work)
+        for k, (action, argument) in enumerate(item.after)
+        if action == blocks.start_swap_out and argument[0] in swapping_out
+    }
     deferred = set(last.values())
     blocks.values = table
     blocks.start(step.order.start)

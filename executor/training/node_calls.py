@@ -250,9 +250,12 @@ class Calls:
         if node not in self._stand_ins:
             meta = node.meta.get("tensor_meta")
             self._stand_ins[node] = (
-                getattr(self.captured.graph, str(node.target)) if node.op == "get_attr" else 0.5 if meta is None
+                getattr(self.captured.graph, str(node.target))
+                if node.op == "get_attr"
+                else 0.5
+                if meta is None
                 else torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-            )  # fmt: skip
+            )
         return self._stand_ins[node]
 
     def _skipped_call(self, node: fx.Node, call: Call) -> Call:
@@ -260,14 +263,18 @@ class Calls:
         out, function, get, options = call
         if not isinstance(node.target, OpOverload) or node.target is NUMBER:
             return out, _one_on_error(function), get, options
-        persistent = any(self.schedule.program.tensors[t].persistent for a in node.all_input_nodes
-                         if (t := self.values.get(a)) is not None)  # fmt: skip
+        persistent = any(
+            self.schedule.program.tensors[t].persistent
+            for a in node.all_input_nodes
+            if (t := self.values.get(a)) is not None
+        )
         return (out, _first_argument, get, {}) if node.target._schema.is_mutable and persistent else call
 
     def is_random(self, k: int) -> bool:
         """Returns True if the kernel draws random numbers."""
-        return any(isinstance(n.target, OpOverload) and Tag.nondeterministic_seeded in n.target.tags
-                   for n in self.bodies[k])  # fmt: skip
+        return any(
+            isinstance(n.target, OpOverload) and Tag.nondeterministic_seeded in n.target.tags for n in self.bodies[k]
+        )
 
 
 NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -303,8 +310,16 @@ def _find_aliases(captured: Captured) -> dict[fx.Node, fx.Node]:
 
 
 aten = torch.ops.aten
-VIEWS = (aten.detach.default, aten.expand.default, aten.t.default, aten.view.default, aten.transpose.int,
-         aten.permute.default, aten.unsqueeze.default, aten.slice.Tensor)  # fmt: skip
+VIEWS = (
+    aten.detach.default,
+    aten.expand.default,
+    aten.t.default,
+    aten.view.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.slice.Tensor,
+)
 
 
 # Operators that accept sizes as separate arguments, which is faster than a list.

@@ -100,9 +100,14 @@ class PlannedStep:
     """
 
     def __init__(
-        self, captured: Captured, plan: Plan, machine: Machine | None = None, limit: int | None = None,
-        undo: bool = False, graph: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        captured: Captured,
+        plan: Plan,
+        machine: Machine | None = None,
+        limit: int | None = None,
+        undo: bool = False,
+        graph: bool | None = None,
+    ) -> None:
         if captured.python.unrepeatable:
             raise StepError(captured.python.unrepeatable)
         self.captured, self.plan = captured, plan

@@ -37,8 +37,15 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 Form = Hashable  # structure and shapes of a (micro-)batch
-_IN_STEP = {"loss_fn": None, "optimizer": None, "accumulate": 1, "average": True, "clip_norm": None, "autocast": None,
-            "scaler": None}  # options that a custom step implements itself  # fmt: skip
+_IN_STEP = {
+    "loss_fn": None,
+    "optimizer": None,
+    "accumulate": 1,
+    "average": True,
+    "clip_norm": None,
+    "autocast": None,
+    "scaler": None,
+}  # options that a custom step implements itself
 
 
 class PlannedSteps:
@@ -67,16 +74,28 @@ class PlannedSteps:
     """
 
     def __init__(
-        self, model: nn.Module | Callable[..., Any], loss_fn: Loss | None, optimizer: Optimizer | None,
-        machine: Machine, limit: int | float | str, planner: Callable[[Program, Machine, int], Plan], keep: int = 16,
-        undo: bool = False, accumulate: int = 1, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module | Callable[..., Any],
+        loss_fn: Loss | None,
+        optimizer: Optimizer | None,
+        machine: Machine,
+        limit: int | float | str,
+        planner: Callable[[Program, Machine, int], Plan],
+        keep: int = 16,
+        undo: bool = False,
+        accumulate: int = 1,
+        **options: Any,
+    ) -> None:
         for name, value in (("keep", keep), ("accumulate", accumulate)):
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         self.parts, self.machine, self.planner, self.keep, self.undo = (
-            (model, loss_fn, optimizer), machine, planner, keep, undo
-        )  # fmt: skip
+            (model, loss_fn, optimizer),
+            machine,
+            planner,
+            keep,
+            undo,
+        )
         self.accumulate, self.options = accumulate, options
         self._requested_limit = limit
         self.limit: int | None = None
@@ -276,11 +295,22 @@ def _form(batch: tuple[Any, ...]) -> Form:
         if isinstance(value, torch.Tensor):
             check_dense(value, f"tensor {i} of the batch")
     seen: dict[int, int] = {}  # repeated tensors and shared storages are part of the form
-    form = spec, tuple(
-        (tuple(v.shape), v.stride(), v.dtype, str(v.device), seen.setdefault(id(v), len(seen)),
-         seen.setdefault(v.untyped_storage()._cdata, len(seen)))
-        if isinstance(v, torch.Tensor) else _constant(v) for v in leaves
-    )  # fmt: skip
+    form = (
+        spec,
+        tuple(
+            (
+                tuple(v.shape),
+                v.stride(),
+                v.dtype,
+                str(v.device),
+                seen.setdefault(id(v), len(seen)),
+                seen.setdefault(v.untyped_storage()._cdata, len(seen)),
+            )
+            if isinstance(v, torch.Tensor)
+            else _constant(v)
+            for v in leaves
+        ),
+    )
     try:
         hash(form)
     except TypeError as error:

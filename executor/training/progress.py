@@ -72,8 +72,10 @@ def parts(captured: Captured, order: Order, calls: Calls, random_keys: dict[int,
     whole = part(0, n, range(count), [call for first in calls.first for call in first])
     ends = [order.schedule.first[micro.end] for micro in captured.micro[:-1]]
     count_per_part = count // (len(ends) + 1)
-    micro_parts = [part(begin, end, range(i * count_per_part, (i + 1) * count_per_part), calls.first[i])
-             for i, (begin, end) in enumerate(pairwise([0, *ends, n]))]  # fmt: skip
+    micro_parts = [
+        part(begin, end, range(i * count_per_part, (i + 1) * count_per_part), calls.first[i])
+        for i, (begin, end) in enumerate(pairwise([0, *ends, n]))
+    ]
     for micro, (before, after) in zip(captured.micro, pairwise(micro_parts), strict=False):
         after.random, before.restores_random = random_keys.get(micro.draw_kernel, BEGIN), micro.is_reset
     return whole, micro_parts

@@ -105,8 +105,11 @@ class StepState:
     def __init__(self, captured: Captured, order: Order, calls: Calls, graph: bool) -> None:
         self.captured, self.order, self.calls = captured, order, calls
         self.device, self.inputs, tensors = device_of(captured), inputs_of(captured), order.program.tensors
-        self.bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
-                         if node in captured.values and node not in captured.leaves]  # fmt: skip
+        self.bindings = [
+            Binding(captured, i)
+            for i, node in enumerate(captured.placeholders)
+            if node in captured.values and node not in captured.leaves
+        ]
         self.layouts = {node: layout_of(captured, i) for i, node in enumerate(captured.placeholders)}
         self.commit, self.early = before_the_update(order.schedule)
         places, self.pinned_bytes = self._host_places(graph)
@@ -257,8 +260,13 @@ class StepState:
     def _actions(self, moves: tuple[Move, ...]) -> list[Action]:
         """Converts moves to actions."""
         blocks, memory = self.blocks, self.order.schedule.blocks
-        methods = {"out": blocks.start_swap_out, "release": blocks.release, "in": blocks.swap_in,
-                   "reclaim": blocks.reclaim, "wait": blocks.wait}  # fmt: skip
+        methods = {
+            "out": blocks.start_swap_out,
+            "release": blocks.release,
+            "in": blocks.swap_in,
+            "reclaim": blocks.reclaim,
+            "wait": blocks.wait,
+        }
         actions: list[Action] = []
         for kind, b in moves:
             if memory[b].nbytes:

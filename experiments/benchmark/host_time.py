@@ -122,12 +122,18 @@ class _Recording(TorchDispatchMode):
         if func.namespace == "aten" and computes and not view and not schema.name.startswith("aten::empty"):
             values = out if isinstance(out, tuple) else (out,)
             kinds = [
-                UNDEFINED if value is None else LIST if isinstance(value, list)
-                else NEW if result.alias_info is None else FIRST_ARGUMENT
+                UNDEFINED
+                if value is None
+                else LIST
+                if isinstance(value, list)
+                else NEW
+                if result.alias_info is None
+                else FIRST_ARGUMENT
                 for value, result in zip(values, schema.returns, strict=False)
-            ]  # fmt: skip
-            like = [t for value, kind in zip(values, kinds, strict=False) if kind in (NEW, LIST)
-                    for t in tree_leaves(value)]  # fmt: skip
+            ]
+            like = [
+                t for value, kind in zip(values, kinds, strict=False) if kind in (NEW, LIST) for t in tree_leaves(value)
+            ]
             torch.ops.headroom.record(self.tape, schema.name, kinds, [torch.empty_like(t) for t in like])
             self.replaced.add(str(func).removeprefix("aten.").removesuffix(".default"))
         return out

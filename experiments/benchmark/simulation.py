@@ -63,11 +63,14 @@ def simulation(
     }
     if len(set(results.values())) > 1:
         raise AssertionError(f"{program.name}: the simulators disagree on the iteration (ns): {results}")
-    engine_s, simpy_s, reference_s = (median(timeit.repeat(call, number=1, repeat=repeats)) for call, repeats in (
-        (lambda: engine.score(rows), calls),
-        (lambda: simpy_model.simulate(schedule, machine, limit), 5),
-        (lambda: rules.simulate(program, plan, machine, limit, iterations=1), 3),
-    ))  # fmt: skip
+    engine_s, simpy_s, reference_s = (
+        median(timeit.repeat(call, number=1, repeat=repeats))
+        for call, repeats in (
+            (lambda: engine.score(rows), calls),
+            (lambda: simpy_model.simulate(schedule, machine, limit), 5),
+            (lambda: rules.simulate(program, plan, machine, limit, iterations=1), 3),
+        )
+    )
     return {
         "simulate_us": round(engine_s * 1e6, 2),
         "speedup_vs_simpy": round(simpy_s / engine_s, 1),
@@ -155,9 +158,11 @@ def environment(
     task: dict[str, Any] = {"program": program, "machine": machine, "limit": limit}
     rates: dict[str, int] = {}
     for name, reward, copy in (
-        ("paper", "paper", False), ("paper_copied", "paper", True), ("causal", "causal", False),
+        ("paper", "paper", False),
+        ("paper_copied", "paper", True),
+        ("causal", "causal", False),
         ("causal_copied", "causal", True),
-    ):  # fmt: skip
+    ):
         env = gymnasium.make("GpuMemory-v0", **task, reward=reward, copy=copy)
         rates[f"single_{name}"] = steps_per_s(env.unwrapped, 1, max(1, steps // 20), seed)
         vector = gymnasium.make_vec("GpuMemory-v0", num_envs, "vector_entry_point", **task, reward=reward, copy=copy)

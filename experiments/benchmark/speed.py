@@ -100,18 +100,30 @@ def first_command(workload: str) -> dict[str, float]:
     durations = {}
     with tempfile.TemporaryDirectory() as folder:
         for cache in ("cold", "warm"):
-            command = [sys.executable, "-m", "experiments.evaluate", f"workload={workload}",
-                       "planners=[autoswap_swdoa]", f"out={folder}/{cache}"]  # fmt: skip
-            run = partial(subprocess.run, command, env=os.environ | {"NUMBA_CACHE_DIR": folder}, check=True,
-                          capture_output=True)  # fmt: skip
+            command = [
+                sys.executable,
+                "-m",
+                "experiments.evaluate",
+                f"workload={workload}",
+                "planners=[autoswap_swdoa]",
+                f"out={folder}/{cache}",
+            ]
+            run = partial(
+                subprocess.run, command, env=os.environ | {"NUMBA_CACHE_DIR": folder}, check=True, capture_output=True
+            )
             durations[cache] = round(timeit.timeit(run, number=1), 1)
     return durations
 
 
 def plans(
-    tasks: dict[str, dict[str, Any]], programs: dict[str, Program], machine: Machine, calls: int, plan_calls: int,
-    seed: int, begin: Callable[[str], None],
-) -> dict[str, dict[str, float]]:  # fmt: skip
+    tasks: dict[str, dict[str, Any]],
+    programs: dict[str, Program],
+    machine: Machine,
+    calls: int,
+    plan_calls: int,
+    seed: int,
+    begin: Callable[[str], None],
+) -> dict[str, dict[str, float]]:
     """Times simulator calls and searches for plans of annealing.
 
     Args:

@@ -36,15 +36,28 @@ class Curve:
     """
 
     def __init__(
-        self, file: Path | None, program: Program, machine: Machine, limit: int, mode: str,
-        metadata: Mapping[str, object], every: int, log: LogPoint | None = None, resumed: Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        file: Path | None,
+        program: Program,
+        machine: Machine,
+        limit: int,
+        mode: str,
+        metadata: Mapping[str, object],
+        every: int,
+        log: LogPoint | None = None,
+        resumed: Path | None = None,
+    ) -> None:
         self.file, self.every, self.log = file, every, log
         self.recent: deque[float] = deque(maxlen=LAST)  # overheads of episodes
         self.best = math.nan
         self.task = program, machine, limit, mode
-        self.metadata = {"workload": program.name, "machine": machine.name, "mode": mode, **metadata,
-                      "limit_fraction": round(limit / program.peak_bytes, 4)}  # fmt: skip
+        self.metadata = {
+            "workload": program.name,
+            "machine": machine.name,
+            "mode": mode,
+            **metadata,
+            "limit_fraction": round(limit / program.peak_bytes, 4),
+        }
         self.points: list[dict[str, float | None]] = []
         self.next_calls = every
         self.resumed_points = read_json(resumed)["points"] if resumed is not None and resumed.is_file() else []

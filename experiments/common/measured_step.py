@@ -24,8 +24,19 @@ from simulator.program import Kernel, KernelKind, Phase
 
 FORMAT = "measured/1"
 # Measured rates of a machine, by their keys in the machine file.
-RATES = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s",
-         "d2h_latency_ns", "h2d_latency_ns", "copy_engines", "launch_ns", "issue_ns", "wait_ns")  # fmt: skip
+RATES = (
+    "memory_bytes",
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+    "duplex_h2d_bytes_per_s",
+    "duplex_d2h_bytes_per_s",
+    "d2h_latency_ns",
+    "h2d_latency_ns",
+    "copy_engines",
+    "launch_ns",
+    "issue_ns",
+    "wait_ns",
+)
 MULTI_TENSOR = ("_foreach_", "_fused_")  # operators that update many parameters in one kernel
 
 Value = Any  # a tensor as {"shape", "stride", "dtype"}, a number, a bool, None, or a list of these
@@ -110,9 +121,14 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
             continue  # a marker
         node = nodes[0]
         operator = Operator(
-            str(node.target), kernel.kind, serialize(list(node.args)),
-            {key: serialize(value) for key, value in node.kwargs.items()}, serialize(node), kernel.flops, kernel.bytes,
-        )  # fmt: skip
+            str(node.target),
+            kernel.kind,
+            serialize(list(node.args)),
+            {key: serialize(value) for key, value in node.kwargs.items()},
+            serialize(node),
+            kernel.flops,
+            kernel.bytes,
+        )
         key = repr(operator)
         if key not in indices:
             indices[key] = len(operators)
@@ -120,14 +136,23 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
         kernels.append((indices[key], kernel.phase, ns, workspace))
     cuda = profile.workspaces is not None
     unmeasured = dict.fromkeys(("step_ns", "context_bytes", "reserved_bytes", "allocated_bytes"))
-    return MeasuredStep(**unmeasured | entries | {
-        "device": profile.device, "machine": profile.machine, "torch": profile.torch,
-        "cuda": (torch.version.cuda or "") if cuda else "",
-        "cudnn": str(torch.backends.cudnn.version() or "") if cuda else "",
-        "precision": captured.precision, "cache": profile.cache, "event_ns": profile.event_ns,
-        "rates": None if rates is None else {key: value for key, value in rates.to_dict().items() if key in RATES},
-        "operators": operators, "kernels": kernels,
-    })  # fmt: skip
+    return MeasuredStep(
+        **unmeasured
+        | entries
+        | {
+            "device": profile.device,
+            "machine": profile.machine,
+            "torch": profile.torch,
+            "cuda": (torch.version.cuda or "") if cuda else "",
+            "cudnn": str(torch.backends.cudnn.version() or "") if cuda else "",
+            "precision": captured.precision,
+            "cache": profile.cache,
+            "event_ns": profile.event_ns,
+            "rates": None if rates is None else {key: value for key, value in rates.to_dict().items() if key in RATES},
+            "operators": operators,
+            "kernels": kernels,
+        }
+    )
 
 
 def serialize(value: object) -> Value:

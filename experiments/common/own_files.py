@@ -106,6 +106,7 @@ def read_workload(file: Path) -> tuple[str | None, DictConfig]:
 
 
 READERS: dict[str, Callable[[Path], tuple[str | None, Any]]] = {
-    "machine": lambda file: (None, Machine.load(file).to_dict()), "workload": read_workload,
-}  # fmt: skip
+    "machine": lambda file: (None, Machine.load(file).to_dict()),
+    "workload": read_workload,
+}
 GROUPS = tuple(f"{group}=" for group in READERS)

@@ -53,10 +53,26 @@ from simulator.report import size
 from simulator.timeline import Timeline
 
 ROW_KEYS = (
-    "workload", "machine", "limit_bytes", "limit_fraction", "planner", "mode", "workspace", "seed", "feasible",
-    "overhead", "bound_overhead", "bound_bytes", "gap", "iteration_ns", "ideal_ns", "peak_bytes", "plan_ms",
-    "simulator_calls", "breakdown",
-)  # fmt: skip
+    "workload",
+    "machine",
+    "limit_bytes",
+    "limit_fraction",
+    "planner",
+    "mode",
+    "workspace",
+    "seed",
+    "feasible",
+    "overhead",
+    "bound_overhead",
+    "bound_bytes",
+    "gap",
+    "iteration_ns",
+    "ideal_ns",
+    "peak_bytes",
+    "plan_ms",
+    "simulator_calls",
+    "breakdown",
+)
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -110,9 +126,15 @@ def with_bounds(result: Row, floor: Floor) -> Row:
 
 
 def score(
-    name: str, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
-    workspace: Workspace = False, **options: Any,
-) -> tuple[Row, Plan | None]:  # fmt: skip
+    name: str,
+    program: Program,
+    machine: Machine,
+    limit: int,
+    seed: int,
+    mode: str | None = None,
+    workspace: Workspace = False,
+    **options: Any,
+) -> tuple[Row, Plan | None]:
     """Plans with the planner ``name``, simulates the plan and returns its row and the plan.
 
     Args:
@@ -125,9 +147,15 @@ def score(
 
 
 def score_with(
-    planner: agents.Planner, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
-    workspace: Workspace = False, label: str = "",
-) -> tuple[Row, Plan | None, Timeline | None]:  # fmt: skip
+    planner: agents.Planner,
+    program: Program,
+    machine: Machine,
+    limit: int,
+    seed: int,
+    mode: str | None = None,
+    workspace: Workspace = False,
+    label: str = "",
+) -> tuple[Row, Plan | None, Timeline | None]:
     """Scores an existing planner as ``score``, and returns the timeline; ``label`` replaces its name in the row."""
     start = time.perf_counter()
     plan, reason = None, ""
@@ -151,9 +179,14 @@ def score_with(
 
 
 def score_plan(
-    plan: Plan, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
+    plan: Plan,
+    program: Program,
+    machine: Machine,
+    limit: int,
+    seed: int,
+    mode: str | None = None,
     workspace: Workspace = False,
-) -> Row:  # fmt: skip
+) -> Row:
     """Returns the row of an existing plan, as ``score``; with ``workspace`` its variants are replaced.
 
     Raises:
@@ -334,11 +367,20 @@ def progress(target: Console | None = None, manual_refresh: bool = False) -> Pro
         manual_refresh: draw only on ``refresh``, so that no thread disturbs timings.
     """
     target = target or console(stderr=True)
-    return Progress(TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn(),
-                    TextColumn("left"), TimeRemainingColumn(), console=target, refresh_per_second=4,
-                    auto_refresh=not manual_refresh, disable=not target.is_terminal,
-                    speed_estimate_period=3600,  # steps may take minutes; default: 30 s
-                    redirect_stdout=sys.stdout.isatty())  # fmt: skip  # keep redirected stdout out of stderr
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(40),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=target,
+        refresh_per_second=4,
+        auto_refresh=not manual_refresh,
+        disable=not target.is_terminal,
+        speed_estimate_period=3600,  # steps may take minutes; default: 30 s
+        redirect_stdout=sys.stdout.isatty(),
+    )  # keep redirected stdout out of stderr
 
 
 def track(items: Sequence[T], description: str) -> Iterator[T]:
@@ -451,13 +493,23 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row], **extra: Any) -> None:
     """Writes summary.json (command, config, versions, results) and program.json beside it."""
     program.save(path.with_name("program.json"))
-    write_json(path, {
-        **run_info(cfg),
-        "program": {"name": program.name, "fingerprint": program.fingerprint, "kernels": len(program.kernels),
-                    "tensors": len(program.tensors), "peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns},
-        "results": rows,
-        **extra,
-    }, indent=1)  # fmt: skip
+    write_json(
+        path,
+        {
+            **run_info(cfg),
+            "program": {
+                "name": program.name,
+                "fingerprint": program.fingerprint,
+                "kernels": len(program.kernels),
+                "tensors": len(program.tensors),
+                "peak_bytes": program.peak_bytes,
+                "ideal_ns": program.ideal_ns,
+            },
+            "results": rows,
+            **extra,
+        },
+        indent=1,
+    )
 
 
 def run_info(cfg: DictConfig) -> Row:

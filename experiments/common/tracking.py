@@ -89,8 +89,11 @@ class _MLflow(Tracker):
 
 
 TRACKERS: dict[str, type[Tracker]] = {
-    "tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow, "none": Tracker,
-}  # fmt: skip
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+    "mlflow": _MLflow,
+    "none": Tracker,
+}
 
 
 def tracker_class(cfg: DictConfig) -> type[Tracker]:

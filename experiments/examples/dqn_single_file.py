@@ -86,8 +86,15 @@ def main(args: Args) -> float:
     options = {"limit": args.limit, "autoreset_mode": "Disabled"}
     env = gymnasium.make_vec("GpuMemory-v0", args.num_envs, "vector_entry_point", **options)
     task, metadata = env.unwrapped.tasks[0], {"agent": "dqn_single_file", "seed": args.seed, "reward": "paper"}
-    curve = Curve(Path(args.curve) if args.curve else None, task.program, task.machine, task.limit, task.mode, metadata,
-                  args.greedy_every)  # fmt: skip
+    curve = Curve(
+        Path(args.curve) if args.curve else None,
+        task.program,
+        task.machine,
+        task.limit,
+        task.mode,
+        metadata,
+        args.greedy_every,
+    )
     observation, _ = env.reset(seed=args.seed)
     n, features = observation["nodes"].shape[1:]
     q, target = (QNetwork(task.graph.edges, task.graph.weights, features, args.size, args.rounds) for _ in range(2))

@@ -32,8 +32,10 @@ def model_and_data(samples: int, lengths: Sequence[int] = (64,)) -> tuple[GPT2LM
 
 def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Pads a batch to its longest sequence; padding does not contribute to the loss."""
-    return {key: pad_sequence([sample[key] for sample in samples], True, value)
-            for key, value in (("input_ids", 0), ("labels", -100))}  # fmt: skip
+    return {
+        key: pad_sequence([sample[key] for sample in samples], True, value)
+        for key, value in (("input_ids", 0), ("labels", -100))
+    }
 
 
 def train(memory: int | float | str, steps: int, out: Path, accumulate: int, lengths: Sequence[int]) -> PlannedTrainer:
@@ -41,10 +43,18 @@ def train(memory: int | float | str, steps: int, out: Path, accumulate: int, len
     set_seed(0)
     model, data = model_and_data(steps * 8 * accumulate, lengths)
     arguments = TrainingArguments(
-        str(out), max_steps=steps, per_device_train_batch_size=8, gradient_accumulation_steps=accumulate,
-        logging_steps=1, learning_rate=1e-3, lr_scheduler_type="cosine", warmup_steps=steps // 4, save_strategy="no",
-        report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+        str(out),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=accumulate,
+        logging_steps=1,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=steps // 4,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
     trainer = PlannedTrainer(
         model, arguments, train_dataset=data, data_collator=padded, memory=memory
     )  # instead of: Trainer(…)

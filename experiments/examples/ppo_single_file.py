@@ -60,9 +60,11 @@ class Agent(nn.Module):
     def __init__(self, inputs: int, nodes: int, hidden: int):
         super().__init__()
         self.actor, self.critic = (
-            nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(),
-                          nn.Linear(hidden, outputs)) for outputs in (nodes, 1)
-        )  # fmt: skip
+            nn.Sequential(
+                nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, outputs)
+            )
+            for outputs in (nodes, 1)
+        )
         for layers, gain in ((self.actor, 0.01), (self.critic, 1.0)):
             for i, layer in enumerate(layers[::2]):
                 nn.init.orthogonal_(layer.weight, gain if i == 2 else 2**0.5)
@@ -94,8 +96,9 @@ class States:
 def environment(args: Args, count: int, **options: str) -> gymnasium.vector.VectorEnv:
     """Returns a vector environment of ``count`` environments."""
     reward = "causal" if args.reward == "episodic" else args.reward
-    return gymnasium.make_vec(args.task, count, "vector_entry_point", reward=reward, actions=args.actions,
-                              min_bytes=args.min_bytes, **options)  # fmt: skip
+    return gymnasium.make_vec(
+        args.task, count, "vector_entry_point", reward=reward, actions=args.actions, min_bytes=args.min_bytes, **options
+    )
 
 
 def main(args: Args) -> float:
@@ -114,8 +117,15 @@ def main(args: Args) -> float:
     rewards, ends = torch.zeros(t, m), torch.zeros(t, m)
     name = "ppo_single_file" + ("" if args.actions == "paper" else f", {args.actions}")
     metadata = {"agent": name, "seed": args.seed, "reward": args.reward}
-    curve = Curve(Path(args.curve) if args.curve else None, task.program, task.machine, task.limit, task.mode, metadata,
-                  args.greedy_every)  # fmt: skip
+    curve = Curve(
+        Path(args.curve) if args.curve else None,
+        task.program,
+        task.machine,
+        task.limit,
+        task.mode,
+        metadata,
+        args.greedy_every,
+    )
     updates, best, begin, calls = args.steps // (m * t), float("inf"), time.perf_counter(), 0
     pending = np.zeros(m)  # accumulated rewards with reward=episodic
 
@@ -172,8 +182,10 @@ def main(args: Args) -> float:
         curve.add_point_if_due(calls, lambda: greedy(args, agent, states_of))
         best = min([best, *costs])
         if costs and (update % max(1, updates // 10) == 0 or update == updates - 1):
-            print(f"step {(update + 1) * m * t:,}: mean overhead {np.mean(costs):.2%} over {len(costs)} episodes, "
-                  f"best so far {best:.2%}, {time.perf_counter() - begin:.0f} s")  # fmt: skip
+            print(
+                f"step {(update + 1) * m * t:,}: mean overhead {np.mean(costs):.2%} over {len(costs)} episodes, "
+                f"best so far {best:.2%}, {time.perf_counter() - begin:.0f} s"
+            )
 
     overhead = greedy(args, agent, states_of)
     curve.add_point(calls, overhead)

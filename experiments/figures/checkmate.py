@@ -62,9 +62,11 @@ class Checkmate(Figure):
                 continue
             timeline = simulate(program, plan, machine, limit)
             results[name] = {
-                "overhead_percent": round(100 * timeline.overhead, 4), "peak_bytes": timeline.peak_bytes,
-                "decisions": len(plan.decisions), "plan_s": seconds,
-            }  # fmt: skip
+                "overhead_percent": round(100 * timeline.overhead, 4),
+                "peak_bytes": timeline.peak_bytes,
+                "decisions": len(plan.decisions),
+                "plan_s": seconds,
+            }
         return {
             "published": {key: theirs[key] for key in PUBLISHED},
             "replayed": {"overhead_percent": round(100 * replayed.overhead, 4), "peak_bytes": replayed.peak_bytes},
@@ -81,13 +83,22 @@ class Checkmate(Figure):
             below, equal = sum(o < -SAME for o in differences), sum(abs(o) <= SAME for o in differences)
             planners.append({"label": look(name).label, "below": below, "same": equal})
         lines = [
-            {**row, "label": LABELS[row["network"]], "solved": duration(row["published"]["solve_seconds"]),
-             "cells": [cell(row["found"][name]) for name in names]}
+            {
+                **row,
+                "label": LABELS[row["network"]],
+                "solved": duration(row["published"]["solve_seconds"]),
+                "cells": [cell(row["found"][name]) for name in names],
+            }
             for row in rows
-        ]  # fmt: skip
+        ]
         exact = [abs(r["replayed"]["overhead_percent"] - b) <= SAME for r, b in zip(rows, published, strict=True)]
-        return {"lines": lines, "heads": [entry["label"] for entry in planners], "planners": planners,
-                "count": len(rows), "exact": sum(exact)}  # fmt: skip
+        return {
+            "lines": lines,
+            "heads": [entry["label"] for entry in planners],
+            "planners": planners,
+            "count": len(rows),
+            "exact": sum(exact),
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         panels = []
@@ -101,8 +112,14 @@ class Checkmate(Figure):
                 marks.append(Line(x, y, look(name).colour, look(name).label, look(name).marker))
             published = [row["published"]["overhead_percent"] / 100 for row in lines]
             marks.append(Line(budgets, published, INK, "Checkmate, Gurobi, up to 24 h", "_", "", size=16, front=5))
-            panels.append(Panel(LABELS[network], marks, Axis("memory budget", "{:g} GiB"),
-                                Axis("overhead of an iteration", "%", scale="log")))  # fmt: skip
+            panels.append(
+                Panel(
+                    LABELS[network],
+                    marks,
+                    Axis("memory budget", "{:g} GiB"),
+                    Axis("overhead of an iteration", "%", scale="log"),
+                )
+            )
         return Chart("Recomputation within Checkmate's budgets", panels, 2, (5.6, 4.2))
 
 

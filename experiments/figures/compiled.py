@@ -42,10 +42,13 @@ NEAR = 0.005  # of the memory; closer peaks count as one point
 
 
 LOOKS = {  # colour, label, marker and line of each kind of method
-    "ours": ("C0", "ours", "o", "-"), "joint": ("C5", "ours, with swaps", "X", ""),
-    "budget": ("C1", "PyTorch's budget", "s", ""), "chains": ("C4", "its budget, our solver", "P", ""),
-    "checkpoint": ("C2", "checkpoint", "^", ""), "none": ("C3", "torch.compile", "D", ""),
-}  # fmt: skip
+    "ours": ("C0", "ours", "o", "-"),
+    "joint": ("C5", "ours, with swaps", "X", ""),
+    "budget": ("C1", "PyTorch's budget", "s", ""),
+    "chains": ("C4", "its budget, our solver", "P", ""),
+    "checkpoint": ("C2", "checkpoint", "^", ""),
+    "none": ("C3", "torch.compile", "D", ""),
+}
 
 
 class WithLoss(nn.Module):
@@ -106,21 +109,30 @@ class Compiled(Figure):
                     line |= {"peak": f"{m['peak_bytes'] / plain_bytes:.1%}", "time": f"{m['ratio']:.3f}"}
                     results.append({**m, "kind": method_kind, "of": m["peak_bytes"] / plain_bytes})
                 lines.append(line)
-            ours, theirs = ([m["peak_bytes"] for _, method_kind, m in methods if method_kind in kinds]
-                            for kinds in (("ours",), ("none", "budget", "chains", "checkpoint")))  # fmt: skip
+            ours, theirs = (
+                [m["peak_bytes"] for _, method_kind, m in methods if method_kind in kinds]
+                for kinds in (("ours",), ("none", "budget", "chains", "checkpoint"))
+            )
             lowest += min(ours, default=plain_bytes) < min(theirs)
         planned = [m for m in results if m["kind"] in ("ours", "joint")]
         pairs = [m["against"] for m in results if "against" in m]
         swapped = [m["of"] for m in results if m.get("swaps")]
         return {
-            "lines": lines, "points": len(planned), "networks": len(rows), "lowest": lowest,
+            "lines": lines,
+            "points": len(planned),
+            "networks": len(rows),
+            "lowest": lowest,
             "error": max(abs(m["peak_bytes"] / m["predicted_bytes"] - 1) for m in planned),
             "over": sum(m["peak_bytes"] > m["limit_bytes"] for m in planned),
             "refused": sum("refused" in m and m.get("mode") != "joint" for r in rows for m in r["methods"].values()),
-            "swapped": len(swapped) or None, "least": min(swapped, default=None), "pair": span(pairs),
-            "pairs": len(pairs), "faster": sum(p <= 1.0 for p in pairs), "within": sum(p <= 1.03 for p in pairs),
+            "swapped": len(swapped) or None,
+            "least": min(swapped, default=None),
+            "pair": span(pairs),
+            "pairs": len(pairs),
+            "faster": sum(p <= 1.0 for p in pairs),
+            "within": sum(p <= 1.03 for p in pairs),
             "differ": sum(not m["bits"] for m in planned),
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         panels, device = [], rows[0]["on"]
@@ -129,8 +141,11 @@ class Compiled(Figure):
         for row in rows:
             methods, marks = row["methods"], []
             for method_kind, look in LOOKS.items():
-                points = sorted((m["peak_bytes"] / methods["none"]["peak_bytes"], m["ratio"])
-                                for name, m in methods.items() if look_key(name, m) == method_kind)  # fmt: skip
+                points = sorted(
+                    (m["peak_bytes"] / methods["none"]["peak_bytes"], m["ratio"])
+                    for name, m in methods.items()
+                    if look_key(name, m) == method_kind
+                )
                 marks.append(Line([a for a, _ in points], [b for _, b in points], *look))
             panels.append(Panel(row["network"], marks, *axes))
         return Chart(f"torch.compile within a memory, {text}", panels, 2, (5.2, 3.6), keys=2 if len(panels) == 1 else 3)
@@ -183,9 +198,14 @@ def measure_task(task: Row) -> Row:
         row["peak_bytes"] = allocated_peak(step, device)
         if facts.get("ours"):
             (graph,) = report(compiled).graphs
-            row |= {"predicted_bytes": graph.peak_bytes, "limit_bytes": graph.limit, "without": graph.without_bytes,
-                    "plan_s": round(graph.seconds, 2), "looking_s": round(graph.looking_s, 2),
-                    "swaps": sum(isinstance(d, Swap) for d in graph.plan.decisions) if graph.plan else 0}  # fmt: skip
+            row |= {
+                "predicted_bytes": graph.peak_bytes,
+                "limit_bytes": graph.limit,
+                "without": graph.without_bytes,
+                "plan_s": round(graph.seconds, 2),
+                "looking_s": round(graph.looking_s, 2),
+                "swaps": sum(isinstance(d, Swap) for d in graph.plan.decisions) if graph.plan else 0,
+            }
         reference_bits[:] = reference_bits or gradients
         row["bits"] = all(map(torch.equal, gradients, reference_bits))
         runs[name] = step
@@ -270,8 +290,10 @@ def _compile_budgeted(model: nn.Module, budget: float, solver: str) -> Any:
     def backend(gm: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        options = {"activation_memory_budget": budget,
-                   "activation_memory_budget_solver": ChainSolver() if solver == "chains" else solver}  # fmt: skip
+        options = {
+            "activation_memory_budget": budget,
+            "activation_memory_budget_solver": ChainSolver() if solver == "chains" else solver,
+        }
         with torch._functorch.config.patch(options):
             return compile_fx(gm, inputs)
 

@@ -104,18 +104,29 @@ class Core(Figure):
                     runs.append({"agent": name, "calls": None, "seconds": None, **budget, "seed": seed, **result})
         if task["beside"]:
             runs += bundled_runs(task, set(task["agents"]))
-        return {"kernels": len(built.kernels), "limit_bytes": limit, "floor_percent": round(100 * bound.overhead, 4),
-                "floor_s": round(floor_s, 2), "runs": runs}  # fmt: skip
+        return {
+            "kernels": len(built.kernels),
+            "limit_bytes": limit,
+            "floor_percent": round(100 * bound.overhead, 4),
+            "floor_s": round(floor_s, 2),
+            "runs": runs,
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         by_key, lines = scores(rows), []
         for agent, budget in sorted(by_key, key=lambda key: (*sort_key(key[1]), iqm(by_key[key]))):
             gaps = by_key[agent, budget]
             parts = [gaps[[row["split"] == split for row in rows]] for split in SPLITS]
-            lines.append({
-                "budget": describe(budget), "label": label(agent), "iqm": iqm(gaps), "interval": Range(interval(gaps)),
-                "splits": [iqm(part) if part.size else None for part in parts], "without": (gaps >= WITHOUT).sum(),
-            })  # fmt: skip
+            lines.append(
+                {
+                    "budget": describe(budget),
+                    "label": label(agent),
+                    "iqm": iqm(gaps),
+                    "interval": Range(interval(gaps)),
+                    "splits": [iqm(part) if part.size else None for part in parts],
+                    "without": (gaps >= WITHOUT).sum(),
+                }
+            )
         return {"lines": lines, "late": LATE, "most": WITHOUT}
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -130,11 +141,18 @@ class Core(Figure):
                 if gaps is not None:
                     ink, ends = palette.look(agent).colour, [max(end, least) for end in interval(gaps)]
                     marker = "o" if (agent, budget) in by_key else "D"
-                    marks += [Line(ends, [y, y], ink, width=5, alpha=0.35),
-                              Line([max(iqm(gaps), least)], [y], ink, marker=marker)]  # fmt: skip
-            panels.append(Panel(describe(budget), marks, Axis("gap, points", "{:g}", (least, 1.3 * WITHOUT), "log",
-                                                              [0.01, 0.1, 1, 10, 100]),
-                                Axis(names=[label(agent) for agent in names])))  # fmt: skip
+                    marks += [
+                        Line(ends, [y, y], ink, width=5, alpha=0.35),
+                        Line([max(iqm(gaps), least)], [y], ink, marker=marker),
+                    ]
+            panels.append(
+                Panel(
+                    describe(budget),
+                    marks,
+                    Axis("gap, points", "{:g}", (least, 1.3 * WITHOUT), "log", [0.01, 0.1, 1, 10, 100]),
+                    Axis(names=[label(agent) for agent in names]),
+                )
+            )
         title = "The gap to the floor: interquartile means and their intervals; diamonds: without a budget"
         return Chart(title, panels, 5, (3.0, 0.42 * len(names) + 1.1), (2.6, 0.4))
 
@@ -181,8 +199,12 @@ def run_agent(
         except (PlanError, agents.Infeasible) as error:
             raise cli.UsageError(f"the plan of {planner.name!r} for {built.name!r} is invalid: {error}") from None
     late = "seconds" in options and seconds > LATE[0] * options["seconds"] + LATE[1]
-    return {"gap": None if late else gap, "late": late, "plan_s": round(seconds, 3),
-            "simulator_calls": planner.simulator_calls}  # fmt: skip
+    return {
+        "gap": None if late else gap,
+        "late": late,
+        "plan_s": round(seconds, 3),
+        "simulator_calls": planner.simulator_calls,
+    }
 
 
 def best_published(built: Program, machine: Machine, limit: int, bound: float) -> Row:
@@ -192,9 +214,16 @@ def best_published(built: Program, machine: Machine, limit: int, bound: float) -
         warm_up(machine, name)
         runs.append(run_agent(partial(agents.make, name), {}, built, machine, limit, bound))
     gaps = [run["gap"] for run in runs if run["gap"] is not None]
-    return {"agent": PUBLISHED, "calls": None, "seconds": None, "seed": 0,
-            "gap": min(gaps, default=None), "late": False, "plan_s": round(sum(run["plan_s"] for run in runs), 3),
-            "simulator_calls": sum(run["simulator_calls"] for run in runs)}  # fmt: skip
+    return {
+        "agent": PUBLISHED,
+        "calls": None,
+        "seconds": None,
+        "seed": 0,
+        "gap": min(gaps, default=None),
+        "late": False,
+        "plan_s": round(sum(run["plan_s"] for run in runs), 3),
+        "simulator_calls": sum(run["simulator_calls"] for run in runs),
+    }
 
 
 def bundled_runs(task: Row, excluded: set[str]) -> list[Row]:
@@ -301,10 +330,13 @@ class TestSplit(Figure):
         def entry(line: str, calls: int | None, seed: int | None, results: list[Row]) -> Row:
             percent = [result["overhead_percent"] for result in results if result["overhead_percent"] is not None]
             return {
-                "line": line, "calls": calls, "seed": seed, "gap": round(min(percent) - bound, 4) if percent else None,
+                "line": line,
+                "calls": calls,
+                "seed": seed,
+                "gap": round(min(percent) - bound, 4) if percent else None,
                 "plan_s": round(sum(result["plan_s"] for result in results), 3),
                 "simulator_calls": sum(result["simulator_calls"] for result in results),
-            }  # fmt: skip
+            }
 
         found = [entry(PUBLISHED, None, None, [figures.evaluate(built, machine, limit, name) for name in heuristics()])]
         for line, calls, options in methods_of(task):
@@ -320,10 +352,14 @@ class TestSplit(Figure):
         gaps_by_line, lines, networks, by_family = gaps_of(test), [], [], []
         for (line, calls), values in gaps_by_line.items():
             gaps, heading = values[..., 0], {"label": with_calls(line, calls)}
-            lines.append({
-                **heading, "seconds": np.median(values[..., 1]), "interval": mean_interval(gaps.mean(1)),
-                "mean": None if np.isnan(gaps).any() else gaps.mean(),
-            })  # fmt: skip
+            lines.append(
+                {
+                    **heading,
+                    "seconds": np.median(values[..., 1]),
+                    "interval": mean_interval(gaps.mean(1)),
+                    "mean": None if np.isnan(gaps).any() else gaps.mean(),
+                }
+            )
             without = gaps_by_line.get((NO_NETWORK, calls))
             if line.startswith("policy_search") and without is not None:
                 gained = without[..., 0].mean(1) - gaps.mean(1)
@@ -335,8 +371,13 @@ class TestSplit(Figure):
             means = [values[indices, :, 0].mean(1).mean() for indices in families.values()]
             cells = ["–" if np.isnan(mean) else f"{mean:.2f}" for mean in (*means, np.mean(means))]
             by_family.append({"label": with_calls(line, calls), "cells": cells})
-        return {"lines": lines, "families": [*families, "mean of these"] if fresh else None, "networks": networks,
-                "fresh": by_family, "level": LEVEL}  # fmt: skip
+        return {
+            "lines": lines,
+            "families": [*families, "mean of these"] if fresh else None,
+            "networks": networks,
+            "fresh": by_family,
+            "level": LEVEL,
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         gaps_by_line = gaps_of([row for row in rows if not row.get("fresh")])
@@ -349,8 +390,19 @@ class TestSplit(Figure):
             seconds = [float(np.median(values[..., 1])) for values in by_calls]
             looks = {PUBLISHED: Look("", INK, "D"), NO_NETWORK: Look("", "#8a8a8a", "o")}
             _, ink, marker = looks.get(line, look(line.split(",")[0]))
-            marks.append(Line(seconds, middle, ink, label(line), marker, DASHED if line == NO_NETWORK else "-", 1.4,
-                              band=(low, high), shade=0.08))  # fmt: skip
+            marks.append(
+                Line(
+                    seconds,
+                    middle,
+                    ink,
+                    label(line),
+                    marker,
+                    DASHED if line == NO_NETWORK else "-",
+                    1.4,
+                    band=(low, high),
+                    shade=0.08,
+                )
+            )
             marks.append(between(low, high, seconds, ink, vertical=True))
         axes = [Axis(name, "{:g}", scale="log") for name in ("planning time, s", "gap to the floor, points")]
         title = "The gap to the floor against planning time, test split"
@@ -376,10 +428,13 @@ def gaps_of(rows: list[Row]) -> dict[tuple[str, int | None], np.ndarray]:
     gaps: dict[tuple[str, int | None], np.ndarray] = {}
     for line, calls in dict.fromkeys((run["line"], run["calls"]) for row in rows[:1] for run in row["found"]):
         by_task = [
-            [(np.nan if run["gap"] is None else run["gap"], run["plan_s"]) for run in row["found"]
-             if (run["line"], run["calls"]) == (line, calls)]
+            [
+                (np.nan if run["gap"] is None else run["gap"], run["plan_s"])
+                for run in row["found"]
+                if (run["line"], run["calls"]) == (line, calls)
+            ]
             for row in rows
-        ]  # fmt: skip
+        ]
         gaps[line, calls] = np.array(by_task, np.float64)
     return gaps
 

@@ -56,9 +56,11 @@ BASELINES = {
     "sn_joint": Baseline("SuperNeurons, both", "superneurons", {"mode": "joint"}, "P", ("lstm", *_OTHERS)),
 }
 SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # planner and options by key of the rows; equal simulator calls
-    "planned": ("dqn", {}), "uniform": ("dqn", {"ranks": "uniform"}),
-    "policy_search": ("policy_search", {}), "annealing": ("annealing", {}),
-}  # fmt: skip
+    "planned": ("dqn", {}),
+    "uniform": ("dqn", {"ranks": "uniform"}),
+    "policy_search": ("policy_search", {}),
+    "annealing": ("annealing", {}),
+}
 RIVALS = {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}  # baselines whose decisions the DQN's mode includes
 ORDER = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # families in the paper's order
 TOP = 0.6  # of the overhead axis; points above it are labelled
@@ -79,11 +81,16 @@ class Fig5(Figure):
         shared["calls"] = cli.integer(settings, "calls", least=LEAST)
         changes, kernels = cli.to_dict(settings.changes), cli.integer(settings, "floor_kernels")
         return [
-            {"networks": group, "seed": seed, **shared, "changes": {n: changes[n] for n in group if n in changes},
-             "floor_kernels": kernels if seed == seeds[0] else 0}
+            {
+                "networks": group,
+                "seed": seed,
+                **shared,
+                "changes": {n: changes[n] for n in group if n in changes},
+                "floor_kernels": kernels if seed == seeds[0] else 0,
+            }
             for seed in seeds
             for group in groups
-        ]  # fmt: skip
+        ]
 
     def run(self, task: Row, machine: Machine) -> Row:
         results = {}
@@ -100,16 +107,26 @@ class Fig5(Figure):
         details = [point for net in networks for mode in MODES for point in net.details[mode]]
         planned = [point for point in details if (point["planned"] or 0.0) > SAME]
         pairs = [p for p in planned if all(p[key] is not None for key in SEARCHES)]
-        gaps = [float(np.mean(net.dqn["joint"][limit])) - bound for net in networks
-                for limit, bound in net.common["floor"] if net.dqn["joint"].get(limit)]  # fmt: skip
+        gaps = [
+            float(np.mean(net.dqn["joint"][limit])) - bound
+            for net in networks
+            for limit, bound in net.common["floor"]
+            if net.dqn["joint"].get(limit)
+        ]
         return {
-            "heads": [f"−{1 - limit:.0%} memory" for limit in limits], "pairs": len(all_duels), "above": len(above),
+            "heads": [f"−{1 - limit:.0%} memory" for limit in limits],
+            "pairs": len(all_duels),
+            "above": len(above),
             "networks": [{"label": figures.label(net.name), "cells": cells(net, limits)} for net in networks],
-            "below": 100 * np.median(below) if below else None, "all": len(pairs) or None,
+            "below": 100 * np.median(below) if below else None,
+            "all": len(pairs) or None,
             **{key: 100 * np.mean([p[key] for p in pairs]) if pairs else None for key in SEARCHES},
-            "calls": rows[0]["calls"], "seeds": max(net.seeds for net in networks), "gaps": len(gaps),
-            "gap": 100 * max(gaps) if gaps else None, "at_floor": sum(gap <= SAME for gap in gaps),
-        }  # fmt: skip
+            "calls": rows[0]["calls"],
+            "seeds": max(net.seeds for net in networks),
+            "gaps": len(gaps),
+            "gap": 100 * max(gaps) if gaps else None,
+            "at_floor": sum(gap <= SAME for gap in gaps),
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         limits, panels = rows[0]["limits"], []
@@ -129,11 +146,19 @@ class Fig5(Figure):
             for mode, label in MODES.items():
                 line = sorted(net.dqn[mode].items(), reverse=True)
                 heights += [o for _, overheads in line for o in overheads]
-                marks.append(Line(
-                    [1 - share for share, _ in line], [np.mean(o) for _, o in line], colour("dqn"), label, "",
-                    "-" if mode == "joint" else (0, (3, 1.4)), 2.4 if mode == "joint" else 1.8, front=5,
-                    band=([min(o) for _, o in line], [max(o) for _, o in line]),
-                ))  # fmt: skip
+                marks.append(
+                    Line(
+                        [1 - share for share, _ in line],
+                        [np.mean(o) for _, o in line],
+                        colour("dqn"),
+                        label,
+                        "",
+                        "-" if mode == "joint" else (0, (3, 1.4)),
+                        2.4 if mode == "joint" else 1.8,
+                        front=5,
+                        band=([min(o) for _, o in line], [max(o) for _, o in line]),
+                    )
+                )
             highest = max(heights)
             top = min(1.08 * highest, TOP)
             overflow = f", to {highest:.0%}" if highest > top else ""
@@ -141,8 +166,14 @@ class Fig5(Figure):
             none = ", ".join(missing) if len(missing) < len(BASELINES) else "any baseline"
             title = f"{figures.label(net.name)}, {net.common['peak'] / 2**30:.3g} GiB{overflow}"
             label = "memory reduction" + (f"\nno plan by {none}" if missing else "\n")
-            panels.append(Panel(title, marks, Axis(label, "%", (1 - limits[0] - 0.04, 1 - limits[-1] + 0.04)),
-                                    Axis("overhead over the ideal time", "%", (-0.02 * top, top))))  # fmt: skip
+            panels.append(
+                Panel(
+                    title,
+                    marks,
+                    Axis(label, "%", (1 - limits[0] - 0.04, 1 - limits[-1] + 0.04)),
+                    Axis("overhead over the ideal time", "%", (-0.02 * top, top)),
+                )
+            )
         title = "Overhead against memory reduction, GTX 1080 Ti; hollow: the paper's program could not run it"
         return Chart(title, panels, 4, (4.4, 4.0), keys=4)
 
@@ -165,8 +196,15 @@ def compare(program: Program, machine: Machine, task: Row) -> Row:
     if len(program.kernels) <= task["floor_kernels"]:
         bounds = [(limit, floor(program, machine, limit)) for limit in limits]
         floors = [[limit / peak, bound.overhead] for limit, bound in bounds if bound.feasible]
-    return {"peak": peak, "ideal_ns": program.ideal_ns, "kernels": len(program.kernels), "transfer_ns": transfer,
-            "baselines": baselines, "dqn": dqn, "floor": floors}  # fmt: skip
+    return {
+        "peak": peak,
+        "ideal_ns": program.ideal_ns,
+        "kernels": len(program.kernels),
+        "transfer_ns": transfer,
+        "baselines": baselines,
+        "dqn": dqn,
+        "floor": floors,
+    }
 
 
 def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode: str, extra: list[Row]) -> list[Row]:
@@ -178,8 +216,11 @@ def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode
     peak, points = program.peak_bytes, list[Row]()
     for limit in sorted(limits):
         candidates = [p for p in (*points[-1:], *extra) if p["limit"] <= limit / peak + SAME]
-        point: Row = {"limit": limit / peak, "overhead": min([p["overhead"] for p in candidates], default=math.inf),
-                      **dict.fromkeys(SEARCHES)}  # fmt: skip
+        point: Row = {
+            "limit": limit / peak,
+            "overhead": min([p["overhead"] for p in candidates], default=math.inf),
+            **dict.fromkeys(SEARCHES),
+        }
         shared = {"mode": mode, "min_bytes": task["min_bytes"], "seed": task["seed"], "calls": task["calls"]}
         for key, (planner, options) in SEARCHES.items() if point["overhead"] > 0 else ():
             plan = figures.attempt(agents.make(planner, **options, **shared), program, machine, limit)
@@ -228,8 +269,10 @@ def results_by_network(rows: list[Row]) -> list[Network]:
     for name in names:
         runs = [row["found"][name] for row in sorted(rows, key=lambda r: r["seed"]) if name in row["networks"]]
         details = {mode: [point for run in runs for point in run["dqn"][mode]] for mode in MODES}
-        dqn = {mode: {limit: [p["overhead"] for p in part] for limit, part in figures.group_by(points, "limit").items()}
-               for mode, points in details.items()}  # fmt: skip
+        dqn = {
+            mode: {limit: [p["overhead"] for p in part] for limit, part in figures.group_by(points, "limit").items()}
+            for mode, points in details.items()
+        }
         results.append(Network(name, max(runs, key=lambda run: len(run["floor"])), dqn, details, len(runs)))
     return results
 
@@ -251,8 +294,15 @@ def duels(net: Network) -> Iterator[Row]:
                 ours = net.dqn[mode].get(limit, [])
                 if len(ours) < net.seeds:
                     ours = [float("inf")]
-                yield {"network": net.name, "mode": mode, "baseline": key, "limit": limit,
-                       "mean": float(np.mean(ours)), "worst": max(ours), "theirs": theirs}  # fmt: skip
+                yield {
+                    "network": net.name,
+                    "mode": mode,
+                    "baseline": key,
+                    "limit": limit,
+                    "mean": float(np.mean(ours)),
+                    "worst": max(ours),
+                    "theirs": theirs,
+                }
 
 
 def overheads_at(points: dict[float, list[float]], limit: float) -> list[float]:
@@ -264,8 +314,12 @@ def cells(net: Network, limits: list[float]) -> list[str]:
     """Returns, for each limit, the means of both modes over the seeds and the best baseline."""
     cells = []
     for limit in limits:
-        theirs = [(o, BASELINES[key].label) for key in BASELINES for share, o in net.common["baselines"][key]
-                  if abs(share - limit) < SAME]  # fmt: skip
+        theirs = [
+            (o, BASELINES[key].label)
+            for key in BASELINES
+            for share, o in net.common["baselines"][key]
+            if abs(share - limit) < SAME
+        ]
         ours = [overheads_at(net.dqn[mode], limit) for mode in reversed(MODES)]
         parts = [f"{np.mean(o):.2%}" if o else "–" for o in ours]
         cells.append(" / ".join([*parts, "{:.2%} {}".format(*min(theirs)) if theirs else "–"]))
@@ -291,8 +345,11 @@ class Paper(Figure):
             for key in ("network", "small"):
                 network(str(line.get(key, line["network"])), f"lines.{name}.{key}")
         limit = share_of_peak(config["limit"])
-        return [{"line": name, "seed": seed, "limit": limit, **line}
-                for name, line in config["lines"].items() for seed in config["seeds"]]  # fmt: skip
+        return [
+            {"line": name, "seed": seed, "limit": limit, **line}
+            for name, line in config["lines"].items()
+            for seed in config["seeds"]
+        ]
 
     def run(self, task: Row, machine: Machine) -> Row:
         config = paper_config(task)
@@ -306,31 +363,47 @@ class Paper(Figure):
             trainer, initial = train(task["network"], task, machine, config)
         overheads = [100 * episode.overhead for episode in trainer.history]
         return {
-            **initial, "greedy": percent(trainer.greedy_overhead()), "q_after": trainer.first_value(),
-            "best": percent(trainer.best_overhead), "mean": round(float(np.mean(overheads)), 4),
+            **initial,
+            "greedy": percent(trainer.greedy_overhead()),
+            "q_after": trainer.first_value(),
+            "best": percent(trainer.best_overhead),
+            "mean": round(float(np.mean(overheads)), 4),
             "parts": [round(float(part.mean()), 4) for part in np.array_split(overheads, PARTS)],
-            "updates": trainer.updates, "steps": float(np.mean([e.steps for e in trainer.history[-PARTS:]])),
-            "simulator_calls": trainer.simulator_calls, "small_simulator_calls": small_calls,
-        }  # fmt: skip
+            "updates": trainer.updates,
+            "steps": float(np.mean([e.steps for e in trainer.history[-PARTS:]])),
+            "simulator_calls": trainer.simulator_calls,
+            "small_simulator_calls": small_calls,
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         lines = []
         for name, runs in group_by(rows, "line").items():
             learns = runs[0]["updates"] > 0
-            lines.append({
-                "label": name, **{key: runs[0][key] for key in ("network", "episodes")},
-                "greedy": _cell(runs, "greedy", learns), "best": _cell(runs, "best"),
-                "last": f"{np.mean([run['parts'][-1] for run in runs]):.2f}",
-                "calls": round(np.mean([run["simulator_calls"] + run["small_simulator_calls"] for run in runs])),
-            })  # fmt: skip
+            lines.append(
+                {
+                    "label": name,
+                    **{key: runs[0][key] for key in ("network", "episodes")},
+                    "greedy": _cell(runs, "greedy", learns),
+                    "best": _cell(runs, "best"),
+                    "last": f"{np.mean([run['parts'][-1] for run in runs]):.2f}",
+                    "calls": round(np.mean([run["simulator_calls"] + run["small_simulator_calls"] for run in runs])),
+                }
+            )
         return {"lines": lines}
 
     def chart(self, rows: list[Row]) -> Chart:
         marks = []
         for (name, runs), ink in zip(group_by(rows, "line").items(), INKS, strict=False):  # others are in the table
             parts = np.array([run["parts"] for run in runs])
-            marks.append(Line((np.arange(PARTS) + 1) * runs[0]["episodes"] / PARTS, parts.mean(0), ink, name,
-                              band=(parts.min(0), parts.max(0))))  # fmt: skip
+            marks.append(
+                Line(
+                    (np.arange(PARTS) + 1) * runs[0]["episodes"] / PARTS,
+                    parts.mean(0),
+                    ink,
+                    name,
+                    band=(parts.min(0), parts.max(0)),
+                )
+            )
         panel = Panel("", marks, Axis("episodes"), Axis("overhead of the episodes, %"))
         return Chart("The DQN paper's form on VGG16 at 60 % of its peak", [panel], 1, (9.0, 4.2), keys=3)
 

@@ -74,24 +74,35 @@ class Table2(Figure):
                 raise AssertionError(f"{network}: the capture at batch {batch} differs from the planned program")
             paper_batch = NETWORKS[network].batch[i]
             results[method] = {
-                "batch": batch, "bound": bounds[method], "bounded": bounded,
-                "peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns,
+                "batch": batch,
+                "bound": bounds[method],
+                "bounded": bounded,
+                "peak_bytes": program.peak_bytes,
+                "ideal_ns": program.ideal_ns,
                 **(home.run_plan(program, plan_of(method, batch), machine) or {}),
                 "at_paper": home.run_plan(sizes.at_batch(paper_batch), plan_of(method, paper_batch), machine),
-            }  # fmt: skip
+            }
         return {"limit": machine.memory_bytes, "factor": sizes.factor, "found": results}
 
     def numbers(self, rows: list[Row]) -> Row:
         networks = [facts(row) for row in rows]
         return {
-            "networks": networks, "limit": rows[0]["limit"], "slower": rows[0]["slower"], "count": len(rows),
+            "networks": networks,
+            "limit": rows[0]["limit"],
+            "slower": rows[0]["slower"],
+            "count": len(rows),
             **{f"{key}s": span(net[key] for net in networks) for key in ("gain", "gain_paper", "bounded_over")},
             "ahead": [
-                {"rival": rival, **{key: sum(net[key]["HOME"] > net[key][rival] for net in networks)
-                                    for key in ("batch", "bounded", "rate")}}
+                {
+                    "rival": rival,
+                    **{
+                        key: sum(net[key]["HOME"] > net[key][rival] for net in networks)
+                        for key in ("batch", "bounded", "rate")
+                    },
+                }
                 for rival in ("Capuchin", ASPLOS)
             ],
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         networks = [facts(row) for row in rows]
@@ -104,15 +115,23 @@ class Table2(Figure):
                 ours = [net[key][method] and net[key][method] / net[unit]["PyTorch"] for net in networks]
                 line, hollow, filled = visible_pairs(LOOKS[method], theirs, ours, shift)
                 marks += [filled] if method == ASPLOS else [line, hollow, filled]  # the paper has one Capuchin
-        titles = ("Largest batch", f"Largest batch, at most {rows[0]['slower']:.0%} slower per image",
-                  "Images/s at the paper's batch", "Images/s at the largest batch")  # fmt: skip
+        titles = (
+            "Largest batch",
+            f"Largest batch, at most {rows[0]['slower']:.0%} slower per image",
+            "Images/s at the paper's batch",
+            "Images/s at the largest batch",
+        )
         names = Axis(names=[net["label"] for net in networks])
         return Chart(
             "Largest batch and throughput in the 11 GB of an RTX 2080 Ti",
-            [Panel(title, marks, Axis("over PyTorch's at its largest batch", "{:g}×", (0, None)), names)
-             for title, marks in zip(titles, panels.values(), strict=True)],
-            2, (6.5, 0.6 * len(rows) + 0.6), keys=5,
-        )  # fmt: skip
+            [
+                Panel(title, marks, Axis("over PyTorch's at its largest batch", "{:g}×", (0, None)), names)
+                for title, marks in zip(titles, panels.values(), strict=True)
+            ],
+            2,
+            (6.5, 0.6 * len(rows) + 0.6),
+            keys=5,
+        )
 
 
 def visible_pairs(look: Look, theirs: Sequence[float], ours: Sequence[float | None], shift: float = 0.0) -> list[Mark]:
@@ -148,17 +167,24 @@ def facts(row: Row) -> Row:
     """Returns one network's batches and images/s by method, at its own and at the paper's largest batch."""
     paper, results = NETWORKS[row["network"]], row["found"]
     ideal = {m: result["batch"] / result["ideal_ns"] for m, result in results.items()}
-    at_paper = {m: result["at_paper"] and paper.batch[TABLE2[m]] / result["at_paper"]["iteration_ns"] * 1e9
-                for m, result in results.items()}  # fmt: skip
+    at_paper = {
+        m: result["at_paper"] and paper.batch[TABLE2[m]] / result["at_paper"]["iteration_ns"] * 1e9
+        for m, result in results.items()
+    }
     home_result, pytorch = results["HOME"], results["PyTorch"]
     return {
-        "label": paper.label, "paper_batch": paper.batch, "paper_rate": paper.throughput, "rate_at": at_paper,
+        "label": paper.label,
+        "paper_batch": paper.batch,
+        "paper_rate": paper.throughput,
+        "rate_at": at_paper,
         **{key: {m: result[key] for m, result in results.items()} for key in ("batch", "bounded")},
         "bounded_over": home_result["bounded"] / pytorch["batch"],
         "rate": {m: result["batch"] / result["iteration_ns"] * 1e9 for m, result in results.items()},
-        "times_paper": paper.batch[2] / paper.batch[0], "times": home_result["batch"] / pytorch["batch"],
-        "gain": ideal["HOME"] / ideal["PyTorch"] - 1, "gain_paper": paper.throughput[2] / paper.throughput[0] - 1,
-    }  # fmt: skip
+        "times_paper": paper.batch[2] / paper.batch[0],
+        "times": home_result["batch"] / pytorch["batch"],
+        "gain": ideal["HOME"] / ideal["PyTorch"] - 1,
+        "gain_paper": paper.throughput[2] / paper.throughput[0] - 1,
+    }
 
 
 COMPARED = 0.5  # least share of the claims; the paper's batches are large
@@ -186,20 +212,34 @@ class Fig6(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         claims = []
         for rival, theirs in CLAIMS.items():
-            speedups = [(ours / other, f"{NETWORKS[r['network']].label}, batch {r['batch']:,}", r["share"] > 1)
-                        for r in rows if r["share"] >= COMPARED
-                        if (ours := rate(r, "HOME")) and (other := rate(r, rival))]  # fmt: skip
+            speedups = [
+                (ours / other, f"{NETWORKS[r['network']].label}, batch {r['batch']:,}", r["share"] > 1)
+                for r in rows
+                if r["share"] >= COMPARED
+                if (ours := rate(r, "HOME")) and (other := rate(r, rival))
+            ]
             needed = [times for times, _, is_needed in speedups if is_needed]
             if speedups:
-                claims.append({"rival": rival, "theirs": theirs, "least": min(speedups), "most": max(speedups),
-                               "behind": sum(times < 1 for times in needed), "needed": len(needed)})  # fmt: skip
-        ends = [[max((rate(row, method) or 0.0 for row in lines), default=0.0) for method in ("HOME", "PyTorch")]
-                for lines in figures.group_by(rows).values()]  # fmt: skip
+                claims.append(
+                    {
+                        "rival": rival,
+                        "theirs": theirs,
+                        "least": min(speedups),
+                        "most": max(speedups),
+                        "behind": sum(times < 1 for times in needed),
+                        "needed": len(needed),
+                    }
+                )
+        ends = [
+            [max((rate(row, method) or 0.0 for row in lines), default=0.0) for method in ("HOME", "PyTorch")]
+            for lines in figures.group_by(rows).values()
+        ]
         return {
-            "methods": METHODS, "claims": claims,
+            "methods": METHODS,
+            "claims": claims,
             "lines": [{**r, "label": NETWORKS[r["network"]].label, "cells": cells(r)} for r in rows],
             "over_plain": max((ours / plain for ours, plain in ends if plain), default=None),
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         images, overheads = [], []
@@ -212,19 +252,50 @@ class Fig6(Figure):
                 if method != "PyTorch":
                     overhead = [(row["methods"][method] or {}).get("overhead") for row in short]
                     label = f"{name} (overhead only)" * (method == ASPLOS)
-                    losses.append(Line([row["share"] for row in short], overhead, colour, label, marker, dash, size=5,
-                                       hollow=method == ASPLOS))  # fmt: skip
+                    losses.append(
+                        Line(
+                            [row["share"] for row in short],
+                            overhead,
+                            colour,
+                            label,
+                            marker,
+                            dash,
+                            size=5,
+                            hollow=method == ASPLOS,
+                        )
+                    )
                 if method == ASPLOS:  # its images/s would hide Capuchin's
                     continue
                 drawn = [r for r in lines if r["share"] >= 1 or method in ("PyTorch", "vDNN")]
                 width, size = (2.8, 6) if method == "HOME" else (1.5, 7 if method == "PyTorch" else 4)
-                rates.append(Line([row["batch"] for row in drawn], [rate(row, method) for row in drawn], colour,
-                                  name + " (after the drop: all layers)" * (method == "vDNN"), marker, dash, width,
-                                  size, front={"HOME": 2.5, "Capuchin": 3.5}.get(method, 3)))  # fmt: skip
+                rates.append(
+                    Line(
+                        [row["batch"] for row in drawn],
+                        [rate(row, method) for row in drawn],
+                        colour,
+                        name + " (after the drop: all layers)" * (method == "vDNN"),
+                        marker,
+                        dash,
+                        width,
+                        size,
+                        front={"HOME": 2.5, "Capuchin": 3.5}.get(method, 3),
+                    )
+                )
                 if (i := TABLE2.get(method)) is not None:
                     label = f"{method}, largest batch in the paper (Table 2)"
-                    rates.append(Line([paper.batch[i]], [paper.throughput[i]], colour, label, marker, "", size=9,
-                                      hollow=True, front=4))  # fmt: skip
+                    rates.append(
+                        Line(
+                            [paper.batch[i]],
+                            [paper.throughput[i]],
+                            colour,
+                            label,
+                            marker,
+                            "",
+                            size=9,
+                            hollow=True,
+                            front=4,
+                        )
+                    )
             ticks = [10**n for n in range(6) if lines[0]["batch"] <= 10**n <= lines[-1]["batch"]]
             size_axis = Axis("batch size", "{:,.0f}", scale="log", ticks=ticks)
             images.append(Panel(paper.label, rates, size_axis, Axis("images/s", "{:,.0f}", (0, None))))
@@ -278,8 +349,12 @@ class Fig7(Figure):
             results[method] = None
             if plan is not None:
                 timeline = simulate(program, plan, machine, machine.memory_bytes)
-                results[method] = {"planner": plan.planner, "iteration_ns": timeline.iteration_ns,
-                                   "overhead": timeline.overhead, "parts": split_iteration(timeline)}  # fmt: skip
+                results[method] = {
+                    "planner": plan.planner,
+                    "iteration_ns": timeline.iteration_ns,
+                    "overhead": timeline.overhead,
+                    "parts": split_iteration(timeline),
+                }
         return {"unplanned": home.unplanned_batch(sizes), "ideal_ns": program.ideal_ns, "methods": results}
 
     def numbers(self, rows: list[Row]) -> Row:
@@ -294,10 +369,23 @@ class Fig7(Figure):
             longest = max((line["found"]["iteration_ns"] for line in methods if line["found"]), default=0) / unit
             for part, ink in PARTS.items():
                 width = np.array([line["found"]["parts"][part] / unit if line["found"] else 0.0 for line in methods])
-                texts = [f"{line['ours'][part] or 0:.0%}" * bool(w > 0.08 * longest)
-                         for line, w in zip(methods, width, strict=True)]  # fmt: skip
-                marks.append(Bars(range(len(methods)), width, ink, part, 0.62, starts, texts=texts, inside=True,
-                                  hatch=HATCHES[part]))  # fmt: skip
+                texts = [
+                    f"{line['ours'][part] or 0:.0%}" * bool(w > 0.08 * longest)
+                    for line, w in zip(methods, width, strict=True)
+                ]
+                marks.append(
+                    Bars(
+                        range(len(methods)),
+                        width,
+                        ink,
+                        part,
+                        0.62,
+                        starts,
+                        texts=texts,
+                        inside=True,
+                        hatch=HATCHES[part],
+                    )
+                )
                 starts = starts + width
             for y, line in enumerate(methods):
                 text = f"  {line['found']['overhead']:+.2%}" if line["found"] else "  does not fit"
@@ -305,8 +393,12 @@ class Fig7(Figure):
             x_axis = Axis("iteration time, over that of the kernels alone", "{:g}×", (0, 1.2 * longest))
             title = f"{NETWORKS[row['network']].label}, batch {row['batch']:,}"
             times.append(Panel(title, marks, x_axis, Axis(names=[line["method"] for line in methods])))
-            stated = [(f"{line['method']}: {part}", value, line["ours"][part])
-                      for line in methods for part, value in line["paper"].items() if value is not None]  # fmt: skip
+            stated = [
+                (f"{line['method']}: {part}", value, line["ours"][part])
+                for line in methods
+                for part, value in line["paper"].items()
+                if value is not None
+            ]
             if stated:
                 names, theirs, ours = zip(*stated, strict=True)
                 share_marks = visible_pairs(Look("share", INK, "o"), theirs, ours)
@@ -345,13 +437,22 @@ def fig7_lines(rows: list[Row]) -> list[Row]:
             ours = {part: result["parts"][part] / result["iteration_ns"] if result else None for part in PARTS}
             paper = {**dict.fromkeys(PARTS), **(PAPER.get(row["network"], {}).get(method, {}) if result else {})}
             shares = [(paper[part], ours[part]) for part in PARTS]
-            lines.append({
-                "network": NETWORKS[row["network"]].label, "batch": row["batch"], "ours": ours, "paper": paper,
-                "method": f"{method} (all layers)" if result and result["planner"] == "vdnn_all" else method,
-                "ms": f"{result['iteration_ns'] / 1e6:,.0f} ({result['overhead']:+.2%})" if result else "does not fit",
-                "cells": ["" if b is None else f"{b:.1%}" if a is None else f"{a:.1%} / {b:.1%}" for a, b in shares],
-                "found": result,
-            })  # fmt: skip
+            lines.append(
+                {
+                    "network": NETWORKS[row["network"]].label,
+                    "batch": row["batch"],
+                    "ours": ours,
+                    "paper": paper,
+                    "method": f"{method} (all layers)" if result and result["planner"] == "vdnn_all" else method,
+                    "ms": f"{result['iteration_ns'] / 1e6:,.0f} ({result['overhead']:+.2%})"
+                    if result
+                    else "does not fit",
+                    "cells": [
+                        "" if b is None else f"{b:.1%}" if a is None else f"{a:.1%} / {b:.1%}" for a, b in shares
+                    ],
+                    "found": result,
+                }
+            )
     return lines
 
 
@@ -383,10 +484,15 @@ class Fig9(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         lines = [
-            {**run, "executor": row["executor"], "error": run["predicted_ns"] / run["measured_ns"] - 1,
-             "label": f"{REPLAYED[run['workload']]} {run['fraction']:.0%}, {run['planner']}"}
-            for row in sorted(rows, key=lambda row: row["executor"] != GRAPH) for run in row["replays"]
-        ]  # fmt: skip
+            {
+                **run,
+                "executor": row["executor"],
+                "error": run["predicted_ns"] / run["measured_ns"] - 1,
+                "label": f"{REPLAYED[run['workload']]} {run['fraction']:.0%}, {run['planner']}",
+            }
+            for row in sorted(rows, key=lambda row: row["executor"] != GRAPH)
+            for run in row["replays"]
+        ]
         plans: dict[str, Row] = {}
         summary: Row = {}
         for name, executor in (("graph", GRAPH), ("streams", STREAMS)):
@@ -395,8 +501,12 @@ class Fig9(Figure):
             before = [abs(run["before_ns"] / run["measured_ns"] - 1) for run in group]
             summary[f"{name}_all"] = None
             if group:
-                summary[f"{name}_all"] = {"plans": len(group), "mean": fmean(errors), "worst": max(errors),
-                                          "before": fmean(before)}  # fmt: skip
+                summary[f"{name}_all"] = {
+                    "plans": len(group),
+                    "mean": fmean(errors),
+                    "worst": max(errors),
+                    "before": fmean(before),
+                }
             for run in group:
                 plans.setdefault(run["label"], {"label": run["label"], "graph": None, "streams": None})[name] = run
         return {"lines": lines, "plans": list(plans.values()), **summary}

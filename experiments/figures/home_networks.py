@@ -104,9 +104,12 @@ def run_plan(program: Program, plan: Plan | None, machine: Machine) -> Row | Non
     timeline = simulate(program, plan, machine, machine.memory_bytes)
     sizes = {kind: sum(program.tensors[d.tensor].nbytes for d in plan.of_kind(kind)) for kind in (Swap, Recompute)}
     return {
-        "planner": plan.planner, "iteration_ns": timeline.iteration_ns, "overhead": timeline.overhead,
-        "swapped_bytes": sizes[Swap], "recomputed_bytes": sizes[Recompute],
-    }  # fmt: skip
+        "planner": plan.planner,
+        "iteration_ns": timeline.iteration_ns,
+        "overhead": timeline.overhead,
+        "swapped_bytes": sizes[Swap],
+        "recomputed_bytes": sizes[Recompute],
+    }
 
 
 def unplanned_batch(sizes: Sizes) -> int:
@@ -128,9 +131,12 @@ class Sizes:
     """
 
     def __init__(
-        self, captures: tuple[Program, Program], batches: tuple[int, int], machine: Machine,
+        self,
+        captures: tuple[Program, Program],
+        batches: tuple[int, int],
+        machine: Machine,
         scale: tuple[int, float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._batches, step = Batches(batches[0], captures[0], batches[1], captures[1]), batches[1] - batches[0]
         for small, large in zip(*map(_numbers, captures), strict=True):
             if (large - small) % step:

@@ -55,12 +55,14 @@ class Fig8(Figure):
         planner.plan(program, machine, machine.memory_bytes)
         history = planner.history
         return {
-            "batch": batch, "ideal_ns": program.ideal_ns,
+            "batch": batch,
+            "ideal_ns": program.ideal_ns,
             "worst": [i.worst_ns if i.feasible else None for i in history],
             "mean": [round(i.mean_ns) if i.feasible else None for i in history],
             "best": [i.best_ns if i.feasible else None for i in history],
-            "fit": [i.feasible for i in history], "calls": planner.simulator_calls,
-        }  # fmt: skip
+            "fit": [i.feasible for i in history],
+            "calls": planner.simulator_calls,
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         keys = figures.group_by(({**row, "key": (row["network"], row["update"])} for row in rows), "key")
@@ -68,11 +70,14 @@ class Fig8(Figure):
         ends = [net["last"] for net in networks]
         printed, single = ([row for row in rows if row["update"] == update] for update in UPDATES)
         return {
-            "networks": networks, "near": NEAR, "particles": rows[0]["particles"],
-            "needed": span(map(iterations_needed, printed)), "needed_whole": span(map(iterations_needed, single)),
+            "networks": networks,
+            "near": NEAR,
+            "particles": rows[0]["particles"],
+            "needed": span(map(iterations_needed, printed)),
+            "needed_whole": span(map(iterations_needed, single)),
             "worse": span(b - a for a, b in zip(ends[::2], ends[1::2], strict=False)),
             "each": span(r["calls"] / len(r["best"]) for r in printed),
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         panels = []
@@ -122,10 +127,14 @@ def fig8_facts(runs: list[Row]) -> Row:
     """Returns the means over the seeds of one network with one update rule."""
     network, best = runs[0]["network"], curve(runs, "best")
     return {
-        "label": NETWORKS[network].label, "update": NAMES[runs[0]["update"]],
-        "paper": STATED.get(network, f"(mean {OTHERS})"), "needed": fmean(map(iterations_needed, runs)),
-        "calls": fmean(run["calls"] / len(run["best"]) for run in runs), "first": best[0], "last": best[-1],
-    }  # fmt: skip
+        "label": NETWORKS[network].label,
+        "update": NAMES[runs[0]["update"]],
+        "paper": STATED.get(network, f"(mean {OTHERS})"),
+        "needed": fmean(map(iterations_needed, runs)),
+        "calls": fmean(run["calls"] / len(run["best"]) for run in runs),
+        "first": best[0],
+        "last": best[-1],
+    }
 
 
 EVALUATIONS = 500  # timed
@@ -158,17 +167,23 @@ class Table3(Figure):
         begin = time.process_time()
         evaluator.evaluate(particles)
         return {
-            "kernels": len(program.kernels), "maps": len(gaps), "search_s": search_s,
-            "iterations_run": len(planner.history), "calls": planner.simulator_calls,
-            "evaluation_s": (time.process_time() - begin) / EVALUATIONS, "processor": processor(),
-        }  # fmt: skip
+            "kernels": len(program.kernels),
+            "maps": len(gaps),
+            "search_s": search_s,
+            "iterations_run": len(planner.history),
+            "calls": planner.simulator_calls,
+            "evaluation_s": (time.process_time() - begin) / EVALUATIONS,
+            "processor": processor(),
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         networks = [table3_facts(row) for row in rows]
         return {
-            "networks": networks, "processors": sorted({row["processor"] for row in rows}),
-            "particles": rows[0]["particles"], "times": span(net["time"] for net in networks),
-        }  # fmt: skip
+            "networks": networks,
+            "processors": sorted({row["processor"] for row in rows}),
+            "particles": rows[0]["particles"],
+            "times": span(net["time"] for net in networks),
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         networks = [table3_facts(row) for row in rows]
@@ -178,8 +193,11 @@ class Table3(Figure):
         for title, unit, keys in (("The whole search", "seconds", search), ("One evaluation", "milliseconds", single)):
             theirs, ours = ([net[key] for net in networks] for key in keys)
             join, hollow, filled = pairs(look("home"), theirs, ours)
-            marks = [join, replace(hollow, texts=[f"{x:.3g}" for x in theirs]),
-                     replace(filled, texts=[f"{x:.2g}" for x in ours], side="left")]  # fmt: skip
+            marks = [
+                join,
+                replace(hollow, texts=[f"{x:.3g}" for x in theirs]),
+                replace(filled, texts=[f"{x:.2g}" for x in ours], side="left"),
+            ]
             low, high = min(*theirs, *ours), max(*theirs, *ours)
             ticks = [10.0**n for n in range(-3, 4) if low / 3 <= 10.0**n <= 3 * high]
             panels.append(Panel(title, marks, Axis(unit, "{:g}", (low / 3, 3 * high), "log", ticks), names))
@@ -191,14 +209,20 @@ def processor() -> str:
     """Returns the processor's name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-                platform.processor() or platform.machine())  # fmt: skip
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor() or platform.machine(),
+    )
 
 
 def table3_facts(row: Row) -> Row:
     """Returns one network's numbers with the paper's."""
     paper = NETWORKS[row["network"]]
     return {
-        **row, "label": paper.label, "search_paper": paper.search_s, "paper_ms": paper.evaluation_ms,
-        "ms": row["evaluation_s"] * 1e3, "time": paper.evaluation_ms / 1e3 / row["evaluation_s"],
-    }  # fmt: skip
+        **row,
+        "label": paper.label,
+        "search_paper": paper.search_s,
+        "paper_ms": paper.evaluation_ms,
+        "ms": row["evaluation_s"] * 1e3,
+        "time": paper.evaluation_ms / 1e3 / row["evaluation_s"],
+    }

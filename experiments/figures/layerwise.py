@@ -56,18 +56,34 @@ class MemoryStep(NamedTuple):
 
 def alexnet() -> list[Layer]:
     """Returns AlexNet's 23 layers, for images of 3 x 227 x 227 (section 4.1.1, footnote)."""
-    return _chain([
-        ("CONV1", "conv", 96 * 55 * 55), ("RELU1", "activation", 0), ("LRN1", "lrn", 0),
-        ("POOL1", "pool", 96 * 27 * 27),
-        ("CONV2", "conv", 256 * 27 * 27), ("RELU2", "activation", 0), ("LRN2", "lrn", 0),
-        ("POOL2", "pool", 256 * 13 * 13),
-        ("CONV3", "conv", 384 * 13 * 13), ("RELU3", "activation", 0),
-        ("CONV4", "conv", 384 * 13 * 13), ("RELU4", "activation", 0),
-        ("CONV5", "conv", 256 * 13 * 13), ("RELU5", "activation", 0), ("POOL5", "pool", 256 * 6 * 6),
-        ("FC1", "matmul", 4096), ("RELU6", "activation", 0), ("DROPOUT1", "dropout", 0),
-        ("FC2", "matmul", 4096), ("RELU7", "activation", 0), ("DROPOUT2", "dropout", 0),
-        ("FC3", "matmul", 1000), ("SOFTMAX", "other", 0),
-    ], [])  # fmt: skip
+    return _chain(
+        [
+            ("CONV1", "conv", 96 * 55 * 55),
+            ("RELU1", "activation", 0),
+            ("LRN1", "lrn", 0),
+            ("POOL1", "pool", 96 * 27 * 27),
+            ("CONV2", "conv", 256 * 27 * 27),
+            ("RELU2", "activation", 0),
+            ("LRN2", "lrn", 0),
+            ("POOL2", "pool", 256 * 13 * 13),
+            ("CONV3", "conv", 384 * 13 * 13),
+            ("RELU3", "activation", 0),
+            ("CONV4", "conv", 384 * 13 * 13),
+            ("RELU4", "activation", 0),
+            ("CONV5", "conv", 256 * 13 * 13),
+            ("RELU5", "activation", 0),
+            ("POOL5", "pool", 256 * 6 * 6),
+            ("FC1", "matmul", 4096),
+            ("RELU6", "activation", 0),
+            ("DROPOUT1", "dropout", 0),
+            ("FC2", "matmul", 4096),
+            ("RELU7", "activation", 0),
+            ("DROPOUT2", "dropout", 0),
+            ("FC3", "matmul", 1000),
+            ("SOFTMAX", "other", 0),
+        ],
+        [],
+    )
 
 
 def resnet(*blocks: int) -> list[Layer]:
@@ -77,8 +93,15 @@ def resnet(*blocks: int) -> list[Layer]:
     and ends with a join and a ReLU.
     """
     pixels = 56 * 56
-    layers = _chain([("CONV1", "conv", 64 * 114 * 114), ("BN1", "norm", 0), ("ACT1", "activation", 0),
-                     ("POOL1", "pool", 64 * pixels)], [])  # fmt: skip
+    layers = _chain(
+        [
+            ("CONV1", "conv", 64 * 114 * 114),
+            ("BN1", "norm", 0),
+            ("ACT1", "activation", 0),
+            ("POOL1", "pool", 64 * pixels),
+        ],
+        [],
+    )
     for stage, count in enumerate(blocks, 2):
         width = 64 * 2 ** (stage - 2)
         for i in range(count):

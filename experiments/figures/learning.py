@@ -25,9 +25,13 @@ from simulator.files import FormatError, read_json
 
 MARGIN = 0.005  # of ideal time, over annealing
 SHOWN = {  # headings by key of a run
-    "dqn": "DQN", "uniform_calls": "no network, equal calls", "uniform_seconds": "no network, equal seconds",
-    "greedy": "greedy policy", "autoswap": "best AutoSwap", "annealing": "annealing",
-}  # fmt: skip
+    "dqn": "DQN",
+    "uniform_calls": "no network, equal calls",
+    "uniform_seconds": "no network, equal seconds",
+    "greedy": "greedy policy",
+    "autoswap": "best AutoSwap",
+    "annealing": "annealing",
+}
 CASE = ("workload", "machine", "limit_fraction", "mode")
 MEANT = {GREEDY: "greedy policy", OVERHEAD: f"last {LAST} episodes", BEST: "best plan so far"}
 INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")
@@ -65,10 +69,17 @@ class Learning(Figure):
                 if not calls:  # one run ends before another begins
                     continue
                 best = over_seeds(runs, BEST)[1]
-                ends.append({
-                    "agent": agent, "workload": workload, "limit": limit, "calls": calls[-1],
-                    "greedy": iqm(greedy[-1:]), "interval": Range(interval(greedy[-1:])), "best": iqm(best[-1:]),
-                })  # fmt: skip
+                ends.append(
+                    {
+                        "agent": agent,
+                        "workload": workload,
+                        "limit": limit,
+                        "calls": calls[-1],
+                        "greedy": iqm(greedy[-1:]),
+                        "interval": Range(interval(greedy[-1:])),
+                        "best": iqm(best[-1:]),
+                    }
+                )
         return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends}
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -131,16 +142,24 @@ def summarise(file: Path) -> Row | None:
         if dqn is None or not has_controls or not autoswap or not rows.get("annealing", {}).get("feasible"):
             return None
         return {
-            "workload": dqn["workload"], "machine": dqn["machine"], "limit_fraction": round(dqn["limit_fraction"], 4),
-            "mode": summary["config"]["agent"]["mode"], "seed": dqn["seed"], "episodes": summary["episodes"],
+            "workload": dqn["workload"],
+            "machine": dqn["machine"],
+            "limit_fraction": round(dqn["limit_fraction"], 4),
+            "mode": summary["config"]["agent"]["mode"],
+            "seed": dqn["seed"],
+            "episodes": summary["episodes"],
             "command": " ".join(w for w in summary["command"] if not w.startswith("out=")),
-            "train_s": round(summary["train_s"], 1), "simulator_calls": dqn["simulator_calls"],
-            "dqn": dqn["overhead"], "greedy": rows["dqn_greedy"]["overhead"],
+            "train_s": round(summary["train_s"], 1),
+            "simulator_calls": dqn["simulator_calls"],
+            "dqn": dqn["overhead"],
+            "greedy": rows["dqn_greedy"]["overhead"],
             "uniform_calls": rows[f"{ABLATION}, equal calls"]["overhead"],
             "uniform_seconds": rows[f"{ABLATION}, equal seconds"]["overhead"],
-            "autoswap": min(autoswap), "annealing": rows["annealing"]["overhead"],
-            "floor": dqn["bound_overhead"], "gap": dqn["gap"],
-        }  # fmt: skip
+            "autoswap": min(autoswap),
+            "annealing": rows["annealing"]["overhead"],
+            "floor": dqn["bound_overhead"],
+            "gap": dqn["gap"],
+        }
     except (KeyError, TypeError) as error:
         raise FormatError(f"{file}: not the summary of a run ({json.dumps(str(error))})") from None
 
@@ -187,7 +206,11 @@ def cases(rows: list[Row]) -> list[Row]:
     """
     keyed = [{**row, "case": tuple(row[key] for key in CASE)} for row in rows if "calls" not in row]
     return [
-        {**runs[0], "seeds": len(runs), "cells": [spread([run[key] for run in runs]) for key in SHOWN],
-         "holds": "yes" if all(r["dqn"] <= min(r["autoswap"], r["annealing"] + MARGIN) for r in runs) else "no"}
+        {
+            **runs[0],
+            "seeds": len(runs),
+            "cells": [spread([run[key] for run in runs]) for key in SHOWN],
+            "holds": "yes" if all(r["dqn"] <= min(r["autoswap"], r["annealing"] + MARGIN) for r in runs) else "no",
+        }
         for runs in group_by(keyed, "case").values()
-    ]  # fmt: skip
+    ]

@@ -28,9 +28,11 @@ PLAN_BAR = 0.03  # of the ideal time, in points of overhead
 MODEL, ROOFLINE = "model", "roofline"  # time models of experiments/measured/plans.py
 ESTIMATORS = {"ours": "ours", "xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
 LEAST_US = 20.0
-FITTED = ("h100_resnet50.csv", "v100_resnet50_by_kind.csv", *(
-    f"nvidia_h200-{network}.json" for network in ("gpt2_medium_bf16", "llama_bf16", "resnet50_imagenet_bf16")
-))  # fmt: skip
+FITTED = (
+    "h100_resnet50.csv",
+    "v100_resnet50_by_kind.csv",
+    *(f"nvidia_h200-{network}.json" for network in ("gpt2_medium_bf16", "llama_bf16", "resnet50_imagenet_bf16")),
+)
 GPUS = {"h100": "H100", "h200": "H200", "v100": "V100", "a100_80gb": "A100 80 GB", "rtx2080ti": "RTX 2080 Ti"}
 
 
@@ -71,13 +73,18 @@ class Measured(Figure):
             fitted = fit.h100()
             assert fitted.held_out is not None
             held_out = fitted.held_out
-            return {"error": fitted.errors.spread, "middle": fitted.errors.middle,
-                    "held_out": {"kernels": held_out.kernels, "middle": held_out.middle, "spread": held_out.spread},
-                    "networks": [network._asdict() for network in fit.h200().networks]}  # fmt: skip
+            return {
+                "error": fitted.errors.spread,
+                "middle": fitted.errors.middle,
+                "held_out": {"kernels": held_out.kernels, "middle": held_out.middle, "spread": held_out.spread},
+                "networks": [network._asdict() for network in fit.h200().networks],
+            }
         path = DATA / task["file"]
         if path.name == STEPS:
-            return {"kind": "whole", "rows": [[f"{s.machine}: {s.name}", s.what, s.measured, s.ours, s.control]
-                                              for s in steps.published()]}  # fmt: skip
+            return {
+                "kind": "whole",
+                "rows": [[f"{s.machine}: {s.name}", s.what, s.measured, s.ours, s.control] for s in steps.published()],
+            }
         if path.stem == steps.BY_KIND:
             return {"kind": "kinds", "label": "v100: resnet50, 32, float32, NCHW", "rows": _rounded(steps.by_kind())}
         data = steps.load(path)
@@ -96,21 +103,30 @@ class Measured(Figure):
         errors = [[abs(step[key]) for step in unseen] for key in ("error", "old")]
         return {
             "steps": steps,
-            "kernels": [{"name": _title(row["label"]), "count": len(large), "errors": [error(large), error(large, 4)],
-                         "bar": bar(error(large), KERNEL_BAR)} for row, large in kernels(rows)],
+            "kernels": [
+                {
+                    "name": _title(row["label"]),
+                    "count": len(large),
+                    "errors": [error(large), error(large, 4)],
+                    "bar": bar(error(large), KERNEL_BAR),
+                }
+                for row, large in kernels(rows)
+            ],
             "fits": [{**row, "bar": bar(row["held_out"]["middle"], KERNEL_BAR)} for row in fits],
             "left_out": [
                 {**net, "name": _title(f"h200: {net['workload']}"), "bar": bar(abs(net["left_out"]), LEFT_OUT_BAR)}
-                for row in fits for net in row["networks"]
+                for row in fits
+                for net in row["networks"]
             ],
             "peaks": [
                 {**mean, "name": ESTIMATORS[name], "bar": bar(mean["error"], PEAK_BAR) if name == "ours" else None}
                 for name, mean in means(_rows_of(rows, "peaks")).items()
             ],
             "plans": [plan_facts(row) for row in sorted(_rows_of(rows, "plans"), key=lambda row: -row["limit"])],
-            "unseen": len(unseen) or None, "errors": [sum(e) / len(e) if e else None for e in errors],
+            "unseen": len(unseen) or None,
+            "errors": [sum(e) / len(e) if e else None for e in errors],
             "worst": [max(e, default=None) for e in errors],
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         panels: list[Panel] = []
@@ -120,10 +136,19 @@ class Measured(Figure):
             panels += [scatter(large, 3, f"Kernels: {subject}"), scatter(large, 4, "The same by one roofline")]
         if steps := all_steps(rows):
             x, ticks = [[step[key] + 1 for step in steps] for key in ("error", "old")], (0.7, 1, 1.5, 2, 3, 5)
-            marks = [Rule(1 - STEP_BAR, 1 + STEP_BAR, colour=GRID), ONE,
-                     *paired_marks(x, [bool(step["fit"]) for step in steps], "ours, fitted to it")]  # fmt: skip
-            panels.append(Panel("Whole steps", marks, Axis("said over measured", "{:g}", scale="log", ticks=ticks),
-                                Axis(names=[step["name"] for step in steps])))  # fmt: skip
+            marks = [
+                Rule(1 - STEP_BAR, 1 + STEP_BAR, colour=GRID),
+                ONE,
+                *paired_marks(x, [bool(step["fit"]) for step in steps], "ours, fitted to it"),
+            ]
+            panels.append(
+                Panel(
+                    "Whole steps",
+                    marks,
+                    Axis("said over measured", "{:g}", scale="log", ticks=ticks),
+                    Axis(names=[step["name"] for step in steps]),
+                )
+            )
         panels += [kinds_panel(row) for row in _rows_of(rows, "steps") if row["kind"] == "kinds"]
         if plans := _rows_of(rows, "plans"):
             panels.append(plans_panel(sorted(plans, key=lambda row: -row["limit"])))
@@ -134,8 +159,10 @@ class Measured(Figure):
                 key, ink = ("error", OURS) if name == "ours" else (f"{name}_error", CONTROL)
                 ratios = [1 + row[key] for row in points if row[key] is not None]
                 marks.append(Line(ratios, [y] * len(ratios), ink, marker="o", line="", alpha=0.6))
-            texts = [f"{ESTIMATORS[name]}\nmean {mean['error']:.0%}\n{mean['wrong']}/{mean['verdicts']} wrong"
-                     for name, mean in estimators.items()]  # fmt: skip
+            texts = [
+                f"{ESTIMATORS[name]}\nmean {mean['error']:.0%}\n{mean['wrong']}/{mean['verdicts']} wrong"
+                for name, mean in estimators.items()
+            ]
             panels.append(Panel(f"Peaks of {len(points)} runs", marks, Axis("said over measured"), Axis(names=texts)))
         return Chart("Measured on GPUs, and what we say (grey: the bar)", panels, 3, (6.4, 4.9), (0.3, 0.7), keys=6)
 
@@ -164,10 +191,18 @@ def all_steps(rows: list[Row]) -> list[Row]:
             steps = [(row["label"], "sum of kernels", *(sum(kernel[i] for kernel in steps) / 1e3 for i in (2, 3, 4)))]
         for name, source, measured, ours, control in steps:
             error, note = ours / measured - 1, " (fitted to it)" if row.get("file") in FITTED else ""
-            steps_ms.append({
-                "name": _title(name), "what": source + note, "measured": measured, "ours": ours, "error": error,
-                "fit": note, "old": control / measured - 1, "bar": bar(abs(error), STEP_BAR),
-            })  # fmt: skip
+            steps_ms.append(
+                {
+                    "name": _title(name),
+                    "what": source + note,
+                    "measured": measured,
+                    "ours": ours,
+                    "error": error,
+                    "fit": note,
+                    "old": control / measured - 1,
+                    "bar": bar(abs(error), STEP_BAR),
+                }
+            )
     return sorted(steps_ms, key=lambda step: not step["fit"])
 
 
@@ -214,16 +249,23 @@ def plan_facts(row: Row) -> Row:
     model, roofline = by_model[MODEL], by_model[ROOFLINE]
     error, excess = abs(model["said"] - model["measured"]), model["measured"] - model["own"]
     return {
-        "limit": row["limit"], "model": model, "old": roofline, "apart": 100 * error, "bar": bar(error, PLAN_BAR),
-        "more": [100 * excess, 100 * (roofline["measured"] - roofline["own"])], "more_bar": bar(excess, PLAN_BAR),
-    }  # fmt: skip
+        "limit": row["limit"],
+        "model": model,
+        "old": roofline,
+        "apart": 100 * error,
+        "bar": bar(error, PLAN_BAR),
+        "more": [100 * excess, 100 * (roofline["measured"] - roofline["own"])],
+        "more_bar": bar(excess, PLAN_BAR),
+    }
 
 
 def paired_marks(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: str) -> list[Mark]:
     """Draws a row per entry: the plain roofline's value, and ours, hollow or filled."""
     (ours, control), rows = x, range(len(hollow))
-    marks: list[Mark] = [between(ours, control, rows, FAINT),
-                         Line(control, rows, CONTROL, "one roofline", "o", "", size=7)]  # fmt: skip
+    marks: list[Mark] = [
+        between(ours, control, rows, FAINT),
+        Line(control, rows, CONTROL, "one roofline", "o", "", size=7),
+    ]
     for is_fitted, name in ((False, "ours"), (True, label)):
         values = [value if is_hollow == is_fitted else None for value, is_hollow in zip(ours, hollow, strict=True)]
         marks.append(Line(values, rows, OURS, name, "o", "", size=8, hollow=is_fitted, front=4))
@@ -248,11 +290,17 @@ def scatter(large: list[list[Any]], column: int, title: str) -> Panel:
 def kinds_panel(row: Row) -> Panel:
     """Draws sums by kind."""
     kinds = [kind for kind in row["rows"] if kind[2] >= 100 and kind[3]]
-    series = [(label, ink, [kind[i] / 1e3 for kind in kinds], ())
-              for i, ink, label in ((2, INK, "measured"), (3, OURS, "ours"), (4, CONTROL, "one roofline"))]  # fmt: skip
+    series = [
+        (label, ink, [kind[i] / 1e3 for kind in kinds], ())
+        for i, ink, label in ((2, INK, "measured"), (3, OURS, "ours"), (4, CONTROL, "one roofline"))
+    ]
     title = f"By kind, fitted to it: {_title(row['label']).rpartition(', ')[0]}"
-    return Panel(title, groups(series, horizontal=True), Axis("ms of a step", "{:g}", scale="log", ticks=(0.1, 1, 10)),
-                 Axis(names=[kind[0] for kind in kinds]))  # fmt: skip
+    return Panel(
+        title,
+        groups(series, horizontal=True),
+        Axis("ms of a step", "{:g}", scale="log", ticks=(0.1, 1, 10)),
+        Axis(names=[kind[0] for kind in kinds]),
+    )
 
 
 def plans_panel(rows: list[Row]) -> Panel:
@@ -268,7 +316,9 @@ def plans_panel(rows: list[Row]) -> Panel:
             Line(x + shift, measured, ink, f"{name}: under measured times", "o", "", size=8),
         ]
     replanned, low = ([row["rows"][0][key] for row in rows] for key in ("own", "floor"))
-    marks += [Line(x, replanned, INK, "planned for the measured times", "_", "", size=30),
-              Line(x, low, FAINT, "the floor", "_", "", size=30)]  # fmt: skip
+    marks += [
+        Line(x, replanned, INK, "planned for the measured times", "_", "", size=30),
+        Line(x, low, FAINT, "the floor", "_", "", size=30),
+    ]
     limits = Axis("limit, of the peak", names=[f"{row['limit']:.0%}" for row in rows])
     return Panel("Plans under measured times: H100, ResNet-50", marks, limits, Axis("overhead", "%"))

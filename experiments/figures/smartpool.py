@@ -55,19 +55,26 @@ class Fig8(Figure):
             y = y * MEGABYTE / MB
         swap_outs = [s for s in timeline.spans if s.kind == "swap_out" and s.start_ns >= timeline.last_start_ns]
         return {
-            "ours": limit, "load": program.peak_bytes, "peak": peak, "gradients": gradients,
-            "peak_ms": float(x[int(np.argmax(y))]), "iteration_ns": timeline.iteration_ns,
-            "ideal_ns": program.ideal_ns, "moved": sum(program.tensors[s.index].nbytes for s in swap_outs),
+            "ours": limit,
+            "load": program.peak_bytes,
+            "peak": peak,
+            "gradients": gradients,
+            "peak_ms": float(x[int(np.argmax(y))]),
+            "iteration_ns": timeline.iteration_ns,
+            "ideal_ns": program.ideal_ns,
+            "moved": sum(program.tensors[s.index].nbytes for s in swap_outs),
             "swaps": len(swap_outs),
             "curve_points": [[round(float(a), 4), round(float(b), 3)] for a, b in zip(x, y, strict=True)],
-        }  # fmt: skip
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         minimum, theirs = next(row for row in rows if row["curve"] == LOAD_MIN), PAPER[rows[0]["network"]]["load"]
         return {
             "curves": [{**row, "overhead": row["iteration_ns"] / row["ideal_ns"] - 1} for row in rows],
-            "away": minimum["load"] - minimum["peak"], "theirs": theirs - LOWEST_LIMIT, "lowest": LOWEST_LIMIT,
-        }  # fmt: skip
+            "away": minimum["load"] - minimum["peak"],
+            "theirs": theirs - LOWEST_LIMIT,
+            "lowest": LOWEST_LIMIT,
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         curves = sorted(self.numbers(rows)["curves"], key=lambda row: -row["peak"])
@@ -133,20 +140,28 @@ class Fig9(Figure):
         weighted, paid = np.minimum(wdoa, swdoa) <= np.minimum(aoa, doa) + ZERO, most > ZERO
         columns = lines.paper, lines.ours, lines.scores.T.tolist(), lines.bo_median, lines.floor
         return {
-            "lines": [dict(zip(("paper", "ours", "scores", "bo", "floor"), values, strict=True))
-                      for values in zip(*columns, strict=True)],
-            "count": len(paid), "paid": int(paid.sum()), "weighted": int(weighted[paid].sum()),
-            "near": int((most - best < CLOSE).sum()), "below": int((most < HIGHEST).sum()), "claimed": FREE_LIMIT,
+            "lines": [
+                dict(zip(("paper", "ours", "scores", "bo", "floor"), values, strict=True))
+                for values in zip(*columns, strict=True)
+            ],
+            "count": len(paid),
+            "paid": int(paid.sum()),
+            "weighted": int(weighted[paid].sum()),
+            "near": int((most - best < CLOSE).sum()),
+            "below": int((most < HIGHEST).sum()),
+            "claimed": FREE_LIMIT,
             "free": [lines.free_limit(overheads) for overheads in (lines.bo_median, best, lines.floor)],
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         lines = Lines(rows)
         bo = lines.bo_median
         # The floor does not decrease with a tighter limit: between two limits the wider one's floor holds.
         x, y = [*lines.paper, min(lines.paper) - 5], [*lines.floor, lines.floor[-1]]
-        marks: list[Mark] = [floor_area(x, y, -0.003, step=True),
-                             Rule(FREE_LIMIT, colour=FAINT, text="the paper's limit\nof no overhead")]  # fmt: skip
+        marks: list[Mark] = [
+            floor_area(x, y, -0.003, step=True),
+            Rule(FREE_LIMIT, colour=FAINT, text="the paper's limit\nof no overhead"),
+        ]
         for name, overheads, dash, ink in zip(SCORES, lines.scores, DASHES, INKS, strict=True):
             label, _, marker = look(name)
             end = f"{label.split()[-1]} {overheads[-1]:.0%}"
@@ -180,9 +195,15 @@ class Lines:
 
 
 REDUCED = {  # MB
-    "resnet18": 1152, "resnet34": 2124, "resnet50": 2906, "resnet101": 5658, "vgg11": 284, "vgg13": 360, "vgg16": 447,
+    "resnet18": 1152,
+    "resnet34": 2124,
+    "resnet50": 2906,
+    "resnet101": 5658,
+    "vgg11": 284,
+    "vgg13": 360,
+    "vgg16": 447,
     "vgg19": 561,
-}  # fmt: skip
+}
 PLANNER = "autoswap_bo"
 BISECTIONS, SLOWEST, FASTEST = 7, 0.1, 2.0  # speeds relative to the link
 
@@ -209,33 +230,52 @@ class Table2(Figure):
         reduced = lowest_free_limit(program, machine, task["steps"], least)
         at_reduced, at_theirs = (run_planner(agents.make(PLANNER), program, machine, n) for n in (reduced, theirs))
         return {
-            "load": program.peak_bytes, "reduced": reduced, "ideal_ns": program.ideal_ns, "least": least,
-            "swapped_ns": at_reduced.breakdown.overlapped_transfer_ns, "at_theirs": at_theirs.overhead,
-            "link": slowest_link(program, machine, theirs), "on_demand_ns": on_demand_ns(program, machine, reduced),
-        }  # fmt: skip
+            "load": program.peak_bytes,
+            "reduced": reduced,
+            "ideal_ns": program.ideal_ns,
+            "least": least,
+            "swapped_ns": at_reduced.breakdown.overlapped_transfer_ns,
+            "at_theirs": at_theirs.overhead,
+            "link": slowest_link(program, machine, theirs),
+            "on_demand_ns": on_demand_ns(program, machine, reduced),
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         networks = [facts(row) for row in rows]
         return {
-            "networks": networks, "count": len(rows), "free": sum(row["at_theirs"] <= ZERO for row in rows),
+            "networks": networks,
+            "count": len(rows),
+            "free": sum(row["at_theirs"] <= ZERO for row in rows),
             "links": span(row["link"] for row in rows) or span([FASTEST]),
             "early": span(net["early"] for net in networks),
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         networks = [facts(row) for row in rows]
         theirs, ours, most = ([net[key] for net in networks] for key in ("paper", "of_theirs", "most_of_theirs"))
         join, hollow, filled = pairs(look(PLANNER)._replace(marker="o"), theirs, ours)
         marks = [
-            join, replace(hollow, texts=[f"{x:.0%}" for x in theirs], side="left"),
+            join,
+            replace(hollow, texts=[f"{x:.0%}" for x in theirs], side="left"),
             replace(filled, texts=[f"{x:.0%}" for x in ours], side="above"),
-            Line(most, range(len(rows)), INK, "no plan of swaps can do more (proven)", "|", "", size=13,
-                 texts=[f"{x:.0%}" for x in most]),
-        ]  # fmt: skip
+            Line(
+                most,
+                range(len(rows)),
+                INK,
+                "no plan of swaps can do more (proven)",
+                "|",
+                "",
+                size=13,
+                texts=[f"{x:.0%}" for x in most],
+            ),
+        ]
         axis = Axis("what leaves without overhead, of the paper's load", "%", (0, 0.6))
         title = "Largest reduction of the load without overhead, batch size 100, GTX 1080 Ti"
-        return Chart(title, [Panel("", marks, axis, Axis(names=[net["label"] for net in networks]))],
-                     size=(9.5, 0.42 * len(rows) + 0.8))  # fmt: skip
+        return Chart(
+            title,
+            [Panel("", marks, axis, Axis(names=[net["label"] for net in networks]))],
+            size=(9.5, 0.42 * len(rows) + 0.8),
+        )
 
 
 def is_free(program: Program, machine: Machine, limit: int, planner: str = PLANNER) -> bool:
@@ -296,12 +336,18 @@ def facts(row: Row) -> Row:
     """Returns a network's limits in MB and as fractions of the load."""
     load, reduction = PAPER[row["network"]]["load"], row["load"] - row["reduced"]
     return {
-        **row, "label": figures.label(row["network"]), "load_paper": load, "reduced_paper": REDUCED[row["network"]],
+        **row,
+        "label": figures.label(row["network"]),
+        "load_paper": load,
+        "reduced_paper": REDUCED[row["network"]],
         "link": f"more than {FASTEST:g}" if row["link"] is None else f"{row['link']:.2f}",
         "paper": paper(row),
-        "ours": reduction / row["load"], "of_theirs": reduction / MB / load, "most": 1 - row["least"] / row["load"],
-        "most_of_theirs": (row["load"] - row["least"]) / MB / load, "early": row["on_demand_ns"] / row["ideal_ns"],
-    }  # fmt: skip
+        "ours": reduction / row["load"],
+        "of_theirs": reduction / MB / load,
+        "most": 1 - row["least"] / row["load"],
+        "most_of_theirs": (row["load"] - row["least"]) / MB / load,
+        "early": row["on_demand_ns"] / row["ideal_ns"],
+    }
 
 
 CAUSE_PLANNER = "autoswap_swdoa"  # Bayesian optimization takes thirty times as long
@@ -333,8 +379,10 @@ class Cause(Figure):
         return {"reductions": reductions}
 
     def numbers(self, rows: list[Row]) -> Row:
-        networks = [{**row, "paper": paper(row), "cells": [f"{value:.1%}" for value in row["reductions"].values()]}
-                    for row in rows]  # fmt: skip
+        networks = [
+            {**row, "paper": paper(row), "cells": [f"{value:.1%}" for value in row["reductions"].values()]}
+            for row in rows
+        ]
         return {"networks": networks, "heads": list(rows[0]["reductions"])}
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -345,8 +393,11 @@ class Cause(Figure):
             marks.append(Line(x, positions, colour, label, marker, "", size=12 if plain else 7, hollow=plain))
         axis = Axis("reduction without overhead, of the paper's load", "%", (0, 0.6))
         names = Axis(names=[figures.label(row["network"]) for row in rows])
-        return Chart("Table II under costs that the simulator leaves out by default", [Panel("", marks, axis, names)],
-                     size=(9.5, 0.42 * len(rows) + 0.8))  # fmt: skip
+        return Chart(
+            "Table II under costs that the simulator leaves out by default",
+            [Panel("", marks, axis, names)],
+            size=(9.5, 0.42 * len(rows) + 0.8),
+        )
 
 
 def variants(task: Row, machine: Machine) -> dict[str, Machine]:
@@ -390,16 +441,20 @@ class Optimality(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         cases = points(rows)
         paid = [case for case in cases if case["ours"] > ZERO]
-        avoided = {kind: [1 - case["known"] / case["ours"] for case in paid if case["network"].startswith(kind)]
-                   for kind in ("vgg", "resnet")}  # fmt: skip
+        avoided = {
+            kind: [1 - case["known"] / case["ours"] for case in paid if case["network"].startswith(kind)]
+            for kind in ("vgg", "resnet")
+        }
         return {
             "points": [limits[-1] for limits in figures.group_by(cases).values()],
-            "paid": len(paid), "known": sum(case["least"] > ZERO for case in paid),
-            "proven": 100 * max((case["least"] for case in paid), default=0), "negligible": NEGLIGIBLE,
+            "paid": len(paid),
+            "known": sum(case["least"] > ZERO for case in paid),
+            "proven": 100 * max((case["least"] for case in paid), default=0),
+            "negligible": NEGLIGIBLE,
             "small": sum(case["paper"] <= NEGLIGIBLE for case in paid),
             **{kind: float(np.median(shares)) if shares else None for kind, shares in avoided.items()},
             "examples": [case for case in paid if case["share"] is None],
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         cases, panels = points(rows), []
@@ -417,8 +472,11 @@ class Optimality(Figure):
                 Line(x, ours - paper, INK, label, "D", DOTTED, size=8, hollow=True),
                 Line(x, ours, look("autoswap_bo").colour, "AutoSwap BO", "o", size=4.5, front=4),
             ]
-            marks += [Rule(case["left"], colour=FAINT, text="350 MB,\nthe paper's\nexample") for case in lines
-                      if case["share"] is None]  # fmt: skip
+            marks += [
+                Rule(case["left"], colour=FAINT, text="350 MB,\nthe paper's\nexample")
+                for case in lines
+                if case["share"] is None
+            ]
             panels.append(Panel(figures.label(network), marks, shares, heights))
         return Chart("AutoSwap's overhead, and how much of it is avoidable", panels, 4, (3.6, 2.9))
 
@@ -432,12 +490,15 @@ def measure_limit(program: Program, machine: Machine, limit: int, calls: int, sh
     wait_ns, avoidable_ns = avoidable_wait(timeline, program, plan, machine)
     begin = timeline.last_start_ns
     return {
-        "share": share, "limit": limit, "iteration_ns": timeline.iteration_ns, "forward_wait_ns": wait_ns,
+        "share": share,
+        "limit": limit,
+        "iteration_ns": timeline.iteration_ns,
+        "forward_wait_ns": wait_ns,
         "avoidable_ns": avoidable_ns,
         "out_ns": sum(s.end_ns - s.start_ns for s in timeline.spans if s.stream == "d2h" and s.start_ns >= begin),
         "annealing_ns": min(simulate(program, annealed, machine, limit).iteration_ns, timeline.iteration_ns),
         "floor_ns": floor(program, machine, limit, "swap").iteration_ns,
-    }  # fmt: skip
+    }
 
 
 def avoidable_wait(timeline: Timeline, program: Program, plan: Plan, machine: Machine) -> tuple[int, int]:
@@ -491,10 +552,17 @@ def points(rows: list[Row]) -> list[Row]:
             ours, best_known, low = (result[key] / ideal - 1 for key in ("iteration_ns", "annealing_ns", "floor_ns"))
             paper = result["avoidable_ns"] / ideal
             overheads = {"ours": ours, "paper": paper, "least": ours - best_known, "most": ours - low}
-            points.append({
-                **result, **overheads, "known": best_known, "floor": low, "network": row["network"],
-                "label": f"{label} paper" if result["share"] is None else f"{label} {result['share']:.0%}",
-                "left": 1 - result["limit"] / row["load"], "waits": result["forward_wait_ns"] / ideal,
-                "ms": {key: value * ideal / 1e6 for key, value in overheads.items()},
-            })  # fmt: skip
+            points.append(
+                {
+                    **result,
+                    **overheads,
+                    "known": best_known,
+                    "floor": low,
+                    "network": row["network"],
+                    "label": f"{label} paper" if result["share"] is None else f"{label} {result['share']:.0%}",
+                    "left": 1 - result["limit"] / row["load"],
+                    "waits": result["forward_wait_ns"] / ideal,
+                    "ms": {key: value * ideal / 1e6 for key, value in overheads.items()},
+                }
+            )
     return points

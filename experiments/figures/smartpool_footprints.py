@@ -54,18 +54,23 @@ class Fig10(Figure):
         lives = program_lifetimes(program).intervals
         sizes = [tensor.nbytes for tensors in kept_by_singa(workloads.build(config)[0]) for tensor in tensors]
         return {
-            "load": program.peak_bytes, "ideal_ns": program.ideal_ns, "memory": machine.memory_bytes,
-            "kept_by_singa": sum(sizes), "footprints": {name: footprint(name, lives, machine) for name in PLAIN},
+            "load": program.peak_bytes,
+            "ideal_ns": program.ideal_ns,
+            "memory": machine.memory_bytes,
+            "kept_by_singa": sum(sizes),
+            "footprints": {name: footprint(name, lives, machine) for name in PLAIN},
             "swapped": smallest_footprints(program, machine, task),
-        }  # fmt: skip
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         overheads, batch = rows[0]["overheads"], min((row["batch"] for row in rows), key=lambda b: abs(b - 100))
         networks, claims, deviations = [], [], []
         for name, lines in by_network(rows).items():
             chosen = next(row for row in lines if row["batch"] == batch)
-            cells = [f"{entry['footprint'] / MB:,.0f} ({span(saving(row, i) for row in lines):.0%})"
-                     for i, entry in enumerate(chosen["swapped"])]  # fmt: skip
+            cells = [
+                f"{entry['footprint'] / MB:,.0f} ({span(saving(row, i) for row in lines):.0%})"
+                for i, entry in enumerate(chosen["swapped"])
+            ]
             networks.append({"network": name, "footprints": chosen["footprints"], "cells": cells})
             x, y = np.array([(row["batch"], row["swapped"][-1]["footprint"]) for row in lines], float).T
             deviations.append(np.abs(np.poly1d(np.polyfit(x, y, 1))(x) / y - 1).max() if len(x) > 1 else 0.0)
@@ -73,10 +78,24 @@ class Fig10(Figure):
             if overhead in overheads:
                 shares = [saving(row, i := overheads.index(overhead)) for row in rows]
                 with_kept = span(saving(row, i, row["kept_by_singa"]) for row in rows)
-                claims.append({"quotation": quotation, "share": share, "saved": span(shares), "kept": with_kept,
-                               "enough": sum(value >= share for value in shares), "count": len(rows)})  # fmt: skip
-        return {"networks": networks, "claims": claims, "at": batch, "most": overheads[-1], "off": max(deviations),
-                "heads": [f"+AutoSwap {o:.0%}" for o in overheads]}  # fmt: skip
+                claims.append(
+                    {
+                        "quotation": quotation,
+                        "share": share,
+                        "saved": span(shares),
+                        "kept": with_kept,
+                        "enough": sum(value >= share for value in shares),
+                        "count": len(rows),
+                    }
+                )
+        return {
+            "networks": networks,
+            "claims": claims,
+            "at": batch,
+            "most": overheads[-1],
+            "off": max(deviations),
+            "heads": [f"+AutoSwap {o:.0%}" for o in overheads],
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         overheads, memory = rows[0]["overheads"], rows[0]["memory"] / 2**30
@@ -133,10 +152,15 @@ def smallest_footprints(program: Program, machine: Machine, search: Row) -> list
     for overhead, plan in zip(search["overheads"], plans, strict=True):
         timeline = simulate(program, plan, machine, plan.limit)
         lives = timeline_lifetimes(timeline).intervals
-        rows.append({
-            "at_most": overhead, "overhead": timeline.overhead, "load": lives.peak_bytes, "swaps": len(plan.decisions),
-            "footprint": footprint(pool, lives, machine, seconds),
-        })  # fmt: skip
+        rows.append(
+            {
+                "at_most": overhead,
+                "overhead": timeline.overhead,
+                "load": lives.peak_bytes,
+                "swaps": len(plan.decisions),
+                "footprint": footprint(pool, lives, machine, seconds),
+            }
+        )
     return rows
 
 
@@ -151,9 +175,11 @@ def by_network(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 POOLS = {  # allocators without and with a plan
-    "smartpool+autoswap": ("cnmem", "smartpool"), "memonger": ("cudamalloc", "cudamalloc"),
-    "superneurons": ("superneurons", "superneurons"), "geeps": ("cudamalloc", "cudamalloc"),
-}  # fmt: skip
+    "smartpool+autoswap": ("cnmem", "smartpool"),
+    "memonger": ("cudamalloc", "cudamalloc"),
+    "superneurons": ("superneurons", "superneurons"),
+    "geeps": ("cudamalloc", "cudamalloc"),
+}
 OURS = POOLS["smartpool+autoswap"]
 CONTROLS = ("all", "random")  # weights of AutoSwap in place of Bayesian optimization's: the scores alone, random ones
 BUDGETS = (0.25, 0.5, 1.0)  # multiples of memonger's budget B
@@ -201,12 +227,20 @@ class Fig11(Figure):
         gap = np.array([difference for net in networks for difference in net["off"]])
         scores, random = (100 * np.array([net["gains"][i] for net in networks]).ravel() for i in range(len(CONTROLS)))
         return {
-            "networks": networks, "count": len(rows), "tuned": len(scores), "scores": int((scores > SAME).sum()),
-            "ahead": int((random > SAME).sum()), "behind": int((random < -SAME).sum()),
-            "deeper": sum(net["deeper"] for net in networks), "dearer": sum(net["dearer"] for net in networks),
-            "points": len(gap), "close": CLOSE, "worse": int((gap > CLOSE).sum()), "beyond": int(np.isinf(gap).sum()),
+            "networks": networks,
+            "count": len(rows),
+            "tuned": len(scores),
+            "scores": int((scores > SAME).sum()),
+            "ahead": int((random > SAME).sum()),
+            "behind": int((random < -SAME).sum()),
+            "deeper": sum(net["deeper"] for net in networks),
+            "dearer": sum(net["dearer"] for net in networks),
+            "points": len(gap),
+            "close": CLOSE,
+            "worse": int((gap > CLOSE).sum()),
+            "beyond": int(np.isinf(gap).sum()),
             "better": int(((gap < -CLOSE) & np.isfinite(gap)).sum()),
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         panels = []
@@ -307,16 +341,21 @@ def fig11_facts(row: Row) -> Row:
     ours, memonger, neurons, geeps = (reductions(row, name) for name in POOLS)
     limits = [max(overhead, ZERO) for overhead in row["overheads"]]
     return {
-        "network": row["network"], "free": deepest(ours), "at_15": deepest(ours, 0.15),
+        "network": row["network"],
+        "free": deepest(ours),
+        "at_15": deepest(ours, 0.15),
         # Reduction beyond that of each control, at each overhead.
         "gains": [[deepest(ours, o) - deepest(reductions(row, name), o) for o in limits] for name in CONTROLS],
-        "most": render(ours[ours[:, 0].argmax()]), "memonger": [render(p) for p in memonger[memonger[:, 0].argsort()]],
-        "superneurons": [render(p) for p in neurons], "geeps_free": deepest(geeps),
+        "most": render(ours[ours[:, 0].argmax()]),
+        "memonger": [render(p) for p in memonger[memonger[:, 0].argsort()]],
+        "superneurons": [render(p) for p in neurons],
+        "geeps_free": deepest(geeps),
         "geeps": render(geeps[geeps[:, 0].argmax()]) if len(geeps) else "–",
-        "deeper": neurons[:, 0].max() > memonger[:, 0].max(), "dearer": neurons[-1, 1] > memonger[:, 1].max(),
+        "deeper": neurons[:, 0].max() > memonger[:, 0].max(),
+        "dearer": neurons[-1, 1] > memonger[:, 1].max(),
         # Overhead of GeePS minus ours, at each of its points; -inf if ours does not reduce as much.
         "off": [float(overhead) - overhead_at(ours, float(reduction)) for reduction, overhead in geeps],
-    }  # fmt: skip
+    }
 
 
 def render(point: Any) -> str:

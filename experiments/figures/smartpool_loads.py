@@ -57,31 +57,48 @@ class Table1(Figure):
         lives = program_lifetimes(program).intervals
         extra = {"gradients": sum(t.nbytes for t in gradients), "filters": sum(t.nbytes for t in filters)}
         return {
-            "load": program.peak_bytes, "blocks": len(lives), "ratios": ratios(lives, machine),
+            "load": program.peak_bytes,
+            "blocks": len(lives),
+            "ratios": ratios(lives, machine),
             "weights": sum(t.nbytes for t in program.tensors if t.kind == "parameter"),
-            "ideal_ns": program.ideal_ns, "online": online(program),
+            "ideal_ns": program.ideal_ns,
+            "online": online(program),
             "allocation_ns": {name: allocation_ns(name, lives, machine) for name in ("cudamalloc", *POOLS)},
             "singa": {"load": singa.peak_bytes, **extra, "ratios": ratios(program_lifetimes(singa).intervals, machine)},
-        }  # fmt: skip
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         networks, pools = [facts(row) for row in rows], [row["ratios"] for row in rows]
         return {
-            "networks": networks, "count": len(rows), "early": span(len(row["online"]["early"]) for row in rows),
+            "networks": networks,
+            "count": len(rows),
+            "early": span(len(row["online"]["early"]) for row in rows),
             "equal": sum(net["pool"] == round(net["ratios"]["smartpool"] * net["load"]) for net in networks),
-            "exact": max(r["smartpool"] for r in pools), "aligned": max(r["aligned"] for r in pools),
+            "exact": max(r["smartpool"] for r in pools),
+            "aligned": max(r["aligned"] for r in pools),
             "apart": max(abs(r["smartpool_first"] - r["smartpool"]) for r in pools),
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         nets = [facts(row) for row in rows]
         names = Axis(names=[net["label"] for net in nets])
         loads: list[Mark] = [
-            Line([net[key] for net in nets], range(len(nets)), colour, label, "o", "", size=7,
-                 texts=[f"{net[key] - 1:+.0%}" for net in nets], side=side)
-            for key, colour, label, side in (("captured", FAINT, "load as captured", "left"),
-                                             ("kept", KEPT, "with what SINGA keeps", "right"))
-        ]  # fmt: skip
+            Line(
+                [net[key] for net in nets],
+                range(len(nets)),
+                colour,
+                label,
+                "o",
+                "",
+                size=7,
+                texts=[f"{net[key] - 1:+.0%}" for net in nets],
+                side=side,
+            )
+            for key, colour, label, side in (
+                ("captured", FAINT, "load as captured", "left"),
+                ("kept", KEPT, "with what SINGA keeps", "right"),
+            )
+        ]
         ratios: list[Mark] = []
         speeds: list[Mark] = []
         for shift, pool in zip((-0.16, 0.16), POOLS, strict=True):
@@ -114,8 +131,10 @@ def ratios(lives: Intervals, machine: Machine) -> dict[str, float]:
 
 def kept_by_singa(model: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the previous iteration's gradients, and transformed filters of 3x3 convolutions of stride 1."""
-    gradients = [Tensor(f"previous gradient of {name}", p.numel() * p.element_size(), "gradient", True)
-                 for name, p in model.named_parameters()]  # fmt: skip
+    gradients = [
+        Tensor(f"previous gradient of {name}", p.numel() * p.element_size(), "gradient", True)
+        for name, p in model.named_parameters()
+    ]
     filters = []
     for name, layer in model.named_modules():
         if getattr(layer, "kernel_size", None) == (3, 3) and layer.stride == (1, 1):
@@ -129,11 +148,16 @@ def facts(row: Row) -> Row:
     paper, singa = PAPER[row["network"]], row["singa"]
     ns = {name: row["ideal_ns"] + malloc_ns for name, malloc_ns in row["allocation_ns"].items()}
     return {
-        **row, "label": figures.label(row["network"]), "paper": paper, "cudamalloc_ms": ns["cudamalloc"] / 1e6,
+        **row,
+        "label": figures.label(row["network"]),
+        "paper": paper,
+        "cudamalloc_ms": ns["cudamalloc"] / 1e6,
         "speedups": {pool: ns["cudamalloc"] / ns[pool] for pool in POOLS},
-        "early": max(row["online"]["early"]), "pool": max(row["online"]["pooled"]),
-        "captured": row["load"] / MB / paper["load"], "kept": singa["load"] / MB / paper["load"],
-    }  # fmt: skip
+        "early": max(row["online"]["early"]),
+        "pool": max(row["online"]["pooled"]),
+        "captured": row["load"] / MB / paper["load"],
+        "kept": singa["load"] / MB / paper["load"],
+    }
 
 
 class Operation(NamedTuple):
@@ -166,19 +190,23 @@ class Fig2(Figure):
         signatures = [signature(lines[a:b]) for a, b in bounds]
         changes = [[i, b] for i, (a, b) in enumerate(pairwise(loads)) if a != b]
         return {
-            "operations": [b - a for a, b in bounds], "peaks": [max(loads[a : b + 1]) for a, b in bounds],
+            "operations": [b - a for a, b in bounds],
+            "peaks": [max(loads[a : b + 1]) for a, b in bounds],
             "same": [operations == signatures[1] for operations in signatures],  # equal to the second iteration
-            "starts": starts, "before": start_bytes, "points": changes if task["curve"] else [],
+            "starts": starts,
+            "before": start_bytes,
+            "points": changes if task["curve"] else [],
             "captured": figures.program(task["network"], machine).peak_bytes,
-        }  # fmt: skip
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         return {
             "networks": [{**row, "paper": PAPER[row["network"]]["load"]} for row in rows],
-            "iterations": rows[0]["iterations"], "count": len(rows),
+            "iterations": rows[0]["iterations"],
+            "count": len(rows),
             "middle": sum(all(row["same"][1:]) for row in rows),
             "exact": sum(row["peaks"][1] == row["captured"] for row in rows),
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         row = next(row for row in rows if row["points"])

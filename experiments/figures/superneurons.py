@@ -39,13 +39,17 @@ class Fig2(Figure):
         live_bytes = [live - kernel.workspace for live, kernel in zip(program.live_bytes, program.kernels, strict=True)]
         tensors = sum(tensor.nbytes for tensor in program.tensors)  # without freeing any
         return {
-            "without": max(live_bytes), "fastest": max(a + b for a, (_, b, _) in zip(live_bytes, fastest, strict=True)),
-            "sum": tensors + sum(nbytes for _, nbytes, _ in fastest), "all": tensors,
-        }  # fmt: skip
+            "without": max(live_bytes),
+            "fastest": max(a + b for a, (_, b, _) in zip(live_bytes, fastest, strict=True)),
+            "sum": tensors + sum(nbytes for _, nbytes, _ in fastest),
+            "all": tensors,
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
-        return {"networks": [{**row, "paper": FIG2_PAPER.get(row["network"], "not said")} for row in rows],
-                "batch": FIG2_BATCH}  # fmt: skip
+        return {
+            "networks": [{**row, "paper": FIG2_PAPER.get(row["network"], "not said")} for row in rows],
+            "batch": FIG2_BATCH,
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         names = [figures.label(row["network"]) for row in rows]
@@ -120,20 +124,31 @@ class Fig12(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         lines = [
-            {"batch_size": row["batch_size"], "pool": result["pool"], "slow": slow, "fast": fast, "times": fast / slow,
-             "share": result["filled"]["workspaces"] / row["wanted"]}
-            for row in rows for result in row["found"]
+            {
+                "batch_size": row["batch_size"],
+                "pool": result["pool"],
+                "slow": slow,
+                "fast": fast,
+                "times": fast / slow,
+                "share": result["filled"]["workspaces"] / row["wanted"],
+            }
+            for row in rows
+            for result in row["found"]
             for slow, fast in [(result["least"]["images_per_s"], result["filled"]["images_per_s"])]
-        ]  # fmt: skip
+        ]
         return {"rows": lines, "gains": span(line["times"] for line in lines)}
 
     def chart(self, rows: list[Row]) -> Chart:
         lines = self.numbers(rows)["rows"]
         series = [
             ("least workspaces", PREDICTED, [line["slow"] for line in lines], []),
-            ("fastest that fit", MEASURED, [line["fast"] for line in lines],
-             [f"{line['times']:.2f}×, {line['share']:.0%} of all workspaces" for line in lines]),
-        ]  # fmt: skip
+            (
+                "fastest that fit",
+                MEASURED,
+                [line["fast"] for line in lines],
+                [f"{line['times']:.2f}×, {line['share']:.0%} of all workspaces" for line in lines],
+            ),
+        ]
         paper = [
             Line([speed] * 2, [-0.5, len(lines) - 0.5], INK, f"paper: {label}, {speed} images/s", line=dash, front=5)
             for label, speed, dash in zip(("least", "most"), FIG12_PAPER, (":", "--"), strict=True)
@@ -146,9 +161,13 @@ class Fig12(Figure):
 
 
 TABLE2_PAPER = {  # images/s with cudaMalloc ("CUDA") and with the pool ("Ours")
-    "alexnet": (359.4, 401.6), "vgg16_imagenet": (12.1, 14.4), "inception_v4": (6.77, 10.0),
-    "resnet50_imagenet": (21.5, 32.9), "resnet101_imagenet": (11.3, 18.95), "resnet152_imagenet": (7.46, 13.2),
-}  # fmt: skip
+    "alexnet": (359.4, 401.6),
+    "vgg16_imagenet": (12.1, 14.4),
+    "inception_v4": (6.77, 10.0),
+    "resnet50_imagenet": (21.5, 32.9),
+    "resnet101_imagenet": (11.3, 18.95),
+    "resnet152_imagenet": (7.46, 13.2),
+}
 
 
 class Table2(Figure):
@@ -175,8 +194,11 @@ class Table2(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         networks = table2_facts(rows)
-        labels = {"paper": ("the paper", INK), "each": ("ours: one cost per block, fitted", ALLOCATORS[POOL].colour),
-                  "ours": ("ours: costs by bytes, as on a GTX 1080 Ti", FAINT)}  # fmt: skip
+        labels = {
+            "paper": ("the paper", INK),
+            "each": ("ours: one cost per block, fitted", ALLOCATORS[POOL].colour),
+            "ours": ("ours: costs by bytes, as on a GTX 1080 Ti", FAINT),
+        }
         series = [
             (*style, [net["speedup"][key] for net in networks], [f"{net['speedup'][key]:.2f}×" for net in networks])
             for key, style in labels.items()
@@ -226,11 +248,12 @@ class Fig11(Figure):
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine, batch_size=task["batch"])
         return {
-            "peak": program.peak_bytes, "ideal_ns": program.ideal_ns,
+            "peak": program.peak_bytes,
+            "ideal_ns": program.ideal_ns,
             "without": run_offloaded(program, machine),
             "cached": run_cached(program, machine, machine.memory_bytes),
             "cached_short": run_cached(program, machine, int(task["short"] * program.peak_bytes)),
-        }  # fmt: skip
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         networks = [fig11_facts(row) for row in rows]
@@ -264,15 +287,22 @@ def run_cached(program: Program, machine: Machine, limit: int) -> Row | None:
         result = tensor_cache.run(program, machine, limit)
     except agents.Infeasible:
         return None
-    return {"iteration_ns": result.iteration_ns, "offloaded": result.offloaded_bytes, "misses": result.misses,
-            "hits": result.hits}  # fmt: skip
+    return {
+        "iteration_ns": result.iteration_ns,
+        "offloaded": result.offloaded_bytes,
+        "misses": result.misses,
+        "hits": result.hits,
+    }
 
 
 def fig11_facts(row: Row) -> Row:
     """Returns the speeds of a network, also relative to the iteration without swaps."""
     short, ns = row["cached_short"], [row[key]["iteration_ns"] for key in ("cached", "without")]
     return {
-        **row, "label": figures.label(row["network"]), "images": [row["batch"] / time_ns * 1e9 for time_ns in ns],
-        "speeds": [row["ideal_ns"] / time_ns for time_ns in ns], "loss": 1 - ns[0] / ns[1],
+        **row,
+        "label": figures.label(row["network"]),
+        "images": [row["batch"] / time_ns * 1e9 for time_ns in ns],
+        "speeds": [row["ideal_ns"] / time_ns for time_ns in ns],
+        "loss": 1 - ns[0] / ns[1],
         "short_speed": "does not fit" if short is None else f"{row['ideal_ns'] / short['iteration_ns']:.0%}",
-    }  # fmt: skip
+    }

@@ -109,8 +109,14 @@ def max_size(method: str, build: Callable[[int], Program], machine: Machine, sta
     return size, {"overhead": timeline.overhead, "iteration_ns": timeline.iteration_ns, "peak": timeline.peak_bytes}
 
 
-def panel(title: str, paper: Mapping[str, int | None], ours: Sequence[tuple[str, str, int, str]], axis: str,
-          room: float, bound: int | None = None) -> Panel:  # fmt: skip
+def panel(
+    title: str,
+    paper: Mapping[str, int | None],
+    ours: Sequence[tuple[str, str, int, str]],
+    axis: str,
+    room: float,
+    bound: int | None = None,
+) -> Panel:
     """Returns a panel with a hollow bar per framework of the paper, and a bar per method of ours.
 
     Args:
@@ -119,8 +125,10 @@ def panel(title: str, paper: Mapping[str, int | None], ours: Sequence[tuple[str,
     n = len(paper)
     texts = ["N/A" if value is None else f"{value:,}" for value in paper.values()]
     marks: list[Mark] = [Bars(range(n), list(paper.values()), INK, hollow=True, thick=0.7, texts=texts)]
-    marks += [Bars([n + i], [value], METHOD_COLOURS[method], thick=0.7, texts=[text])
-              for i, (method, _, value, text) in enumerate(ours)]  # fmt: skip
+    marks += [
+        Bars([n + i], [value], METHOD_COLOURS[method], thick=0.7, texts=[text])
+        for i, (method, _, value, text) in enumerate(ours)
+    ]
     marks += [] if bound is None else [Rule(bound)]
     names = [*(f"{name} (paper)" for name in paper), *(name for _, name, _, _ in ours)]
     return Panel(title, marks, Axis(axis, limits=(0, None), room=room), Axis(names=names))
@@ -282,24 +290,35 @@ class Table4(Figure):
                 raise AssertionError(f"{method}: n3 = {n3} fits with repeated blocks, but not as captured")
         sums = [m for m in feature_maps(program) if program.kernels[m.layer].kind in JOINS]
         return {
-            "n3": n3, "depth": depth(n3), "kernels": len(program.kernels), "memory": machine.memory_bytes,
-            "at_end": program.live_bytes[-1], "sums": sum(program.tensors[m.tensor].nbytes for m in sums), **iteration,
-        }  # fmt: skip
+            "n3": n3,
+            "depth": depth(n3),
+            "kernels": len(program.kernels),
+            "memory": machine.memory_bytes,
+            "at_end": program.live_bytes[-1],
+            "sums": sum(program.tensors[m.tensor].nbytes for m in sums),
+            **iteration,
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         lines = [
-            {**row, "label": METHODS[row["method"]].label + (AT_1 if row["batch"] == 1 else ""),
-             "held": row["at_end"] / row["memory"], "overhead": row.get("overhead"),
-             "images": row["batch"] / row["iteration_ns"] * 1e9 if "overhead" in row else None}
+            {
+                **row,
+                "label": METHODS[row["method"]].label + (AT_1 if row["batch"] == 1 else ""),
+                "held": row["at_end"] / row["memory"],
+                "overhead": row.get("overhead"),
+                "images": row["batch"] / row["iteration_ns"] * 1e9 if "overhead" in row else None,
+            }
             for row in rows
-        ]  # fmt: skip
+        ]
         paper = [{"framework": name, "there": depth} for name, depth in TABLE4_PAPER.items()]
         return {"paper": paper, "batch": rows[0]["batch"], "found": lines}
 
     def chart(self, rows: list[Row]) -> Chart:
         slower = [f" ({row['overhead']:.0%} slower)" if row.get("overhead") else "" for row in rows]
-        bars = [(line["method"], line["label"], line["depth"], f"{line['depth']:,}{text}")
-                for line, text in zip(self.numbers(rows)["found"], slower, strict=True)]  # fmt: skip
+        bars = [
+            (line["method"], line["label"], line["depth"], f"{line['depth']:,}{text}")
+            for line, text in zip(self.numbers(rows)["found"], slower, strict=True)
+        ]
         paper = TABLE4_PAPER | (BATCH1_PAPER if any(row["batch"] == 1 for row in rows) else {})
         title = f"Deepest ResNet in 12 GB, batch size {rows[0]['batch']}: the paper (hollow), simulated (filled)"
         size = (8.6, 0.7 + 0.36 * (len(paper) + len(rows)))
@@ -387,18 +406,30 @@ class Table5(Figure):
         results_by_method = [row["found"] for row in searched]
         return {
             "networks": [
-                {"network": row["network"], "overhead": planned[row["network"]]["overhead"],
-                 "paper": ["N/A" if n is None else f"{n:,}" for n in TABLE5_PAPER[row["network"]].values()],
-                 "cells": [f"{result['batch']:,}" + (f" ({result['overhead']:.0%})" if result.get("overhead") else "")
-                           for result in row["found"].values()]}
+                {
+                    "network": row["network"],
+                    "overhead": planned[row["network"]]["overhead"],
+                    "paper": ["N/A" if n is None else f"{n:,}" for n in TABLE5_PAPER[row["network"]].values()],
+                    "cells": [
+                        f"{result['batch']:,}" + (f" ({result['overhead']:.0%})" if result.get("overhead") else "")
+                        for result in row["found"].values()
+                    ],
+                }
                 for row in searched
             ],
             "frameworks": [f"{name}, paper" for name in FRAMEWORKS],
             "methods": [METHODS[method].label for method in results_by_method[0]],
-            "count": len(searched), "planner": label(next(iter(planned.values()))["planner"]),
-            **{f"{name}_ahead": sum(results[name]["batch"] > results[CHECKED]["batch"] for results in results_by_method)
-               if name in results_by_method[0] else None for name in ("vdnn_all", "memonger")},
-        }  # fmt: skip
+            "count": len(searched),
+            "planner": label(next(iter(planned.values()))["planner"]),
+            **{
+                f"{name}_ahead": sum(
+                    results[name]["batch"] > results[CHECKED]["batch"] for results in results_by_method
+                )
+                if name in results_by_method[0]
+                else None
+                for name in ("vdnn_all", "memonger")
+            },
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         panels = []

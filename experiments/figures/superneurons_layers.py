@@ -29,15 +29,21 @@ FIG10_LABELS = {
 }
 POOL5, POOL2 = 32, 39  # steps
 FIG10_PAPER = {  # section 4.1.1
-    "no sharing of memory: MB": 2189.437, "no sharing of memory: tensors": 36,
-    "liveness analysis: peak, MB": 1489.355, "liveness analysis: step of the peak": 32,
+    "no sharing of memory: MB": 2189.437,
+    "no sharing of memory: tensors": 36,
+    "liveness analysis: peak, MB": 1489.355,
+    "liveness analysis: step of the peak": 32,
     "liveness analysis: tensors in memory then": 17,
-    "outputs of CONV1 to CONV5 at step 32, MB": 1409.277, "tensors of POOL5's backward step, MB": 80.078,
+    "outputs of CONV1 to CONV5 at step 32, MB": 1409.277,
+    "tensors of POOL5's backward step, MB": 80.078,
     "liveness analysis: tensors at step 39": 10,
-    "+ prefetch and offload: peak, MB": 1132.155, "+ prefetch and offload: step of the peak": 39,
-    "+ prefetch and offload: tensors in memory then": 9, "+ prefetch and offload: MB at step 32": 1075.9,
-    "+ cost-aware recomputation: peak, MB": 886.0, "+ cost-aware recomputation: step of the peak": 44,
-}  # fmt: skip
+    "+ prefetch and offload: peak, MB": 1132.155,
+    "+ prefetch and offload: step of the peak": 39,
+    "+ prefetch and offload: tensors in memory then": 9,
+    "+ prefetch and offload: MB at step 32": 1075.9,
+    "+ cost-aware recomputation: peak, MB": 886.0,
+    "+ cost-aware recomputation: step of the peak": 44,
+}
 ROUNDED = "+ cost-aware recomputation: peak, MB"  # to MB
 
 
@@ -59,11 +65,15 @@ class Fig10(Figure):
         layer = program.kernels[POOL5 - 1]
         sizes = [[tensor.name, tensor.nbytes] for tensor in program.tensors]
         return {
-            "steps": [[s.name, s.phase, s.nbytes, len(s.tensors)] for s in steps], "peak": peak, "again": recomputed,
-            "at_peak": [sizes[t] for t in steps[peak_step].tensors], "tensors": len(program.tensors),
-            "all": sum(t.nbytes for t in program.tensors), "smallest": min(t.nbytes for t in program.tensors),
+            "steps": [[s.name, s.phase, s.nbytes, len(s.tensors)] for s in steps],
+            "peak": peak,
+            "again": recomputed,
+            "at_peak": [sizes[t] for t in steps[peak_step].tensors],
+            "tensors": len(program.tensors),
+            "all": sum(t.nbytes for t in program.tensors),
+            "smallest": min(t.nbytes for t in program.tensors),
             "layer": [sizes[t] for t in layer.accesses],
-        }  # fmt: skip
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         ours, pytorch = our_facts(rows), next((row for row in rows if row["shown"] == "captured"), None)
@@ -113,11 +123,13 @@ def captured_steps(batch_size: int, machine: Machine) -> Row:
     peaks = {name: simulate(program, p, FREE, FREE.memory_bytes).peak_bytes - static for name, p in plans.items()}
     return {
         "steps": [[k.name, k.phase, n - static, 0] for k, n in zip(program.kernels, program.live_bytes, strict=True)],
-        "peak": program.peak_bytes - static, "peaks": peaks, "kept": static,
+        "peak": program.peak_bytes - static,
+        "peaks": peaks,
+        "kept": static,
         "at_peak": sorted(([name, *count] for name, count in at_peak.items()), key=lambda entry: -entry[2]),
         "tensors": sum(not t.persistent for t in program.tensors),
         "all": sum(t.nbytes for t in program.tensors if not t.persistent),
-    }  # fmt: skip
+    }
 
 
 def our_facts(rows: list[Row]) -> dict[str, float]:
@@ -128,11 +140,14 @@ def our_facts(rows: list[Row]) -> dict[str, float]:
         if row["shown"] == "captured":
             continue
         numbers |= {
-            "no sharing of memory: MB": row["all"] / MB, "no sharing of memory: tensors": row["tensors"],
-            f"{name}: peak, MB": row["peak"] / MB, f"{name}: step of the peak": peak_step + 1,
-            f"{name}: tensors in memory then": steps[peak_step][3], f"{name}: tensors at step 39": steps[POOL2 - 1][3],
+            "no sharing of memory: MB": row["all"] / MB,
+            "no sharing of memory: tensors": row["tensors"],
+            f"{name}: peak, MB": row["peak"] / MB,
+            f"{name}: step of the peak": peak_step + 1,
+            f"{name}: tensors in memory then": steps[peak_step][3],
+            f"{name}: tensors at step 39": steps[POOL2 - 1][3],
             f"{name}: MB at step 32": steps[POOL5 - 1][2] / MB,
-        }  # fmt: skip
+        }
         if row["shown"] == "liveness":
             layer, at_peak = dict(row["layer"]), dict(row["at_peak"])
             numbers["outputs of CONV1 to CONV5 at step 32, MB"] = sum(at_peak[t] for t in at_peak.keys() - layer) / MB
@@ -147,14 +162,25 @@ def _peak_step(row: Row) -> int:
 
 def lines(ours: dict[str, float], captured: Row | None) -> list[Row]:
     """Returns a table line per number in the paper's text, with PyTorch's values for the peaks."""
-    pytorch = {} if captured is None else {
-        "no sharing of memory: MB": captured["all"] / MB, "no sharing of memory: tensors": captured["tensors"],
-        **{f"{FIG10_LABELS[name]}: peak, MB": n / MB for name, n in captured["peaks"].items()},
-    }  # fmt: skip
+    pytorch = (
+        {}
+        if captured is None
+        else {
+            "no sharing of memory: MB": captured["all"] / MB,
+            "no sharing of memory: tensors": captured["tensors"],
+            **{f"{FIG10_LABELS[name]}: peak, MB": n / MB for name, n in captured["peaks"].items()},
+        }
+    )
     forms = {key: ",.3f" if "MB" in key else ",.0f" for key in ours}
-    return [{"words": key, "paper": format_exact(FIG10_PAPER[key]), "ours": format(value, forms[key]),
-             "pytorch": format(pytorch[key], forms[key]) if key in pytorch else None}
-            for key, value in ours.items()]  # fmt: skip
+    return [
+        {
+            "words": key,
+            "paper": format_exact(FIG10_PAPER[key]),
+            "ours": format(value, forms[key]),
+            "pytorch": format(pytorch[key], forms[key]) if key in pytorch else None,
+        }
+        for key, value in ours.items()
+    ]
 
 
 def format_exact(value: float) -> str:
@@ -199,16 +225,23 @@ class Table1(Figure):
         peak_step = max(steps, key=lambda step: step.nbytes)
         at_peak = [[program.tensors[t].name, program.tensors[t].nbytes] for t in peak_step.tensors]
         return {
-            "batch_size": batch_size, "again": recomputed, "peak": peak, "step": f"{peak_step.name} {peak_step.phase}",
-            "at_peak": at_peak, "planner": figures.least_limit(planner, program, FREE, 1),
-        }  # fmt: skip
+            "batch_size": batch_size,
+            "again": recomputed,
+            "peak": peak,
+            "step": f"{peak_step.name} {peak_step.phase}",
+            "at_peak": at_peak,
+            "planner": figures.least_limit(planner, program, FREE, 1),
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         lines = [facts(row) for row in rows]
         return {
-            "lines": lines, "count": len(rows), "same": sum(row["again"] == row["paper"][0] for row in lines),
-            "close": sum(row["close"] for row in lines), "planner": sum(row["planner"] == row["peak"] for row in rows),
-        }  # fmt: skip
+            "lines": lines,
+            "count": len(rows),
+            "same": sum(row["again"] == row["paper"][0] for row in lines),
+            "close": sum(row["close"] for row in lines),
+            "planner": sum(row["planner"] == row["peak"] for row in rows),
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         networks, panels = figures.group_by(map(facts, rows)), []
@@ -218,8 +251,10 @@ class Table1(Figure):
             for s, (strategy, label) in enumerate(TABLE1_LABELS.items()):
                 runs = [next((row for row in net if row["strategy"] == strategy), None) for net in networks.values()]
                 ours, theirs = [row and row[key] / unit for row in runs], [row and row["paper"][i] for row in runs]
-                texts = ["" if a is None else f"{a:,.{3 * i}f}" + (f"\n({b:g})" if round(a - b, 3 * i - 1) else "")
-                         for a, b in zip(ours, theirs, strict=True)]  # fmt: skip
+                texts = [
+                    "" if a is None else f"{a:,.{3 * i}f}" + (f"\n({b:g})" if round(a - b, 3 * i - 1) else "")
+                    for a, b in zip(ours, theirs, strict=True)
+                ]
                 x = [n + 0.27 * (s - 1) for n in range(len(networks))]
                 marks.append(Bars(x, ours, STRATEGY[strategy], label, 0.24, horizontal=False, texts=texts))
                 marks.append(Line(x, theirs, INK, "the paper's (in brackets where it differs)", "_", "", size=19))
@@ -232,15 +267,24 @@ def facts(row: Row) -> Row:
     """Returns the numbers of a network under a strategy, next to those of the paper."""
     layers, peak = TABLE1_PAPER[row["network"]][row["strategy"]]
     return {
-        **row, "label": figures.label(row["network"]), "named": TABLE1_LABELS[row["strategy"]], "paper": (layers, peak),
-        "paper_mb": f"{peak:,g}" if peak < 500 else f"{peak:,.3f}", "close": abs(row["peak"] / MB - peak) < 0.0011,
-    }  # fmt: skip
+        **row,
+        "label": figures.label(row["network"]),
+        "named": TABLE1_LABELS[row["strategy"]],
+        "paper": (layers, peak),
+        "paper_mb": f"{peak:,g}" if peak < 500 else f"{peak:,.3f}",
+        "close": abs(row["peak"] / MB - peak) < 0.0011,
+    }
 
 
 GB = 10**9
 TABLE3_PAPER = {  # GB without and with the cache
-    256: (2.56, 0.0), 384: (3.72, 0.0), 512: (4.88, 0.0), 640: (6.03, 0.0), 896: (8.35, 0.0), 1024: (9.50, 0.88),
-}  # fmt: skip
+    256: (2.56, 0.0),
+    384: (3.72, 0.0),
+    512: (4.88, 0.0),
+    640: (6.03, 0.0),
+    896: (8.35, 0.0),
+    1024: (9.50, 0.88),
+}
 KEPT = ("weights", "gradients of weights", "momentum")
 
 
@@ -264,10 +308,13 @@ class Table3(Figure):
             agents.make("superneurons", mode="swap", recompute="cost"), program, machine, machine.memory_bytes
         )
         return {
-            "weights": weights, "memory": machine.memory_bytes, "copied": traffic(program, layerwise.plan(program)),
-            "cached": plan and traffic(program, plan), "peak": program.peak_bytes,
+            "weights": weights,
+            "memory": machine.memory_bytes,
+            "copied": traffic(program, layerwise.plan(program)),
+            "cached": plan and traffic(program, plan),
+            "peak": program.peak_bytes,
             "all": sum(t.nbytes for t in program.tensors),
-        }  # fmt: skip
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         # The largest batch whose peak fits: the peak is proportional to the batch beside what is kept.
@@ -275,13 +322,16 @@ class Table3(Figure):
         in_paper = [row for row in rows if row["batch_size"] in TABLE3_PAPER]
         return {
             "sizes": [
-                {**row, "paper": TABLE3_PAPER.get(row["batch_size"]),
-                 "cached": "does not fit" if row["cached"] is None else f"{row['cached'] / GB:.2f}"}
+                {
+                    **row,
+                    "paper": TABLE3_PAPER.get(row["batch_size"]),
+                    "cached": "does not fit" if row["cached"] is None else f"{row['cached'] / GB:.2f}",
+                }
                 for row in rows
             ],
             "less": span(1 - row["copied"] / GB / TABLE3_PAPER[row["batch_size"]][0] for row in in_paper),
             "limit": int((first["memory"] - kept_bytes) * first["batch_size"] // (first["peak"] - kept_bytes)),
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         xs = [row["batch_size"] for row in rows]
@@ -290,8 +340,10 @@ class Table3(Figure):
         for i, (key, ink, name, marker, dash) in enumerate(curves):
             ours = [None if row[key] is None else row[key] / GB for row in rows]
             theirs = [TABLE3_PAPER[x][i] if x in TABLE3_PAPER else None for x in xs]
-            marks += [Line(xs, ours, ink, f"{name}, ours", marker, dash, width=2),
-                      Line(xs, theirs, ink, f"{name}, paper", marker, "", size=8, hollow=True)]  # fmt: skip
+            marks += [
+                Line(xs, ours, ink, f"{name}, ours", marker, dash, width=2),
+                Line(xs, theirs, ink, f"{name}, paper", marker, "", size=8, hollow=True),
+            ]
         limit = self.numbers(rows)["limit"]
         marks.append(Rule(limit, text=f"peak fills the memory at {limit:,}"))
         x = Axis("batch size (above 1,024 only ours)", limits=(0, 1.04 * max(xs)), ticks=xs)

@@ -37,9 +37,12 @@ PANELS = (
     ("Cost-benefit ratio (CBR)", "MSR / EOR", "{:g}"),
 )
 PLANNERS = {
-    "vDNN": "vdnn_all", "Capuchin": "capuchin", "TENSILE": "tensile", "AutoSwap": "autoswap_swdoa",
+    "vDNN": "vdnn_all",
+    "Capuchin": "capuchin",
+    "TENSILE": "tensile",
+    "AutoSwap": "autoswap_swdoa",
     "LP rounding": "lp_round",
-}  # fmt: skip
+}
 HELD = "TENSILE, held to its limit"
 VGG = "vgg16_imagenet"
 PAPER: dict[str | tuple[str, ...], dict[str, Ratios]] = {  # by the network of Table 1, and by the jobs of Table 2
@@ -192,9 +195,11 @@ def table1_outcome(program: Program, plan: Plan | None, machine: Machine, limit:
     for decision in plan.decisions:
         kinds[program.tensors[decision.tensor].kind] += program.tensors[decision.tensor].nbytes
     return {
-        "peak_bytes": timeline.peak_bytes, "iteration_ns": timeline.iteration_ns, "decisions": len(plan.decisions),
+        "peak_bytes": timeline.peak_bytes,
+        "iteration_ns": timeline.iteration_ns,
+        "decisions": len(plan.decisions),
         "bytes": kinds,
-    }  # fmt: skip
+    }
 
 
 class Table2(_Ratios):
@@ -260,10 +265,12 @@ def table2_outcome(programs: Sequence[Program], plans: Sequence[Plan] | None, ma
         return None
     timeline = simulate_jobs(jobs_of(programs, plans), machine, machine.memory_bytes)
     return {
-        "peak_bytes": timeline.peak_bytes, "makespan_ns": timeline.end_ns,
-        "decisions": [len(plan.decisions) for plan in plans], "evictions": len(timeline.evictions),
+        "peak_bytes": timeline.peak_bytes,
+        "makespan_ns": timeline.end_ns,
+        "decisions": [len(plan.decisions) for plan in plans],
+        "evictions": len(timeline.evictions),
         "channel": round((timeline.copies_ns("d2h") + timeline.copies_ns("h2d")) / timeline.end_ns, 4),
-    }  # fmt: skip
+    }
 
 
 class Ratio(Figure):
@@ -312,5 +319,11 @@ def facts(row: Row) -> Row:
     saved, lost, benefit = ratios(row["with"], row["without"])  # type: ignore[misc]
     is_free, swaps = lost <= ZERO, sum(row["with"]["decisions"])
     text = f"{100 * saved:.1f}/{100 * lost:.1f}/" + ("∞" if is_free else f"{benefit:.2f}")
-    return {**row, "label": jobs_label({"jobs": [row["network"]] * row["jobs"]}), "saved": saved, "lost": lost,
-            "benefit": None if is_free else benefit, "cell": text if swaps else "–"}  # fmt: skip
+    return {
+        **row,
+        "label": jobs_label({"jobs": [row["network"]] * row["jobs"]}),
+        "saved": saved,
+        "lost": lost,
+        "benefit": None if is_free else benefit,
+        "cell": text if swaps else "–",
+    }

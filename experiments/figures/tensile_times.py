@@ -75,8 +75,11 @@ class Times(Figure):
             runs = [row["held"][name] for row in rows]
             cells = [f"{run[key]:.3f}" for run in runs for key in TIMES_PAPER]
             lines.append({"label": figures.label(name), "cells": cells + [f"{run['iteration']:.2f}" for run in runs]})
-        middle = [f"{paper:.3f} / {median(run[key] for run in row['held'].values()):.3f}"
-                  for row in rows for key, paper in TIMES_PAPER.items()]  # fmt: skip
+        middle = [
+            f"{paper:.3f} / {median(run[key] for run in row['held'].values()):.3f}"
+            for row in rows
+            for key, paper in TIMES_PAPER.items()
+        ]
         lines.append({"label": "paper's mean / our median", "cells": middle + [""] * len(rows)})
         heads = [f"{row['source']}, {name}" for row in rows for name in NAMES.values()]
         return {"networks": lines, "heads": heads + [f"{row['source']}, iteration" for row in rows]}
@@ -93,8 +96,10 @@ class Times(Figure):
             marks: list[Mark] = []
             for bars, (key, ink), hatch in zip(groups(series, horizontal=True), inks.items(), ("", "///"), strict=True):
                 rule = f"the paper's mean, {NAMES[key]}"
-                marks += [replace(bars, hatch=hatch), Rule(TIMES_PAPER[key], colour=ink, label=rule, width=1.4,
-                                                           line=DOTTED if hatch else DASHED)]  # fmt: skip
+                marks += [
+                    replace(bars, hatch=hatch),
+                    Rule(TIMES_PAPER[key], colour=ink, label=rule, width=1.4, line=DOTTED if hatch else DASHED),
+                ]
             axis = Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0))
             panels.append(Panel(f"{row['source']}: {row['device']}", marks, axis, Axis(names=names)))
         return Chart("Kernel times predicted, on networks that were not learned from", panels, 2, (5.7, 4.6), keys=2)
@@ -145,8 +150,9 @@ class Start(Figure):
         name, batch = task["network"], task["batch"]
         samples = {
             (network, size): sample(figures.program(network, machine, batch_size=size))
-            for network in task["networks"] for size in (batch, *task["batches"])
-        }  # fmt: skip
+            for network in task["networks"]
+            for size in (batch, *task["batches"])
+        }
         program, _, times = samples[name, batch]
         training = {
             "networks": [s for (network, _), s in samples.items() if network != name],
@@ -176,20 +182,32 @@ class Start(Figure):
         firsts = {key: [run[0] if run else NEVER for run in losses] for key, losses in methods.items()}
         less = [max(predicted) < passive for passive, *predicted in zip(*list(firsts.values())[:3], strict=True)]
         return {
-            "lines": lines, "heads": [name for name, *_ in LOOKS.values()], "less": sum(less), "count": len(less),
+            "lines": lines,
+            "heads": [name for name, *_ in LOOKS.values()],
+            "less": sum(less),
+            "count": len(less),
             "first": {key: span(run[0] for run in losses if run) for key, losses in methods.items()},
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         x = list(range(1, rows[0]["iterations"] + 1))
         panels = []
         for row in rows:
             marks = [
-                Line(x[: len(losses)], losses, colour, name, marker, line, size=size, hollow=marker != "x",
-                     front=9 - size / 2)
+                Line(
+                    x[: len(losses)],
+                    losses,
+                    colour,
+                    name,
+                    marker,
+                    line,
+                    size=size,
+                    hollow=marker != "x",
+                    front=9 - size / 2,
+                )
                 for key, (name, colour, marker, line, size) in LOOKS.items()
                 if (losses := row["methods"][key]["lost"])
-            ]  # fmt: skip
+            ]
             y = Axis("time lost, of an iteration", "%", (-0.002, None), "symlog", room=2)
             panels.append(Panel(f"{label(row)} of the peak", marks, Axis("iteration", ticks=x), y))
         return Chart("The first iterations of a job: passive mode or predicted times", panels, 3, (4.4, 3.8), keys=4)
@@ -269,10 +287,13 @@ class Speed(Figure):
         }
         state = sum(t.nbytes for t in program.tensors if t.kind == "optimizer_state")
         return {
-            "peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "state_bytes": state,
-            "planned": schedule.peak, "decisions": len(plan.decisions),
+            "peak_bytes": program.peak_bytes,
+            "ideal_ns": program.ideal_ns,
+            "state_bytes": state,
+            "planned": schedule.peak,
+            "decisions": len(plan.decisions),
             **{key: {"peak_bytes": run.peak_bytes, "overhead": run.overhead} for key, run in runs.items()},
-        }  # fmt: skip
+        }
 
     def numbers(self, rows: list[Row]) -> Row:
         lines = [speed_facts(row) for row in rows]
@@ -283,11 +304,12 @@ class Speed(Figure):
         return {
             "heads": [f"×{row['factor']:g}" for row in groups[0]],
             "groups": [{**group[0], "cells": [row["cell"] for row in group]} for group in groups],
-            "claim": CLAIM, "vgg": span(row["alone"] for row in vgg),
+            "claim": CLAIM,
+            "vgg": span(row["alone"] for row in vgg),
             "mlp": max((row["alone"] for row in free_rows if row["factor"] == 1), default=None),
             "enough": min((row["factor"] for row in free_rows if row["alone"] >= CLAIM), default=None),
             "states": [max(group, key=lambda row: row["alone"] - row["within"]) for group in (vgg, adam, mlp) if group],
-        }  # fmt: skip
+        }
 
     def chart(self, rows: list[Row]) -> Chart:
         facts = [speed_facts(row) for row in rows]
@@ -297,8 +319,10 @@ class Speed(Figure):
             marks: list[Mark] = [Rule(share, horizontal=True, line=":", text=text) for share, text in claims]
             for (key, lines), (colour, marker) in zip(by_key.items(), SPEED_STYLES, strict=False):
                 x, needs_all_cores, other = ([row[column] for row in lines] for column in ("ms", "alone", dashed))
-                marks += [Line(x, needs_all_cores, colour, key, marker),
-                          Line(x, other, colour, "", marker, "--", size=8, hollow=True, front=2.5)]  # fmt: skip
+                marks += [
+                    Line(x, needs_all_cores, colour, key, marker),
+                    Line(x, other, colour, "", marker, "--", size=8, hollow=True, front=2.5),
+                ]
             x_axis = Axis("iteration without a plan, ms", "{:g}", scale="log")
             panels.append(Panel(title, marks, x_axis, Axis("saved of the peak", "%", (-0.015, None))))
         return Chart("TENSILE: saved memory against the iteration time", panels, 2, (6.6, 4.6), keys=5)
@@ -353,6 +377,13 @@ def speed_facts(row: Row) -> Row:
     saved = {key: 1 - row[key]["peak_bytes"] / row["peak_bytes"] for key in ("alone", "within", "held")}
     cell = "/".join(f"{100 * value:.1f}" for value in saved.values()) + f"(+{100 * row['held']['overhead']:.1f})"
     label = figures.label(row["network"]) + ", Adam" * row["adam"]
-    return {**row, **saved, "overhead": row["alone"]["overhead"], "cell": cell, "ms": row["ideal_ns"] / 1e6,
-            "label": label, "key": f"{label}, batch {row['batch']:,}",
-            "state": row["state_bytes"] / row["peak_bytes"]}  # fmt: skip
+    return {
+        **row,
+        **saved,
+        "overhead": row["alone"]["overhead"],
+        "cell": cell,
+        "ms": row["ideal_ns"] / 1e6,
+        "label": label,
+        "key": f"{label}, batch {row['batch']:,}",
+        "state": row["state_bytes"] / row["peak_bytes"],
+    }

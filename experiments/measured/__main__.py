@@ -73,11 +73,15 @@ def _fit(options: argparse.Namespace) -> None:
             print(f"standard deviation of ln(measured / modelled): {spread:.3f}")
             print(f"kernels of at least 20 us: median error {median_error:.1%}")
         if held_out:
-            print(f"held-out kernels: standard deviation {held_out.spread:.3f}, median {held_out.middle:.1%}, "
-                  f"sum {held_out.total:+.1%}, {held_out.kernels} kernels")  # fmt: skip
+            print(
+                f"held-out kernels: standard deviation {held_out.spread:.3f}, median {held_out.middle:.1%}, "
+                f"sum {held_out.total:+.1%}, {held_out.kernels} kernels"
+            )
         for net in fitted.networks:
-            print(f"{net.workload}: sum {net.fitted:+.1%}, held out {net.left_out:+.1%}; median {net.middle:.1%}, "
-                  f"held out {net.left_middle:.1%}")  # fmt: skip
+            print(
+                f"{net.workload}: sum {net.fitted:+.1%}, held out {net.left_out:+.1%}; median {net.middle:.1%}, "
+                f"held out {net.left_middle:.1%}"
+            )
 
 
 def _replays(options: argparse.Namespace) -> None:
@@ -85,11 +89,21 @@ def _replays(options: argparse.Namespace) -> None:
 
     rows = replays()
     heads = ("network", "limit", "planner", "predicted", "measured", "error", "without executor costs")
-    _print_table(heads, [
-        (row.workload, f"{row.fraction:.0%}", row.planner + (" (recomputed)" if row.remade else ""),
-         f"{row.predicted_ns / 1e6:.2f} ms", f"{row.measured_ns / 1e6:.2f}", f"{row.error:+.1%}",
-         f"{row.before_ns / row.measured_ns - 1:+.1%}") for row in rows
-    ])  # fmt: skip
+    _print_table(
+        heads,
+        [
+            (
+                row.workload,
+                f"{row.fraction:.0%}",
+                row.planner + (" (recomputed)" if row.remade else ""),
+                f"{row.predicted_ns / 1e6:.2f} ms",
+                f"{row.measured_ns / 1e6:.2f}",
+                f"{row.error:+.1%}",
+                f"{row.before_ns / row.measured_ns - 1:+.1%}",
+            )
+            for row in rows
+        ],
+    )
     errors = [abs(row.error) for row in rows]
     print(f"|error|: mean {sum(errors) / len(errors):.1%}, worst {max(errors):.1%} over {len(rows)} plans")
 

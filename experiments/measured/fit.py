@@ -33,12 +33,29 @@ OUTLIER = 0.1  # soft-l1 scale: larger |ln(modelled / measured)| count less
 PLACES = 3  # decimals of coefficients in a machine's file
 # Coefficients fitted to profiled steps of an H200, with their initial values; None: the H100's value.
 STEP_STARTS: dict[str, float | None] = {
-    **dict.fromkeys((
-        "launch_ns", "elementwise", "norm", "pool", "pool_backward", "conv", "conv_backward", "conv_1x1",
-        "conv_1x1_backward", "conv_bandwidth", "conv_channels", "matmul", "attention",
-    )),
-    "attention_backward": 0.4, "unaligned": 0.3, "columns": 0.5, "row_ns": 300.0, "element_flops": 150.0,
-}  # fmt: skip
+    **dict.fromkeys(
+        (
+            "launch_ns",
+            "elementwise",
+            "norm",
+            "pool",
+            "pool_backward",
+            "conv",
+            "conv_backward",
+            "conv_1x1",
+            "conv_1x1_backward",
+            "conv_bandwidth",
+            "conv_channels",
+            "matmul",
+            "attention",
+        )
+    ),
+    "attention_backward": 0.4,
+    "unaligned": 0.3,
+    "columns": 0.5,
+    "row_ns": 300.0,
+    "element_flops": 150.0,
+}
 UNBOUNDED = ("launch_ns", "conv_channels", "row_ns", "element_flops")  # not shares of a peak: may exceed 1
 Selector = Callable[[Operator], bool]
 
@@ -66,10 +83,13 @@ GROUPS: dict[str, tuple[tuple[str, ...], Selector]] = {
 
 # Coefficient -> kinds of kernels whose total time determines it.
 KINDS = {
-    "elementwise": ("relu fwd", "relu bwd", "residual add fwd", "gradient add"), "norm": ("bn fwd", "bn bwd"),
-    "pool": ("maxpool fwd",), "pool_backward": ("maxpool bwd",), "conv_float32": ("conv fwd",),
+    "elementwise": ("relu fwd", "relu bwd", "residual add fwd", "gradient add"),
+    "norm": ("bn fwd", "bn bwd"),
+    "pool": ("maxpool fwd",),
+    "pool_backward": ("maxpool bwd",),
+    "conv_float32": ("conv fwd",),
     "conv_float32_backward": ("conv bwd",),
-}  # fmt: skip
+}
 
 
 class Errors(NamedTuple):
@@ -213,11 +233,17 @@ def _fitted(
     def changed(values: Sequence[float]) -> KernelTimes:
         return replace(times, **dict(zip(keys, map(float, values), strict=True)))
 
-    solutions = (least_squares(
-        lambda values: errors(changed(values)), [channels if key in CHANNELS else share for key in keys],
-        bounds=([0.01] * len(keys), [60.0 if key in CHANNELS else 1.0 for key in keys]), loss="soft_l1",
-        f_scale=OUTLIER, diff_step=1e-3,
-    ) for share, channels in STARTS)  # fmt: skip
+    solutions = (
+        least_squares(
+            lambda values: errors(changed(values)),
+            [channels if key in CHANNELS else share for key in keys],
+            bounds=([0.01] * len(keys), [60.0 if key in CHANNELS else 1.0 for key in keys]),
+            loss="soft_l1",
+            f_scale=OUTLIER,
+            diff_step=1e-3,
+        )
+        for share, channels in STARTS
+    )
     return changed(min(solutions, key=lambda solution: float(solution.cost)).x)
 
 
@@ -262,8 +288,10 @@ def h200() -> Fit:
     steps = [_Step(load_json(path, MeasuredStep.from_dict), machine) for path in files]
     times = _fitted_to_steps(steps)
     others = [_fitted_to_steps([other for other in steps if other is not step]) for step in steps]
-    sums, held_out_sums = (np.array([step.sums(held_out) for step, held_out in zip(steps, fitted, strict=True)])
-                           for fitted in ([times] * len(steps), others))  # fmt: skip
+    sums, held_out_sums = (
+        np.array([step.sums(held_out) for step, held_out in zip(steps, fitted, strict=True)])
+        for fitted in ([times] * len(steps), others)
+    )
     ratios = [(step.ratios(times), step.ratios(held_out)) for step, held_out in zip(steps, others, strict=True)]
     networks = tuple(
         HeldOut(step.measured.workload, _total(sums[i]), _total(held_out_sums[i]), *map(_middle, ratios[i]))
@@ -289,10 +317,16 @@ def _fitted_to_steps(steps: Sequence[_Step]) -> KernelTimes:
     starts = {key: value for key, value in starts.items() if (residuals({key: 0.8 * value}) != initial).any()}
     scale = np.array(list(starts.values()))
     upper = np.array([np.inf if key in UNBOUNDED else 1 / value for key, value in starts.items()])
-    solution = least_squares(
-        lambda values: residuals(dict(zip(starts, map(float, values * scale), strict=True))), np.ones(len(starts)),
-        bounds=(np.full(len(starts), 0.01), upper), diff_step=1e-2, xtol=1e-6,
-    ).x * scale  # fmt: skip
+    solution = (
+        least_squares(
+            lambda values: residuals(dict(zip(starts, map(float, values * scale), strict=True))),
+            np.ones(len(starts)),
+            bounds=(np.full(len(starts), 0.01), upper),
+            diff_step=1e-2,
+            xtol=1e-6,
+        ).x
+        * scale
+    )
     fitted = dict(zip(starts, map(float, solution), strict=True))
     return replace(base, **{**fitted, "launch_ns": round(fitted["launch_ns"])})
 
@@ -341,8 +375,12 @@ def table(fit: Fit) -> tuple[list[str], list[list[str]]]:
     lines = []
     for group in fit.groups:
         kernels, middle, spread, total = group.errors
-        ends = [str(kernels), "" if middle is None else f"{middle:.1%}", "" if spread is None else f"{spread:.3f}",
-                f"{total:+.1%}"]  # fmt: skip
+        ends = [
+            str(kernels),
+            "" if middle is None else f"{middle:.1%}",
+            "" if spread is None else f"{spread:.3f}",
+            f"{total:+.1%}",
+        ]
         for key, value in group.found.items():
             lines.append([key, f"{value:.{PLACES}f}", f"{group.written[key]:g}", *ends])
             ends = [""] * len(ends)

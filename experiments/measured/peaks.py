@@ -37,13 +37,25 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "MobileNetV2": {"family": "inverted_residual", "network": "mobilenet_v2"},
     "RegNetX400MF": {"family": "regnet", "size": "x_400mf"},
     "RegNetY400MF": {"family": "regnet", "size": "y_400mf"},
-    **{f"ResNet{depth}": {"family": "resnet_imagenet", "stages": stages, "halve": 3}
-       for depth, stages in ((50, "3-4-6-3"), (101, "3-4-23-3"), (152, "3-8-36-3"))},
+    **{
+        f"ResNet{depth}": {"family": "resnet_imagenet", "stages": stages, "halve": 3}
+        for depth, stages in ((50, "3-4-6-3"), (101, "3-4-23-3"), (152, "3-8-36-3"))
+    },
     **{f"VGG{depth}": {"family": "vgg_imagenet", "pooled": True, "depth": depth} for depth in (11, 13, 16, 19)},
-    **{name: {"family": "huggingface", "model": name.rpartition("/")[2].lower()}
-       for name in ("EleutherAI/gpt-neo-125M", "T5-small", "t5-base", "cerebras/Cerebras-GPT-111M",
-                    "distilbert/distilgpt2", "facebook/opt-125m", "facebook/opt-350m", "openai-community/gpt2")},
-}  # fmt: skip
+    **{
+        name: {"family": "huggingface", "model": name.rpartition("/")[2].lower()}
+        for name in (
+            "EleutherAI/gpt-neo-125M",
+            "T5-small",
+            "t5-base",
+            "cerebras/Cerebras-GPT-111M",
+            "distilbert/distilgpt2",
+            "facebook/opt-125m",
+            "facebook/opt-350m",
+            "openai-community/gpt2",
+        )
+    },
+}
 
 
 class Point(NamedTuple):
@@ -80,11 +92,17 @@ def _point(row: dict[str, str]) -> Point:
 
     ooms = {name: number(f"{name}_oom") for name in ESTIMATORS}
     return Point(
-        row["model"], row["optimizer"], int(row["batch"]), row["gpu"], int(row["gpu_bytes"]), int(row["ground_bytes"]),
-        not number("real_oom"), ZERO_GRADS[number("zero_grad_mode") or 0],
+        row["model"],
+        row["optimizer"],
+        int(row["batch"]),
+        row["gpu"],
+        int(row["gpu_bytes"]),
+        int(row["ground_bytes"]),
+        not number("real_oom"),
+        ZERO_GRADS[number("zero_grad_mode") or 0],
         {name: number(f"{name}_bytes") for name in ESTIMATORS},
         {name: None if oom is None else not oom for name, oom in ooms.items()},
-    )  # fmt: skip
+    )
 
 
 def predicted(point: Point) -> CardPeak:
@@ -106,12 +124,18 @@ def row(point: Point) -> dict[str, Any]:
     ours = predicted(point)
     return {
         **dict(zip(Point._fields[:7], point[:7], strict=True)),
-        "ours_bytes": ours.reserved, "tensors": ours.tensors, "loop": ours.loop, "workspaces": ours.workspaces,
-        "allocator": ours.allocator, "context": ours.context, "ours_fits": ours.fits,
-        "error": _error(ours.reserved, point), **{f"{e}_bytes": point.estimates[e] for e in ESTIMATORS},
+        "ours_bytes": ours.reserved,
+        "tensors": ours.tensors,
+        "loop": ours.loop,
+        "workspaces": ours.workspaces,
+        "allocator": ours.allocator,
+        "context": ours.context,
+        "ours_fits": ours.fits,
+        "error": _error(ours.reserved, point),
+        **{f"{e}_bytes": point.estimates[e] for e in ESTIMATORS},
         **{f"{e}_fits": point.verdicts[e] for e in ESTIMATORS},
         **{f"{e}_error": _error(point.estimates[e], point) for e in ESTIMATORS},
-    }  # fmt: skip
+    }
 
 
 def _error(nbytes: int | None, point: Point) -> float | None:
@@ -131,8 +155,12 @@ def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         errors = [abs(row[key]) for row in rows if row[key] is not None]
         judged = [row for row in rows if row[f"{name}_fits"] is not None]
         wrong = sum(row[f"{name}_fits"] != row["fits"] for row in judged)
-        out[name] = {"error": sum(errors) / len(errors) if errors else None, "of": len(errors), "wrong": wrong,
-                     "verdicts": len(judged)}  # fmt: skip
+        out[name] = {
+            "error": sum(errors) / len(errors) if errors else None,
+            "of": len(errors),
+            "wrong": wrong,
+            "verdicts": len(judged),
+        }
     return out
 
 
@@ -141,9 +169,12 @@ def _print(row: dict[str, Any]) -> None:
     estimates = " ".join("    –" if row[f"{e}_error"] is None else f"{row[f'{e}_error']:+.1%}" for e in ESTIMATORS)
     parts = " + ".join(f"{row[part] / 2**20:,.0f}" for part in ("tensors", "loop", "workspaces", "allocator"))
     verdict = "" if row["fits"] == row["ours_fits"] else "  WRONG VERDICT"
-    print(f"{row['network']:27}{row['optimizer']:8}{row['batch']:5} {row['gpu']}  measured "
-          f"{row['measured_bytes'] / 2**20:7,.0f}{'' if row['fits'] else ' (did not fit)'}  ours "
-          f"{row['ours_bytes'] / 2**20:7,.0f} MiB = {parts}  {error}  | {estimates}{verdict}", flush=True)  # fmt: skip
+    print(
+        f"{row['network']:27}{row['optimizer']:8}{row['batch']:5} {row['gpu']}  measured "
+        f"{row['measured_bytes'] / 2**20:7,.0f}{'' if row['fits'] else ' (did not fit)'}  ours "
+        f"{row['ours_bytes'] / 2**20:7,.0f} MiB = {parts}  {error}  | {estimates}{verdict}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -71,8 +71,10 @@ def compared(
     error = TimesError(machine.kernel_times.error, machine.kernel_times.step_error)
     simplified = with_roofline(modelled, steps.one_roofline(machine))
     believed: Mapping[str, tuple[Program, TimesError | None]] = {
-        MODEL: (modelled, error), EXACT: (modelled, None), ROOFLINE: (simplified, None),
-    }  # fmt: skip
+        MODEL: (modelled, error),
+        EXACT: (modelled, None),
+        ROOFLINE: (simplified, None),
+    }
     found = []
     for limit in limits:
         task = (machine, int(limit * modelled.peak_bytes))
@@ -80,13 +82,20 @@ def compared(
         bound = floor(measured, *task, families=UNPROVEN)
         for name, (program, expected) in believed.items():
             plan, spread = planned(program, *task, calls, expected, searches)
-            found.append({
-                "limit_fraction": limit, "limit_bytes": task[1], "times": name, "planner": plan.planner,
-                "said": simulate(program, plan, *task).overhead,
-                "low": None if spread is None else spread.least, "high": None if spread is None else spread.most,
-                "measured": simulate(measured, plan.retimed(measured), *task).overhead,
-                "own": simulate(measured, measured_plan, *task).overhead, "floor": bound.overhead,
-            })  # fmt: skip
+            found.append(
+                {
+                    "limit_fraction": limit,
+                    "limit_bytes": task[1],
+                    "times": name,
+                    "planner": plan.planner,
+                    "said": simulate(program, plan, *task).overhead,
+                    "low": None if spread is None else spread.least,
+                    "high": None if spread is None else spread.most,
+                    "measured": simulate(measured, plan.retimed(measured), *task).overhead,
+                    "own": simulate(measured, measured_plan, *task).overhead,
+                    "floor": bound.overhead,
+                }
+            )
     return found
 
 

@@ -25,10 +25,19 @@ WARM = 3  # untimed steps before the timed ones; peaks include them
 
 
 def profiled(
-    network: str, machine: str, device: str = "cuda", *, source: str, licence: str, rates: Path | None = None,
-    name: str = "", cache: Cache = "cold", repeats: int = 7, steps: int = 10,
+    network: str,
+    machine: str,
+    device: str = "cuda",
+    *,
+    source: str,
+    licence: str,
+    rates: Path | None = None,
+    name: str = "",
+    cache: Cache = "cold",
+    repeats: int = 7,
+    steps: int = 10,
     log: Callable[[str], None] = lambda text: None,
-) -> MeasuredStep:  # fmt: skip
+) -> MeasuredStep:
     """Measures a network's training step.
 
     Args:
@@ -67,9 +76,17 @@ def profiled(
     captured = net.captured(preset)
     profile = measure(captured, device, machine, repeats, cache=cache)
     return measured_step(
-        captured, profile, measured_rates, source=source, licence=licence, workload=name or net.name,
-        step_ns=round(median(times)), context_bytes=context, reserved_bytes=peaks[0], allocated_bytes=peaks[1],
-    )  # fmt: skip
+        captured,
+        profile,
+        measured_rates,
+        source=source,
+        licence=licence,
+        workload=name or net.name,
+        step_ns=round(median(times)),
+        context_bytes=context,
+        reserved_bytes=peaks[0],
+        allocated_bytes=peaks[1],
+    )
 
 
 def build_network(network: str, device: str) -> Network:

@@ -38,20 +38,27 @@ SMALL = 4096  # bytes; a smaller add only increments a counter (batch norm's bat
 
 # Traced operator -> ATen packets of the capture that implement it, in order; several alternatives if captures differ.
 KERNELS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "aten::conv2d": (("convolution",),), "aten::batch_norm": (("native_batch_norm",),),
-    "aten::relu_": (("relu_",), ("threshold",)), "aten::relu": (("relu",), ("threshold",)),
-    "aten::max_pool2d": (("max_pool2d_with_indices",),), "aten::linear": (("addmm",), ("mm",)),
+    "aten::conv2d": (("convolution",),),
+    "aten::batch_norm": (("native_batch_norm",),),
+    "aten::relu_": (("relu_",), ("threshold",)),
+    "aten::relu": (("relu",), ("threshold",)),
+    "aten::max_pool2d": (("max_pool2d_with_indices",),),
+    "aten::linear": (("addmm",), ("mm",)),
     "aten::adaptive_avg_pool2d": (("mean",), ("_adaptive_avg_pool2d",)),
-    "aten::dropout": (("native_dropout",), ("bernoulli_", "div_", "mul")), "aten::ones_like": (("ones_like",),),
+    "aten::dropout": (("native_dropout",), ("bernoulli_", "div_", "mul")),
+    "aten::ones_like": (("ones_like",),),
     "aten::cross_entropy_loss": (("_log_softmax", "nll_loss_forward"),),
-    "NllLossBackward0": (("nll_loss_backward",),), "LogSoftmaxBackward0": (("_log_softmax_backward_data",),),
+    "NllLossBackward0": (("nll_loss_backward",),),
+    "LogSoftmaxBackward0": (("_log_softmax_backward_data",),),
     "AddmmBackward0": (("mm", "mm", "sum"), ("mm", "sum")),
-    "MeanBackward1": (("div",),), "AdaptiveAvgPool2DBackward0": (("_adaptive_avg_pool2d_backward",),),
-    "NativeDropoutBackward0": (("native_dropout_backward",), ("mul",)), "ReluBackward0": (("threshold_backward",),),
+    "MeanBackward1": (("div",),),
+    "AdaptiveAvgPool2DBackward0": (("_adaptive_avg_pool2d_backward",),),
+    "NativeDropoutBackward0": (("native_dropout_backward",), ("mul",)),
+    "ReluBackward0": (("threshold_backward",),),
     "CudnnBatchNormBackward0": (("native_batch_norm_backward",),),
     "ConvolutionBackward0": (("convolution_backward",),),
     "MaxPool2DWithIndicesBackward0": (("max_pool2d_with_indices_backward",),),
-}  # fmt: skip
+}
 ADDS = ("aten::add", "aten::add_")  # add tensors or increment a counter
 FORMAT = "trace/1"
 BY_KIND = "v100_resnet50_by_kind"
@@ -59,8 +66,10 @@ OLD_LAUNCH_NS = 5000  # launch time of the control
 RESNET50 = "h100_resnet50"  # name of the trace
 LEAST_US = 20.0  # minimum time of a kernel that is compared individually
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": partial(torch.optim.SGD, momentum=0.9), "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW,
-}  # fmt: skip
+    "SGD": partial(torch.optim.SGD, momentum=0.9),
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+}
 NETWORKS: dict[str, dict[str, Any]] = {
     "resnet50": {"family": "resnet_imagenet", "stages": "3-4-6-3", "halve": 3},
     "vgg13": {"family": "vgg_imagenet", "depth": 13, "pooled": True},
@@ -135,9 +144,13 @@ class Trace:
 
 
 def captured_step(
-    network: dict[str, Any], optimizer: str, machine: Machine, precision: Precision, half: bool = False,
+    network: dict[str, Any],
+    optimizer: str,
+    machine: Machine,
+    precision: Precision,
+    half: bool = False,
     channels_last: bool = False,
-) -> Captured:  # fmt: skip
+) -> Captured:
     """Returns a network's step with durations for a machine; equal networks are captured once."""
     captured = _captured(tuple(sorted(network.items())), optimizer, half, channels_last)
     return replace(captured, precision=precision).on(machine)
@@ -248,10 +261,15 @@ def of_trace(trace: Trace) -> list[Comparison]:
     control_ns = control_durations(captured, Machine.load(trace.machine))
     kernels = captured.program.kernels
     return [
-        Comparison(row.name, kernels[indices[0]].kind if indices else "other", row.us,
-                   sum(kernels[k].duration_ns for k in indices) / 1e3, sum(control_ns[k] for k in indices) / 1e3)
+        Comparison(
+            row.name,
+            kernels[indices[0]].kind if indices else "other",
+            row.us,
+            sum(kernels[k].duration_ns for k in indices) / 1e3,
+            sum(control_ns[k] for k in indices) / 1e3,
+        )
         for row, indices in pairs
-    ]  # fmt: skip
+    ]
 
 
 def of_profile(measured: MeasuredStep) -> list[Comparison]:
@@ -292,14 +310,20 @@ def control_durations(captured: Captured, machine: Machine) -> list[int]:
 # ------------------------------------------------------------------------------------------ by kind
 
 _KINDS = {
-    ("forward", "convolution"): "conv fwd", ("backward", "convolution_backward"): "conv bwd",
-    ("forward", "native_batch_norm"): "bn fwd", ("backward", "native_batch_norm_backward"): "bn bwd",
-    ("forward", "relu_"): "relu fwd", ("backward", "threshold_backward"): "relu bwd",
+    ("forward", "convolution"): "conv fwd",
+    ("backward", "convolution_backward"): "conv bwd",
+    ("forward", "native_batch_norm"): "bn fwd",
+    ("backward", "native_batch_norm_backward"): "bn bwd",
+    ("forward", "relu_"): "relu fwd",
+    ("backward", "threshold_backward"): "relu bwd",
     ("forward", "max_pool2d_with_indices"): "maxpool fwd",
     ("backward", "max_pool2d_with_indices_backward"): "maxpool bwd",
-    ("forward", "add"): "residual add fwd", ("forward", "add_"): "residual add fwd",
-    ("backward", "add_"): "gradient add", ("forward", "addmm"): "matmul", ("backward", "mm"): "matmul",
-}  # fmt: skip
+    ("forward", "add"): "residual add fwd",
+    ("forward", "add_"): "residual add fwd",
+    ("backward", "add_"): "gradient add",
+    ("forward", "addmm"): "matmul",
+    ("backward", "mm"): "matmul",
+}
 
 
 def v100() -> tuple[Captured, dict[str, list[int]], dict[str, float]]:
@@ -319,10 +343,15 @@ def by_kind() -> list[Comparison]:
     captured, kinds, measured = v100()
     kernels, control_ns = captured.program.kernels, control_durations(captured, Machine.load("v100"))
     return [
-        Comparison(kind, kind, us, sum(kernels[k].duration_ns for k in kinds.get(kind, ())) / 1e3,
-                   sum(control_ns[k] for k in kinds.get(kind, ())) / 1e3)
+        Comparison(
+            kind,
+            kind,
+            us,
+            sum(kernels[k].duration_ns for k in kinds.get(kind, ())) / 1e3,
+            sum(control_ns[k] for k in kinds.get(kind, ())) / 1e3,
+        )
         for kind, us in measured.items()
-    ]  # fmt: skip
+    ]
 
 
 # ------------------------------------------------------------------------------------------ whole steps
@@ -352,9 +381,13 @@ def _published(row: dict[str, str]) -> Published:
     machine, precision = Machine.load(row["machine"]), row["precision"]
     network = {**NETWORKS[row["network"]], "batch_size": int(row["batch"])}
     captured = captured_step(
-        network, row["optimizer"], machine, Precision(conv_tf32=precision == "tf32", matmul_tf32=False),
-        precision == "float16", row["layout"] == "nhwc",
-    )  # fmt: skip
+        network,
+        row["optimizer"],
+        machine,
+        Precision(conv_tf32=precision == "tf32", matmul_tf32=False),
+        precision == "float16",
+        row["layout"] == "nhwc",
+    )
     name = f"{row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
     modelled_ms, control_ms = captured.program.ideal_ns / 1e6, sum(control_durations(captured, machine)) / 1e6
     return Published(name, row["machine"], row["kind"], float(row["ms"]), modelled_ms, control_ms)

@@ -155,9 +155,15 @@ def warm_up(machine: Machine, mode: str) -> None:
 
 
 def make_answer(
-    task: Task, origins: Origins | None, mode: str, families: list[Best], bound: Floor, size: Largest, start: float,
+    task: Task,
+    origins: Origins | None,
+    mode: str,
+    families: list[Best],
+    bound: Floor,
+    size: Largest,
+    start: float,
     step_times: Times | None = None,
-) -> Answer:  # fmt: skip
+) -> Answer:
     """Assembles the answer; ``times.recommended`` selects the recommended plan."""
     program, machine, limit = task
     perturbed = None if step_times is None else times.perturbed_times(task, step_times.error)
@@ -167,19 +173,39 @@ def make_answer(
     unplanned = simulate(program, Plan(), machine, program.peak_bytes)
     planned = best.timeline if best is not None and plan is not None and (plan.decisions or plan.variants) else None
     page = page_of(
-        program, machine, limit, packed_bytes(planned or unplanned, limit, machine.alignment), unplanned, planned, plan,
-        bound.iteration_ns if proven else None, origins,
-    )  # fmt: skip
+        program,
+        machine,
+        limit,
+        packed_bytes(planned or unplanned, limit, machine.alignment),
+        unplanned,
+        planned,
+        plan,
+        bound.iteration_ns if proven else None,
+        origins,
+    )
     infeasible = program.peak_bytes > limit and best is None
     kinds = ("swap", "joint") if mode == "joint" else (mode,)
     plans = (everything(program, kind, 0) for kind in kinds)  # plans that evict in every gap
     nearest = min(Engine(program, machine, limit).score(p).required_bytes for p in plans) if infeasible else None
     host = host_needed(program, machine, limit, mode) if infeasible and families else None
     return Answer(
-        program, machine, limit, mode, page, unplanned, tuple(families), best, bound.least_bytes, nearest,
-        bound.overhead if proven else None, size, time.monotonic() - start, times=step_times,
-        spread=perturbed.spread(plan) if perturbed is not None and plan is not None else None, host=host,
-    )  # fmt: skip
+        program,
+        machine,
+        limit,
+        mode,
+        page,
+        unplanned,
+        tuple(families),
+        best,
+        bound.least_bytes,
+        nearest,
+        bound.overhead if proven else None,
+        size,
+        time.monotonic() - start,
+        times=step_times,
+        spread=perturbed.spread(plan) if perturbed is not None and plan is not None else None,
+        host=host,
+    )
 
 
 def with_code(a: Answer, plan: Plan, step: Step, cfg: DictConfig, out: Path) -> Answer:
@@ -211,17 +237,32 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     rows = [baseline, *(b.row for b in answer.families if b.row is not None)]
     report.write_rows(out / "results.jsonl", rows)
     report.write_summary(
-        out / "summary.json", cfg, program, rows, verdict=verdict(answer), fits=answer.fits,
-        recommended=best.row["planner"] if best and best.row else None, least_bytes=answer.least_bytes,
-        reached_bytes=answer.reached_bytes, floor=answer.floor, largest=asdict(answer.largest), memory=answer.memory,
-        card=asdict(answer.card) if answer.card else None, card_planned=answer.card_planned,
-        peak=asdict(answer.page.without), peak_planned=asdict(answer.page.under) if best else None,
+        out / "summary.json",
+        cfg,
+        program,
+        rows,
+        verdict=verdict(answer),
+        fits=answer.fits,
+        recommended=best.row["planner"] if best and best.row else None,
+        least_bytes=answer.least_bytes,
+        reached_bytes=answer.reached_bytes,
+        floor=answer.floor,
+        largest=asdict(answer.largest),
+        memory=answer.memory,
+        card=asdict(answer.card) if answer.card else None,
+        card_planned=answer.card_planned,
+        peak=asdict(answer.page.without),
+        peak_planned=asdict(answer.page.under) if best else None,
         packed_bytes=answer.page.packed_bytes if best else None,
-        families=[{"family": b.family, "planner": b.row["planner"] if b.row else None, "left_out": b.skipped}
-                  for b in answer.families],
-        host_bytes=answer.host, seconds=answer.seconds, times=asdict(answer.times) if answer.times else None,
+        families=[
+            {"family": b.family, "planner": b.row["planner"] if b.row else None, "left_out": b.skipped}
+            for b in answer.families
+        ],
+        host_bytes=answer.host,
+        seconds=answer.seconds,
+        times=asdict(answer.times) if answer.times else None,
         overheads=asdict(answer.spread) if answer.spread else None,
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------------------------ planning
@@ -274,9 +315,15 @@ def make_plans(
 
 
 def best_of(
-    family: str, planners: Sequence[str | agents.Planner], task: Task, mode: str, seed: int, each_s: float = math.inf,
-    total_s: float = math.inf, required: Sequence[str] = (),
-) -> Best:  # fmt: skip
+    family: str,
+    planners: Sequence[str | agents.Planner],
+    task: Task,
+    mode: str,
+    seed: int,
+    each_s: float = math.inf,
+    total_s: float = math.inf,
+    required: Sequence[str] = (),
+) -> Best:
     """Returns the best plan of several planners.
 
     Args:
@@ -321,8 +368,9 @@ def with_memory(families: Sequence[Best], card: CardPeak | None) -> list[Best]:
 
 def needs_less_memory(families: Sequence[Best]) -> bool:
     """Returns whether an unserved plan beats all served plans by more than ``times.ROOM``."""
-    least = {served: min((b.overhead for b in families if b.served == served), default=math.inf)
-             for served in (True, False)}  # fmt: skip
+    least = {
+        served: min((b.overhead for b in families if b.served == served), default=math.inf) for served in (True, False)
+    }
     return least[False] < least[True] - times.ROOM
 
 
@@ -351,9 +399,15 @@ def _rank(row: Row | None, plan: Plan | None) -> tuple[float, int]:
 
 
 def largest_batch(
-    workload: Mapping[str, Any] | None, task: Task, mode: str, most_overhead: float, seconds: float, reason: str = "",
-    memory: int | None = None, other_bytes: int = 0,
-) -> Largest:  # fmt: skip
+    workload: Mapping[str, Any] | None,
+    task: Task,
+    mode: str,
+    most_overhead: float,
+    seconds: float,
+    reason: str = "",
+    memory: int | None = None,
+    other_bytes: int = 0,
+) -> Largest:
     """Searches for the largest batch without a plan and with one; see ``Largest``.
 
     Args:
@@ -396,8 +450,18 @@ def largest_batch(
         return Largest(why=str(error))
     extended_s = rounded_up(max(2.0, TRIES / max(tries, 1)) * seconds) if timed_out else None
     cost = micro[2] if micro else 0.0
-    return Largest(steps.batch, without, with_plan, planner, most_overhead, checked, micro and micro[:2], cost,
-                   SCALE * steps.batch, extended_s)  # fmt: skip
+    return Largest(
+        steps.batch,
+        without,
+        with_plan,
+        planner,
+        most_overhead,
+        checked,
+        micro and micro[:2],
+        cost,
+        SCALE * steps.batch,
+        extended_s,
+    )
 
 
 if __name__ == "__main__":

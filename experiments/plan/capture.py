@@ -59,10 +59,16 @@ class Batches:
             for t, u in zip(self.program.tensors, self.larger.tensors, strict=True)
         )
         kernels = tuple(
-            replace(k, duration_ns=size(k.duration_ns, u.duration_ns), workspace=size(k.workspace, u.workspace),
-                    flops=size(k.flops, u.flops), bytes=size(k.bytes, u.bytes), variants=())
+            replace(
+                k,
+                duration_ns=size(k.duration_ns, u.duration_ns),
+                workspace=size(k.workspace, u.workspace),
+                flops=size(k.flops, u.flops),
+                bytes=size(k.bytes, u.bytes),
+                variants=(),
+            )
             for k, u in zip(self.program.kernels, self.larger.kernels, strict=True)
-        )  # fmt: skip
+        )
         return Program(self.program.name, tensors, kernels)
 
     def peak_bytes(self, batch: int) -> int:
@@ -145,8 +151,11 @@ def rescaled(larger: Program, program: Program) -> Program:
     """
     if _structure(larger) != _structure(program) or not larger.ideal_ns:
         return larger
-    pairs = [(k.duration_ns, u.duration_ns) for k, u in zip(program.kernels, larger.kernels, strict=True)
-             if (k.flops, k.bytes) == (u.flops, u.bytes)]  # fmt: skip
+    pairs = [
+        (k.duration_ns, u.duration_ns)
+        for k, u in zip(program.kernels, larger.kernels, strict=True)
+        if (k.flops, k.bytes) == (u.flops, u.bytes)
+    ]
     program_ns, larger_ns = (sum(times) for times in zip(*pairs, strict=True)) if pairs else (0, 0)
     if not program_ns or not larger_ns:
         program_ns, larger_ns = 2 * program.ideal_ns, larger.ideal_ns

@@ -69,10 +69,12 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
     size, page = a.size, a.page
     peaks = (page.without, page.under) if page.planner else (page.without,)
     heads = ("without a plan", "under the plan")[: len(peaks)]
-    parts: list[Part] = [Bars(
-        ["peak by kind", *heads],
-        [(KINDS[k], [p.kinds.get(k, 0) for p in peaks]) for k in KINDS if any(k in p.kinds for p in peaks)],
-    )]  # fmt: skip
+    parts: list[Part] = [
+        Bars(
+            ["peak by kind", *heads],
+            [(KINDS[k], [p.kinds.get(k, 0) for p in peaks]) for k in KINDS if any(k in p.kinds for p in peaks)],
+        )
+    ]
     if page.without.modules:
         names, columns = by_module(peaks, MODULES)
         cells = [[name or MODEL_ITSELF, *(size(column.get(name, 0)) for column in columns)] for name in names]
@@ -97,10 +99,19 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
     if a.checkpoints is not None:
         yield Section("Equivalent in plain PyTorch", [a.checkpoints.describe(size), Code(a.checkpoints.code)], True)
     code = a.run_code or ("train as usual: no plan is needed" if a.fits else "there is no plan to run")
-    yield Section("How to run it", [Code(code), (
-        f"Files in this folder: {'plan.json, ' if a.best else ''}memory.png, results.jsonl, summary.json, and "
-        f"timeline.json, which opens in Perfetto (ui.perfetto.dev). Created by {command} in {duration(a.seconds)}. All "
-        "times are simulated.")], True)  # fmt: skip
+    yield Section(
+        "How to run it",
+        [
+            Code(code),
+            (
+                f"Files in this folder: {'plan.json, ' if a.best else ''}memory.png, results.jsonl, summary.json, and "
+                f"timeline.json, which opens in Perfetto (ui.perfetto.dev). "
+                f"Created by {command} in {duration(a.seconds)}. "
+                "All times are simulated."
+            ),
+        ],
+        True,
+    )
 
 
 # ------------------------------------------------------------------------------------ terminal
@@ -109,8 +120,10 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
 def render_text(a: Answer) -> RenderableType:
     """Renders the answer for a terminal."""
     lines: list[RenderableType] = [
-        Text(f"{a.program.name} on {_headline(a)}"), Text(words.verdict(a), style="bold"), Text(""),
-    ]  # fmt: skip
+        Text(f"{a.program.name} on {_headline(a)}"),
+        Text(words.verdict(a), style="bold"),
+        Text(""),
+    ]
     for section in sections(a, ""):
         if section.page_only:
             continue
@@ -151,9 +164,12 @@ def render_html(a: Answer, command: str) -> str:
     title = f"Will {a.program.name} fit?"
     no = not a.fits and a.best is None
     parts = [
-        f"<h1>{escape(title)}</h1>", _p(_headline(a), "faint"), _p(words.verdict(a), "verdict no" if no else "verdict"),
-        "<h2>Memory over one step</h2>", _picture(a),
-    ]  # fmt: skip
+        f"<h1>{escape(title)}</h1>",
+        _p(_headline(a), "faint"),
+        _p(words.verdict(a), "verdict no" if no else "verdict"),
+        "<h2>Memory over one step</h2>",
+        _picture(a),
+    ]
     for section in sections(a, command):
         if section.parts:
             parts += [f"<h2>{escape(section.title)}</h2>", *(_html(part, a.size) for part in section.parts)]
@@ -193,8 +209,11 @@ def _bars(rows: Sequence[tuple[str, Sequence[int]]], size: Unit) -> str:
         bars = "".join(
             f'<div class="bar b{i}" style="width:{100 * n / largest:.1f}%"></div>' for i, n in enumerate(columns)
         )
-        cells += [f"<div>{escape(name)}</div>", f"<div>{bars}</div>",
-                  f'<div class="n">{escape(" → ".join(map(size, columns)))}</div>']  # fmt: skip
+        cells += [
+            f"<div>{escape(name)}</div>",
+            f"<div>{bars}</div>",
+            f'<div class="n">{escape(" → ".join(map(size, columns)))}</div>',
+        ]
     return f'<div class="bars">{"".join(cells)}</div>'
 
 

@@ -89,8 +89,10 @@ def checkpoints(
     recomputed, engine = {d.tensor for d in plan.of_kind(Recompute)}, Engine(program, machine, limit)
     best: Checkpoints | None = None
     for blocks in _by_depth(program, origins, frozenset(modules)):
-        shares = {name: _bytes(program, [m for m in maps if m.tensor in recomputed]) / max(_bytes(program, maps), 1)
-                 for name, maps in blocks.items()}  # fmt: skip
+        shares = {
+            name: _bytes(program, [m for m in maps if m.tensor in recomputed]) / max(_bytes(program, maps), 1)
+            for name, maps in blocks.items()
+        }
         names = sorted(blocks, key=lambda name: -shares[name])
         for n in range(1, len(names) + 1):
             try:

@@ -78,9 +78,13 @@ def card(a: Answer) -> list[str]:
     if peak is None:
         return [fraction_note]
     loop = "training loop and first optimizer step" + (" (CUDA operators use less)" if peak.loop < 0 else "")
-    parts = [("tensors", peak.tensors), (loop, peak.loop),
-             ("library workspaces", peak.workspaces), ("CUDA context", peak.context),
-             ("rounding and caching of PyTorch's allocator", peak.allocator)]  # fmt: skip
+    parts = [
+        ("tensors", peak.tensors),
+        (loop, peak.loop),
+        ("library workspaces", peak.workspaces),
+        ("CUDA context", peak.context),
+        ("rounding and caching of PyTorch's allocator", peak.allocator),
+    ]
     terms, printed = [], 0
     for i, (name, _) in enumerate(parts):
         total = size.steps(sum(n for _, n in parts[: i + 1]))
@@ -216,11 +220,18 @@ def methods(a: Answer) -> tuple[list[str], list[list[str]]]:
         )
         recompute_ns = best.timeline.breakdown.recompute_ns
         note = "recommended" if best is a.best else skip_note if best.served else "too fragmented for device memory"
-        cells.append([
-            best.family, name, percent(best.timeline.overhead), size(swapped_bytes) if swapped_bytes else "–",
-            report.duration(recompute_ns / 1e9) if recompute_ns else "–", size(best.timeline.peak_bytes),
-            report.duration(best.seconds), note,
-        ])  # fmt: skip
+        cells.append(
+            [
+                best.family,
+                name,
+                percent(best.timeline.overhead),
+                size(swapped_bytes) if swapped_bytes else "–",
+                report.duration(recompute_ns / 1e9) if recompute_ns else "–",
+                size(best.timeline.peak_bytes),
+                report.duration(best.seconds),
+                note,
+            ]
+        )
     if a.floor is not None:
         cells.append(["certified lower bound", "", percent(a.floor), "", "", "", "", "the floor"])
     return heads, cells
@@ -270,10 +281,17 @@ def slowest(step: Step, machine: Machine) -> tuple[list[str], list[list[str]]]:
         module = "–" if not places else places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
         name = kernel.name.removeprefix("aten.").removesuffix(".default")
         rate, bound = _bound(kernel, machine, kind)
-        rows.append([
-            f"{len(group)} × {name}" if len(group) > 1 else name, module, time,
-            f"{ns / max(program.ideal_ns, 1):.1%}", rate, kind or "–", bound,
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{len(group)} × {name}" if len(group) > 1 else name,
+                module,
+                time,
+                f"{ns / max(program.ideal_ns, 1):.1%}",
+                rate,
+                kind or "–",
+                bound,
+            ]
+        )
     return ["slowest kernels", "where", "time", "of the step", "rate", "type", "bound by"], rows
 
 

@@ -84,15 +84,31 @@ class Line:
         x, y = _numbers(self.x), _numbers(self.y)
         if self.band is not None:
             low, high = (np.broadcast_to(_numbers(np.atleast_1d(edge)), x.shape) for edge in self.band)
-            axes.fill_between(x, low, high, step="post" if self.step else None, color=self.colour, alpha=self.shade,
-                              linewidth=0, zorder=self.front - 1)  # fmt: skip
+            axes.fill_between(
+                x,
+                low,
+                high,
+                step="post" if self.step else None,
+                color=self.colour,
+                alpha=self.shade,
+                linewidth=0,
+                zorder=self.front - 1,
+            )
         axes.plot(
-            x, y, color=self.colour, label=self.label or None, linestyle=self.line, linewidth=self.width,
-            marker=HOLLOW.get(self.marker, self.marker) if self.hollow else self.marker, markersize=self.size,
-            markerfacecolor="white" if self.hollow else self.colour, zorder=self.front, alpha=self.alpha,
+            x,
+            y,
+            color=self.colour,
+            label=self.label or None,
+            linestyle=self.line,
+            linewidth=self.width,
+            marker=HOLLOW.get(self.marker, self.marker) if self.hollow else self.marker,
+            markersize=self.size,
+            markerfacecolor="white" if self.hollow else self.colour,
+            zorder=self.front,
+            alpha=self.alpha,
             markeredgewidth=2.0 if self.marker in ("|", "_") else 1.5 if self.hollow else 1.0,
             drawstyle="steps-post" if self.step else "default",
-        )  # fmt: skip
+        )
         for position, value, text in zip(x, y, self.texts, strict=False):
             _annotate(axes, position, value, text, self.side)
 
@@ -121,9 +137,19 @@ class Bars:
         """Draws the bars with their texts."""
         values, base = _numbers(self.values), np.broadcast_to(_numbers(np.atleast_1d(self.base)), len(self.positions))
         draw_bars, start = (axes.barh, "left") if self.horizontal else (axes.bar, "bottom")
-        draw_bars(self.positions, np.nan_to_num(values), self.thick, color="white" if self.hollow else self.colour,
-                  edgecolor="white" if self.hatch else self.colour, linewidth=1.0 if self.hollow else 0.0, zorder=2,
-                  label=self.label or None, alpha=self.shade, hatch=self.hatch or None, **{start: base})  # fmt: skip
+        draw_bars(
+            self.positions,
+            np.nan_to_num(values),
+            self.thick,
+            color="white" if self.hollow else self.colour,
+            edgecolor="white" if self.hatch else self.colour,
+            linewidth=1.0 if self.hollow else 0.0,
+            zorder=2,
+            label=self.label or None,
+            alpha=self.shade,
+            hatch=self.hatch or None,
+            **{start: base},
+        )
         for position, value, low, text in zip(self.positions, np.nan_to_num(values), base, self.texts, strict=False):
             end = low + (value / 2 if self.inside else value)
             place = (end, position) if self.horizontal else (position, end)
@@ -161,8 +187,16 @@ class Rule:
             if not self.horizontal:
                 place, transform = (self.pos, 0.99), axes.get_xaxis_transform()
             above = self.horizontal and not self.below
-            axes.annotate(self.text, place, (4, 3 if above else -3), transform, "offset points", fontsize=9,
-                          color=self.colour, va="bottom" if above else "top")  # fmt: skip
+            axes.annotate(
+                self.text,
+                place,
+                (4, 3 if above else -3),
+                transform,
+                "offset points",
+                fontsize=9,
+                color=self.colour,
+                va="bottom" if above else "top",
+            )
 
 
 @dataclass(frozen=True)
@@ -177,8 +211,16 @@ class Words:
 
     def draw(self, axes: Axes) -> None:
         """Writes the text."""
-        axes.text(self.x, self.y, self.text, ha=self.align, va="top" if self.top else "center", fontsize=9.5,
-                  color=INK, transform=axes.get_xaxis_transform() if self.top else axes.transData)  # fmt: skip
+        axes.text(
+            self.x,
+            self.y,
+            self.text,
+            ha=self.align,
+            va="top" if self.top else "center",
+            fontsize=9.5,
+            color=INK,
+            transform=axes.get_xaxis_transform() if self.top else axes.transData,
+        )
 
 
 Mark = Line | Bars | Rule | Words
@@ -263,15 +305,27 @@ def pairs(
     ]
 
 
-def groups(series: Sequence[tuple[str, str, Values, Sequence[str]]], horizontal: bool = False, thick: float = 0.8,
-           hollow: Sequence[str] = ()) -> list[Mark]:  # fmt: skip
+def groups(
+    series: Sequence[tuple[str, str, Values, Sequence[str]]],
+    horizontal: bool = False,
+    thick: float = 0.8,
+    hollow: Sequence[str] = (),
+) -> list[Mark]:
     """Returns grouped bars at positions 0, 1, …; an entry of ``series`` is (label, color, values, texts)."""
     width = thick / len(series)
     return [
-        Bars([n + (i - (len(series) - 1) / 2) * width for n in range(len(values))], values, colour, label, 0.92 * width,
-             hollow=label in hollow, horizontal=horizontal, texts=texts)
+        Bars(
+            [n + (i - (len(series) - 1) / 2) * width for n in range(len(values))],
+            values,
+            colour,
+            label,
+            0.92 * width,
+            hollow=label in hollow,
+            horizontal=horizontal,
+            texts=texts,
+        )
         for i, (label, colour, values, texts) in enumerate(series)
-    ]  # fmt: skip
+    ]
 
 
 def _numbers(values: Values) -> NDArray[np.float64]:

@@ -117,5 +117,12 @@ def _names(axes: Axes, boxes: np.ndarray, names: list[str], pixels: np.ndarray, 
     for (left, right, bottom, top), name, (width, height), ink in zip(boxes, names, pixels, inks, strict=True):
         if width > 8 * (len(name) + 1) and height > 16:
             is_dark = ink @ (0.299, 0.587, 0.114) < 0.55
-            axes.text((left + right) / 2, (bottom + top) / 2, name, ha="center", va="center", fontsize=9,
-                      color="white" if is_dark else INK)  # fmt: skip
+            axes.text(
+                (left + right) / 2,
+                (bottom + top) / 2,
+                name,
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="white" if is_dark else INK,
+            )

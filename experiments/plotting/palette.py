@@ -96,10 +96,20 @@ KEPT = "#238b45"  # load including memory that the framework keeps
 SWAPPED = ("#8f8ff0", "#5b5be0", "#25258f")  # SmartPool + AutoSwap, from zero to high overhead
 OURS, CONTROL = "#1f5fa8", "#f16913"  # predictions compared with measurements
 KERNELS = {  # by kind
-    "conv": "#1f5fa8", "matmul": "#cb181d", "norm": "#f16913", "activation": "#238b45", "pool": "#8e5bd0",
-    "elementwise": "#00a6c8", "optimizer": "#222222", "reduce": "#d6336c", "copy": "#b8860b", "dropout": "#9a9a9a",
-    "rnn": "#8c564b", "lrn": "#bcbd22", "other": "#7a5c3a",
-}  # fmt: skip
+    "conv": "#1f5fa8",
+    "matmul": "#cb181d",
+    "norm": "#f16913",
+    "activation": "#238b45",
+    "pool": "#8e5bd0",
+    "elementwise": "#00a6c8",
+    "optimizer": "#222222",
+    "reduce": "#d6336c",
+    "copy": "#b8860b",
+    "dropout": "#9a9a9a",
+    "rnn": "#8c564b",
+    "lrn": "#bcbd22",
+    "other": "#7a5c3a",
+}
 SPANS = {"kernel": "#9a9a9a", "recompute": "#8e5bd0", "swap_out": "#f16913", "swap_in": "#1f5fa8"}  # in a timeline
 STRATEGY = {"speed": "#f16913", "memory": "#1f5fa8", "cost": "#238b45"}  # SuperNeurons' recomputation strategies
 TECHNIQUES = {"liveness": "#1f5fa8", "offload": "#f16913", "recompute": "#8e5bd0", "captured": "#5f6b75"}
@@ -109,22 +119,51 @@ PARTS = {"computation": "#9a9a9a", "overlap": "#1f5fa8", "recomputation": "#8e5b
 CAPUCHIN_LAYERS = "#1f5fa8"  # Capuchin as HOME describes it
 SWARM = {"worst": "#9a9a9a", "mean": "#1f5fa8", "best": "#cb181d"}  # HOME's particles
 METHOD_COLOURS = {  # methods of SuperNeurons' Tables 4 and 5
-    "own": "#c9c9c9", "none": "#6b6b6b", "superneurons_joins": "#238b45",
+    "own": "#c9c9c9",
+    "none": "#6b6b6b",
+    "superneurons_joins": "#238b45",
     **{name: LOOKS[name].colour for name in ("memonger", "vdnn_all", "superneurons", "lp_round")},
-}  # fmt: skip
+}
 # Themes of web pages.
-LIGHT = {"ink": "#222222", "faint": "#666666", "line": "#dddddd", "paper": "#ffffff", "soft": "#f3f3f5",
-         "before": "#b3b3b8", "after": "#1f5fa8", "limit": "#cc2222"}  # fmt: skip
-DARK = {"ink": "#e8e8ea", "faint": "#a0a0a8", "line": "#3a3a40", "paper": "#17171a", "soft": "#222227",
-        "before": "#6d6d75", "after": "#6fb1f0", "limit": "#f07070"}  # fmt: skip
+LIGHT = {
+    "ink": "#222222",
+    "faint": "#666666",
+    "line": "#dddddd",
+    "paper": "#ffffff",
+    "soft": "#f3f3f5",
+    "before": "#b3b3b8",
+    "after": "#1f5fa8",
+    "limit": "#cc2222",
+}
+DARK = {
+    "ink": "#e8e8ea",
+    "faint": "#a0a0a8",
+    "line": "#3a3a40",
+    "paper": "#17171a",
+    "soft": "#222227",
+    "before": "#6d6d75",
+    "after": "#6fb1f0",
+    "limit": "#f07070",
+}
 PREDICTED, MEASURED = "#9a9a9a", "#cb181d"
 STYLE = {
-    "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
-    "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
-    "legend.frameon": False, "hatch.linewidth": 0.6,
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "hatch.linewidth": 0.6,
     "text.parse_math": False,  # names may contain dollar signs
-}  # fmt: skip
+}
 
 
 def look(planner: str) -> Look:

@@ -99,12 +99,20 @@ def memory_curve(
             name = f"{label(planner)} plan: peak {y1.max():,.0f} MB, {after.overhead:+.1%} time"
             axes.step(x1, y1, where="post", color=colour(planner), linewidth=1.5, label=name)
         percent = limit_mb * MB / before.peak_bytes
-        axes.axhline(limit_mb, color=LIMIT, linewidth=1.3, linestyle=(0, (5, 3)),
-                     label=f"limit: {limit_mb:,.0f} MB, {percent:.0%} of the peak")  # fmt: skip
+        axes.axhline(
+            limit_mb,
+            color=LIMIT,
+            linewidth=1.3,
+            linestyle=(0, (5, 3)),
+            label=f"limit: {limit_mb:,.0f} MB, {percent:.0%} of the peak",
+        )
         axes.set(
-            xlim=(0, right), ylim=(0, 1.28 * top), xlabel="time in the iteration (ms)",
-            ylabel="GPU memory in use (MB)", title=f"{before.program} on {machine}: one training iteration",
-        )  # fmt: skip
+            xlim=(0, right),
+            ylim=(0, 1.28 * top),
+            xlabel="time in the iteration (ms)",
+            ylabel="GPU memory in use (MB)",
+            title=f"{before.program} on {machine}: one training iteration",
+        )
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
         axes.legend(loc="upper left", ncols=1, fontsize=10, handlelength=1.6)
 
@@ -120,11 +128,27 @@ def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], plan
         valid = [e for e in history if e.feasible]
         invalid = [e.episode for e in history if not e.feasible]
         planned = [e for e in history if np.isfinite(e.best_overhead)]
-        axes.scatter([e.episode for e in valid], [e.overhead for e in valid], s=9, color=colour(planner), alpha=0.3,
-                     linewidths=0, label="one training episode")  # fmt: skip
+        axes.scatter(
+            [e.episode for e in valid],
+            [e.overhead for e in valid],
+            s=9,
+            color=colour(planner),
+            alpha=0.3,
+            linewidths=0,
+            label="one training episode",
+        )
         if invalid:
-            axes.plot(invalid, [0.985] * len(invalid), "|", color=FAINT, markersize=6, alpha=0.5, clip_on=False,
-                      transform=axes.get_xaxis_transform(), label="episode with no plan in the limit")  # fmt: skip
+            axes.plot(
+                invalid,
+                [0.985] * len(invalid),
+                "|",
+                color=FAINT,
+                markersize=6,
+                alpha=0.5,
+                clip_on=False,
+                transform=axes.get_xaxis_transform(),
+                label="episode with no plan in the limit",
+            )
         levels = []
         for r in rows:
             if r["feasible"] and r["planner"] not in (planner, f"{planner}_greedy", "none"):
@@ -146,9 +170,12 @@ def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], plan
 
 
 def edit_learning(
-    path: Path, history: Sequence[Mapping[str, float]], points: Sequence[Mapping[str, Any]], rows: Sequence[Row],
+    path: Path,
+    history: Sequence[Mapping[str, float]],
+    points: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     title: str,
-) -> None:  # fmt: skip
+) -> None:
     """Plots a training of the DQN by simulator calls: overhead, hit rate of edits, and temporal-difference error.
 
     Args:
@@ -161,14 +188,27 @@ def edit_learning(
         greedy = [(p["calls"], p["greedy/overhead"]) for p in points if p["greedy/overhead"] is not None]
         finished = [(row["calls"], row["overhead"]) for row in history if "overhead" in row]
         if finished:
-            overhead.scatter(*zip(*finished, strict=True), s=9, color=colour("dqn"), alpha=0.35, linewidths=0,
-                             label="episodes that ended, mean")  # fmt: skip
-        overhead.plot(*zip(*greedy, strict=True), color=colour("dqn"), linewidth=2.2, marker="o", markersize=4,
-                      label="greedy policy")  # fmt: skip
+            overhead.scatter(
+                *zip(*finished, strict=True),
+                s=9,
+                color=colour("dqn"),
+                alpha=0.35,
+                linewidths=0,
+                label="episodes that ended, mean",
+            )
+        overhead.plot(
+            *zip(*greedy, strict=True),
+            color=colour("dqn"),
+            linewidth=2.2,
+            marker="o",
+            markersize=4,
+            label="greedy policy",
+        )
         for row, style in zip(
             (r for r in rows if r["feasible"] and r["planner"].startswith(("uniform", "dqn, before"))),
-            ((0, (5, 3)), (0, (1, 1.5)), "-.", (0, (3, 1, 1, 1))), strict=False,
-        ):  # fmt: skip
+            ((0, (5, 3)), (0, (1, 1.5)), "-.", (0, (3, 1, 1, 1))),
+            strict=False,
+        ):
             overhead.axhline(row["overhead"], color=FAINT, linewidth=1.1, linestyle=style, label=row["planner"])
         _overhead_axis(overhead, max([y for _, y in [*greedy, *finished]], default=0.01))
         overhead.set(xlabel="simulator calls", title="overhead over the ideal time")
@@ -180,8 +220,9 @@ def edit_learning(
             for (key, text), style in zip(keys, ("-", (0, (5, 3))), strict=True):
                 samples = [(c, row[key]) for c, row in zip(calls, history, strict=True) if key in row]
                 if samples:
-                    axes.plot(*zip(*samples, strict=True), color=colour("dqn"), linestyle=style, linewidth=1.4,
-                              label=text)  # fmt: skip
+                    axes.plot(
+                        *zip(*samples, strict=True), color=colour("dqn"), linestyle=style, linewidth=1.4, label=text
+                    )
             axes.set(xlabel="simulator calls", title=name)
             axes.set_ylim(0, None)
         hits.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}%"))
@@ -255,9 +296,13 @@ def _top(scale: str, overheads: list[float], best: list[float]) -> float:
 
 
 def _panel(
-    axes: Axes, rows: Sequence[Row], lines: list[tuple[dict[float, float], Look]], best: dict[float, float],
-    top: float, scale: str,
-) -> None:  # fmt: skip
+    axes: Axes,
+    rows: Sequence[Row],
+    lines: list[tuple[dict[float, float], Look]],
+    best: dict[float, float],
+    top: float,
+    scale: str,
+) -> None:
     """Draws one panel of ``overhead_by_limit``: the floor, the ``best`` of all planners, and labelled lines."""
     limits = sorted({r["limit_fraction"] for r in rows})
     margin = 0.06 * (limits[-1] - limits[0]) or 0.02
@@ -326,9 +371,15 @@ def labels_at_right(axes: Axes, levels: Levels, points: float = 11.5) -> None:
 
 
 def write_training(
-    out: Path, program: Program, machine: Machine, plan: Plan, planner: str, history: Sequence[Any], rows: list[Row],
+    out: Path,
+    program: Program,
+    machine: Machine,
+    plan: Plan,
+    planner: str,
+    history: Sequence[Any],
+    rows: list[Row],
     edits: tuple[Sequence[Any], Sequence[Any]] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Writes the best plan of a training, its timeline, pictures and rows to the run directory.
 
     Args:

@@ -47,8 +47,12 @@ FAILED, BROKEN, STOPPED = 2, 3, 130  # exit statuses
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     keys = help.attributes(Settings)
-    parser = argparse.ArgumentParser("experiments.validate_gpu", description=str(__doc__), epilog=f"keys:\n{keys}",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "experiments.validate_gpu",
+        description=str(__doc__),
+        epilog=f"keys:\n{keys}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("settings", nargs="*", metavar="key=value")
     words = parser.parse_args(words).settings
     try:

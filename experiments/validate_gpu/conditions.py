@@ -15,8 +15,16 @@ from torch.utils import deterministic as memory
 
 PERIOD_S = 0.2
 # Reasons for reduced clocks, by bit of nvmlClocksEventReasons*.
-REASONS = {0x2: "application clocks", 0x4: "power cap", 0x8: "hardware", 0x10: "sync boost", 0x20: "software thermal",
-           0x40: "hardware thermal", 0x80: "hardware power brake", 0x100: "display clocks"}  # fmt: skip
+REASONS = {
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware",
+    0x10: "sync boost",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "hardware power brake",
+    0x100: "display clocks",
+}
 
 Sample = tuple[float | None, ...]  # clocks of the SMs and of the memory in MHz, W, °C, bits of REASONS
 NO_FORM = "does not have a deterministic implementation"  # in PyTorch's warning
@@ -87,12 +95,18 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
         Mean and minimum SM clock and minimum memory clock in MHz, mean power in W, maximum temperature in °C, and the
         fraction of samples with each of REASONS.
     """
-    sm, memory, watt, celsius, reasons = ([value for value in column if value is not None]
-                                          for column in zip(*samples, strict=True))  # fmt: skip
+    sm, memory, watt, celsius, reasons = (
+        [value for value in column if value is not None] for column in zip(*samples, strict=True)
+    )
     slowed = {name: sum(bool(int(bits) & bit) for bits in reasons) / len(samples) for bit, name in REASONS.items()}
     out: dict[str, Any] = {"samples": len(samples), "slowed": {name: share for name, share in slowed.items() if share}}
-    for key, values, reduce in (("sm_mhz", sm, fmean), ("least_sm_mhz", sm, min), ("least_memory_mhz", memory, min),
-                                ("watt", watt, fmean), ("celsius", celsius, max)):  # fmt: skip
+    for key, values, reduce in (
+        ("sm_mhz", sm, fmean),
+        ("least_sm_mhz", sm, min),
+        ("least_memory_mhz", memory, min),
+        ("watt", watt, fmean),
+        ("celsius", celsius, max),
+    ):
         if values:
             out[key] = reduce(values)
     return out
@@ -107,9 +121,14 @@ def deterministic() -> Iterator[list[str]]:
     """
     operators: list[str] = []
     cudnn = torch.backends.cudnn
-    saved = (cudnn.deterministic, cudnn.benchmark, torch.are_deterministic_algorithms_enabled(),
-             torch.is_deterministic_algorithms_warn_only_enabled(), memory.fill_uninitialized_memory,
-             torch.is_warn_always_enabled())  # fmt: skip
+    saved = (
+        cudnn.deterministic,
+        cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        memory.fill_uninitialized_memory,
+        torch.is_warn_always_enabled(),
+    )
     try:
         cudnn.deterministic, cudnn.benchmark = True, False
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -130,11 +149,14 @@ def report() -> dict[str, Any]:
     """Returns the current PyTorch settings and, on CUDA, how many allocator segments are expandable."""
     out: dict[str, Any] = {name: os.environ.get(name, "") for name in ENVIRONMENT}
     out |= {
-        "matmul_precision": torch.get_float32_matmul_precision(), "cudnn_tf32": torch.backends.cudnn.allow_tf32,
-        "cudnn_benchmark": torch.backends.cudnn.benchmark, "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cudnn": torch.backends.cudnn.version(), "cuda": torch.version.cuda,
-    }  # fmt: skip
+        "cudnn": torch.backends.cudnn.version(),
+        "cuda": torch.version.cuda,
+    }
     if torch.cuda.is_available():
         segments = torch.cuda.memory_snapshot()
         out["expandable_segments"] = [bool(s.get("is_expandable")) for s in segments].count(True)

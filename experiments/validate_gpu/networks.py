@@ -187,9 +187,13 @@ def timed(step: Callable[[], object], count: int, device: str) -> list[int]:
 
 
 def time_in_turns(
-    step: Callable[[], object], other: Callable[[], object], count: int, device: str, other_bytes: int = 0,
+    step: Callable[[], object],
+    other: Callable[[], object],
+    count: int,
+    device: str,
+    other_bytes: int = 0,
     on_turn: Callable[[bool], object] = bool,
-) -> tuple[list[int], list[int], int]:  # fmt: skip
+) -> tuple[list[int], list[int], int]:
     """Times two alternating steps, so that changes of the GPU's clock affect both.
 
     Args:

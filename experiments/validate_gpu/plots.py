@@ -49,8 +49,10 @@ def scatter(path: Path, replays: Sequence[dict[str, Any]], trained: Sequence[dic
 def timelines(path: Path, measured: Measured, workload: str, planner: str) -> None:
     """Plots one steady-state iteration as predicted and as measured, with the memory of both, on one time axis."""
     begin = max(len(measured.timeline.boundaries) - measured.period - 1, 0)
-    pair = [("Predicted", measured.predicted, measured.predicted.last_start_ns, PREDICTED),
-            ("Measured", measured.timeline, measured.timeline.boundaries[begin], MEASURED)]  # fmt: skip
+    pair = [
+        ("Predicted", measured.predicted, measured.predicted.last_start_ns, PREDICTED),
+        ("Measured", measured.timeline, measured.timeline.boundaries[begin], MEASURED),
+    ]
     end = 1.01 * max(timeline.boundaries[-1] - start for _, timeline, start, _ in pair) / 1e6
     x, panels, memory = Axis("ms from the start of an iteration", limits=(0, end)), [], list[Mark]()
     for word, timeline, start, colour in pair:
@@ -59,8 +61,16 @@ def timelines(path: Path, measured: Measured, workload: str, planner: str) -> No
         panels.append(Panel(f"{word}: {duration_ms:.2f} ms", marks, x, Axis(names=STREAMS)))
         points = [(t, used) for t, used in timeline.memory if t <= timeline.boundaries[-1]]
         inside = [(start, used) for t, used in points if t <= start][-1:] + [p for p in points if p[0] > start]
-        memory.append(Line([(t - start) / 1e6 for t, _ in inside], [used / MIB for _, used in inside], colour,
-                           f"memory, {word.lower()}", width=1.2, step=True))  # fmt: skip
+        memory.append(
+            Line(
+                [(t - start) / 1e6 for t, _ in inside],
+                [used / MIB for _, used in inside],
+                colour,
+                f"memory, {word.lower()}",
+                width=1.2,
+                step=True,
+            )
+        )
     memory.append(Rule(measured.limit / MIB, horizontal=True, colour=LIMIT, label="limit", width=1))
     panels.append(Panel("Memory", memory, x, Axis("MiB in use", limits=(0, None))))
     title = f"{workload}, {look(planner).label}, on {measured.device}"

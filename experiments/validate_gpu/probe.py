@@ -51,9 +51,18 @@ COMMITTED = Path(__file__).resolve().parents[1] / "results" / "gpu_h200"  # the 
 RESNET, LLAMA, GPT2 = "resnet50_imagenet_bf16", "llama_bf16", "gpt2_medium_bf16"
 TINY = {RESNET: "tiny_resnet", LLAMA: "tiny_gpt2", GPT2: "tiny_gpt2"}  # with backend=host
 # Predicted machine figures: measured on an H200 in the second run.
-COSTS = {"launch_ns": 1400, "graph_launch_ns": 520, "event_ns": 0, "wait_ns": 100, "queue_depth": 1022,
-         "h2d_bytes_per_s": 55_500_000_000, "d2h_bytes_per_s": 55_400_000_000, "h2d_latency_ns": 7600,
-         "d2h_latency_ns": 7600, "issue_ns": 12_000}  # fmt: skip
+COSTS = {
+    "launch_ns": 1400,
+    "graph_launch_ns": 520,
+    "event_ns": 0,
+    "wait_ns": 100,
+    "queue_depth": 1022,
+    "h2d_bytes_per_s": 55_500_000_000,
+    "d2h_bytes_per_s": 55_400_000_000,
+    "h2d_latency_ns": 7600,
+    "d2h_latency_ns": 7600,
+    "issue_ns": 12_000,
+}
 ROUND_TRIP_NS = 10_000  # overhead of a copy between two kernels of a graph; traces showed gaps of 17 us with latency
 COUNT, LONG_NS = 200, 20_000
 REHEARSAL = 4  # factor on a section's seconds with backend=host, on a shared CPU
@@ -208,8 +217,15 @@ def replays(probe: Probe) -> None:
         def measured(label: str, program: Program, plan: Plan, limit: int, first: bool) -> None:
             times = replay(program, plan, machine, limit, backend)
             checks = replay(program, plan, machine, limit, backend, 2, mode="check").checks if first else 0
-            probe.row(label, times.predicted_ns, times.iteration_ns, error=times.error, checks=checks,
-                      footprint=times.footprint, limit=limit)  # fmt: skip
+            probe.row(
+                label,
+                times.predicted_ns,
+                times.iteration_ns,
+                error=times.error,
+                checks=checks,
+                footprint=times.footprint,
+                limit=limit,
+            )
 
         for i, (label, *parts) in enumerate(_plans(probe, machine)):
             probe.attempt(label, partial(measured, label, *parts, first=not i))
@@ -296,9 +312,19 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
                 continue
             predicted, ns = simulate(program, plan, costs, case.limit).iteration_ns, times["measured_ns"]
             peaks = {"peak": times["ledger"], **({"allocated": times["device_peak"]} if device == "cuda" else {})}
-            probe.row(label, predicted, ns, limit=case.limit, planned_for=aim, ideal_ns=program.ideal_ns,
-                      kernels=len(program.kernels), eager_ns=times["eager_ns"], to_eager=ns / times["eager_ns"],
-                      host_ns=times["host_ns"], **peaks)  # fmt: skip
+            probe.row(
+                label,
+                predicted,
+                ns,
+                limit=case.limit,
+                planned_for=aim,
+                ideal_ns=program.ideal_ns,
+                kernels=len(program.kernels),
+                eager_ns=times["eager_ns"],
+                to_eager=ns / times["eager_ns"],
+                host_ns=times["host_ns"],
+                **peaks,
+            )
             return
         probe.record_failure(label, "; ".join(reasons))
 
@@ -338,9 +364,18 @@ def run_validation(probe: Probe, network: str, stages: str, *words: str) -> Iter
     name, machine = probe.network(network), probe.out / "machine.yaml"
     out, kind = probe.out / probe.section, stages.rpartition(",")[2]
     preset = probe.base.name if probe.backend == "cuda" else "h200"
-    command = [sys.executable, "-m", "experiments.validate_gpu", f"backend={probe.backend}", f"out={out}",
-               f"machine={machine if machine.exists() else preset}", f"workloads={name}",
-               f"stages={stages}", f"seconds={max(10, probe.seconds_left() - 5):.0f}", *words]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.validate_gpu",
+        f"backend={probe.backend}",
+        f"out={out}",
+        f"machine={machine if machine.exists() else preset}",
+        f"workloads={name}",
+        f"stages={stages}",
+        f"seconds={max(10, probe.seconds_left() - 5):.0f}",
+        *words,
+    ]
     subprocess.run(command, check=False)
     results = out / "results.json"
     for row in read_json(results)["rows"] if results.exists() else ():
@@ -403,8 +438,11 @@ def main(words: Sequence[str] | None = None) -> int:
     names = [word for word in words if "=" not in word]
     try:
         options = Options(**values_of(Options, [word for word in words if "=" in word]))
-        for key, value, allowed in (("backend", options.backend, BACKENDS), ("step", options.step, (0, 1, 2)),
-                                  ("section", tuple(names), SECTIONS)):  # fmt: skip
+        for key, value, allowed in (
+            ("backend", options.backend, BACKENDS),
+            ("step", options.step, (0, 1, 2)),
+            ("section", tuple(names), SECTIONS),
+        ):
             check_known(key, value, allowed)
         if options.backend == "cuda" and not torch.cuda.is_available():
             raise UsageError("no CUDA GPU found; backend=host runs a small probe without one")
@@ -431,8 +469,15 @@ def run_sections(names: Sequence[str], out: Path, backend: str) -> int:
         end, begin = end + SECTIONS[name].seconds * (REHEARSAL if backend == "host" else 1), time.monotonic()
         seconds = end - begin
         print(f"== {name}, at most {seconds:.0f} s", flush=True)
-        command = [sys.executable, "-m", "experiments.validate_gpu.probe", f"out={out}", f"backend={backend}", name,
-                   f"seconds={seconds:.0f}"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "experiments.validate_gpu.probe",
+            f"out={out}",
+            f"backend={backend}",
+            name,
+            f"seconds={seconds:.0f}",
+        ]
         with subprocess.Popen(command, start_new_session=True) as process:
             try:
                 exit_status = process.wait(seconds)

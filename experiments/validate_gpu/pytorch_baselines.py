@@ -51,12 +51,18 @@ OURS: dict[str, dict[str, int]] = {"annealing": {"iterations": 50}, "lp_round": 
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # activation_memory_budget of torch.compile
 
 SAVED_OPERATORS = [
-    getattr(torch.ops.aten, name).default for name in (
-        "convolution", "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "convolution",
+        "mm",
+        "addmm",
+        "bmm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
     )
-]  # fmt: skip
+]
 
 
 class Unreachable(Exception):
@@ -93,8 +99,14 @@ def eager_row(name: str, device: str, eager: Trial | None) -> dict[str, Any]:
         raise Unreachable("the network has no blocks to checkpoint")
     warm_up(name, device)
     eager = eager or trial(name, device)
-    return {"measured_ns": eager.ns, "limit": eager.peak, "measured_peak": eager.peak, "between": eager.between,
-            "overhead": 0.0, "setting": ""}  # fmt: skip
+    return {
+        "measured_ns": eager.ns,
+        "limit": eager.peak,
+        "measured_peak": eager.peak,
+        "between": eager.between,
+        "overhead": 0.0,
+        "setting": "",
+    }
 
 
 def row(search: Levels | Ours, limit: int, plans: Sequence[Plan], steps: int) -> dict[str, Any]:
@@ -111,8 +123,14 @@ def row(search: Levels | Ours, limit: int, plans: Sequence[Plan], steps: int) ->
     with sampled_conditions(search.device) as clocks:
         final = search.timed(chosen, steps)
     assert final.eager_ns is not None
-    return {"measured_ns": final.ns, "measured_peak": max(final.peak, chosen.peak), "eager_ns": final.eager_ns,
-            "overhead": final.ns / final.eager_ns - 1, "setting": chosen.setting, "clocks": clocks}  # fmt: skip
+    return {
+        "measured_ns": final.ns,
+        "measured_peak": max(final.peak, chosen.peak),
+        "eager_ns": final.eager_ns,
+        "overhead": final.ns / final.eager_ns - 1,
+        "setting": chosen.setting,
+        "clocks": clocks,
+    }
 
 
 @cache
@@ -123,9 +141,12 @@ def warm_up(name: str, device: str) -> None:
 
 
 def trial(
-    name: str, device: str, prepare: Callable[[Network], Callable[[Tensor], Any] | None] = lambda network: None,
-    setting: str = "", steps: int = 0,
-) -> Trial:  # fmt: skip
+    name: str,
+    device: str,
+    prepare: Callable[[Network], Callable[[Tensor], Any] | None] = lambda network: None,
+    setting: str = "",
+    steps: int = 0,
+) -> Trial:
     """Trains a new network under a method and measures it.
 
     Args:

@@ -49,12 +49,21 @@ def write(settings: Settings, machine: Machine | None, record: Record) -> None:
     """Writes results.json and table.md, and the plots if Matplotlib is installed."""
     out, gpu = record.out, torch.cuda.is_available()
     sums = {kind: summary(record.successful(kind)) for kind in KINDS}
-    write_json(out / "results.json", {
-        "format": FORMAT, "settings": asdict(settings), "torch": str(torch.__version__),
-        "device": torch.cuda.get_device_name() if settings.device == "cuda" and gpu else "host", "flags": report(),
-        "machine": machine.to_dict() if machine else None, "seconds": time.monotonic() - record.begin,
-        "summary": sums, "rows": record.rows,
-    }, indent=1)  # fmt: skip
+    write_json(
+        out / "results.json",
+        {
+            "format": FORMAT,
+            "settings": asdict(settings),
+            "torch": str(torch.__version__),
+            "device": torch.cuda.get_device_name() if settings.device == "cuda" and gpu else "host",
+            "flags": report(),
+            "machine": machine.to_dict() if machine else None,
+            "seconds": time.monotonic() - record.begin,
+            "summary": sums,
+            "rows": record.rows,
+        },
+        indent=1,
+    )
     write_text(out / "table.md", "\n".join(_tables(record, sums)))
     try:
         from experiments.validate_gpu import plots
@@ -68,33 +77,72 @@ def write(settings: Settings, machine: Machine | None, record: Record) -> None:
 
 def _tables(record: Record, sums: dict[str, dict[str, Any]]) -> Iterable[str]:
     """Yields the lines of table.md."""
-    units = {"predicted_ns": 1e6, "measured_ns": 1e6, "eager_ns": 1e6, "host_ns": 1e6, "predicted_peak": MIB,
-             "measured_peak": MIB, "limit": MIB, "footprint": MIB}  # fmt: skip
+    units = {
+        "predicted_ns": 1e6,
+        "measured_ns": 1e6,
+        "eager_ns": 1e6,
+        "host_ns": 1e6,
+        "predicted_peak": MIB,
+        "measured_peak": MIB,
+        "limit": MIB,
+        "footprint": MIB,
+    }
     names = [f"{key.removesuffix('_ns')} {'MiB' if unit == MIB else 'ms'}" for key, unit in units.items()]
     yield from _table(
         ("", "workload", "limit", "planner", "error", *names, "bits"),
-        [(r["kind"], r["workload"], _percent(r), r["planner"],
-          f"{r['error']:+.2%}" if r.get("error") is not None else "",
-          *(_of(r, key, unit) for key, unit in units.items()), _bits(r))
-         for kind in KINDS for r in record.successful(kind)],
-    )  # fmt: skip
+        [
+            (
+                r["kind"],
+                r["workload"],
+                _percent(r),
+                r["planner"],
+                f"{r['error']:+.2%}" if r.get("error") is not None else "",
+                *(_of(r, key, unit) for key, unit in units.items()),
+                _bits(r),
+            )
+            for kind in KINDS
+            for r in record.successful(kind)
+        ],
+    )
     for kind, totals in sums.items():
         for part in ("time", "peak"):
             if error := totals.get(part):
-                yield (f"{kind}, {part}: mean absolute error {error['mean_absolute']:.2%}, worst {error['worst']:.2%} "
-                       f"over {totals['count']} plans.\n")  # fmt: skip
+                yield (
+                    f"{kind}, {part}: mean absolute error {error['mean_absolute']:.2%}, worst {error['worst']:.2%} "
+                    f"over {totals['count']} plans.\n"
+                )
     if rows := sorted(record.successful("compare"), key=lambda r: (r["workload"], -r["fraction"], r["measured_ns"])):
         yield from _table(
             ("workload", "limit", "method", "setting", "ms", "overhead", "peak MiB", "limit MiB"),
-            [(r["workload"], _percent(r), NAMES.get(r["method"], r["method"]), r["setting"], _of(r, "measured_ns", 1e6),
-              f"{r['overhead']:+.1%}", _of(r, "measured_peak", MIB), _of(r, "limit", MIB)) for r in rows],
-        )  # fmt: skip
+            [
+                (
+                    r["workload"],
+                    _percent(r),
+                    NAMES.get(r["method"], r["method"]),
+                    r["setting"],
+                    _of(r, "measured_ns", 1e6),
+                    f"{r['overhead']:+.1%}",
+                    _of(r, "measured_peak", MIB),
+                    _of(r, "limit", MIB),
+                )
+                for r in rows
+            ],
+        )
     if rows := sorted(record.successful("largest"), key=lambda r: (r["workload"], -r["batch"])):
         yield from _table(
             ("workload", "cap MiB", "method", "largest batch", "× default batch", "too large"),
-            [(r["workload"], _of(r, "cap", MIB), r["method"], f"{'at least ' * r['time_over']}{r['batch']}",
-              f"{r['batch'] / r['own_batch']:.2f}", r.get("too_large", "")) for r in rows],
-        )  # fmt: skip
+            [
+                (
+                    r["workload"],
+                    _of(r, "cap", MIB),
+                    r["method"],
+                    f"{'at least ' * r['time_over']}{r['batch']}",
+                    f"{r['batch'] / r['own_batch']:.2f}",
+                    r.get("too_large", ""),
+                )
+                for r in rows
+            ],
+        )
     for r in record.rows:
         if "failed" in r:
             entries = [str(r[key]) for key in ("kind", "workload", "fraction", "planner", "method") if key in r]

@@ -53,8 +53,13 @@ class Settings:
     machine: str = ""
     profiles: str = ""
     plans: str = ""
-    workloads: tuple[str, ...] = ("resnet50_imagenet_bf16", "llama_bf16", "gpt2_medium_bf16", "resnet50_imagenet",
-                                  "vgg16")  # fmt: skip
+    workloads: tuple[str, ...] = (
+        "resnet50_imagenet_bf16",
+        "llama_bf16",
+        "gpt2_medium_bf16",
+        "resnet50_imagenet",
+        "vgg16",
+    )
     limits: tuple[float, ...] = (0.7, 0.5, 0.35)
     cache: str = "step"
     planners: tuple[str, ...] = tuple(agents.untrained())
@@ -73,8 +78,15 @@ class Settings:
         return "cuda" if self.backend == "cuda" else "cpu"
 
 
-ON_HOST = Settings("host", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,), cache="hot", steps=2,
-                   seconds=90.0, methods=tuple(m for m in METHODS if m != "compile"))  # fmt: skip
+ON_HOST = Settings(
+    "host",
+    workloads=("tiny_resnet", "tiny_gpt2"),
+    limits=(0.7,),
+    cache="hot",
+    steps=2,
+    seconds=90.0,
+    methods=tuple(m for m in METHODS if m != "compile"),
+)
 
 
 def values_of(kind: type, words: Sequence[str]) -> dict[str, Any]:
@@ -112,9 +124,15 @@ def parse(words: Sequence[str]) -> Settings:
     settings = replace(ON_HOST if chosen.get("backend") == "host" else Settings(), **chosen)
     plans = agents.PLANNERS
     for key, allowed in {
-        "backend": BACKENDS, "cache": get_args(Cache), "workloads": NETWORKS, "planners": plans, "train": plans,
-        "graph": plans, "stages": STAGES, "methods": METHODS,
-    }.items():  # fmt: skip
+        "backend": BACKENDS,
+        "cache": get_args(Cache),
+        "workloads": NETWORKS,
+        "planners": plans,
+        "train": plans,
+        "graph": plans,
+        "stages": STAGES,
+        "methods": METHODS,
+    }.items():
         check_known(key, getattr(settings, key), allowed)
     for key in ("workloads", "limits", "stages"):
         if not getattr(settings, key):

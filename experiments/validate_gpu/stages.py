@@ -47,12 +47,24 @@ from simulator.plan import PlanError
 from simulator.schedule import lower
 
 # Reduced search budgets, so that every planner finishes within the stage's time.
-BUDGET = {"cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
-        "host": {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
+BUDGET = {
+    "cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
+    "host": {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50},
+}
 REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3}}
 # Simulated GPU of the host backend: transfers about as slow as CPU kernels.
-HOST = Machine("host", 2**30, 500_000_000, 500_000_000, host_bytes=2**30, flops_per_s={"float32": 10**10},
-               memory_bytes_per_s=10**10, launch_ns=1400, graph_launch_ns=600, issue_ns=5000)  # fmt: skip
+HOST = Machine(
+    "host",
+    2**30,
+    500_000_000,
+    500_000_000,
+    host_bytes=2**30,
+    flops_per_s={"float32": 10**10},
+    memory_bytes_per_s=10**10,
+    launch_ns=1400,
+    graph_launch_ns=600,
+    issue_ns=5000,
+)
 AIMS = (1.0, 0.985, 0.97)  # fractions of a limit to plan for in ``compare``; the measured peak may exceed a plan
 MISSING = "is left out"  # marks planners skipped because a library is missing
 OURS = "ours"  # pseudo-planner: the fastest plan of pytorch_baselines.OURS
@@ -158,9 +170,17 @@ def profiled(run: Run, name: str) -> dict[str, Any]:
     step = measured_step(captured, result, machine, **words, step_ns=round(eager.ns))
     write_text(run.record.out / "measured" / f"{name}.json", step.to_json())
     program.save(run.program(name))
-    return {"eager_ns": eager.ns, "eager_peak": eager.peak, "eager_between": eager.between,
-            "kernels": len(program.kernels), "ideal_ns": program.ideal_ns, "step_ns": result.step_ns,
-            "peak_bytes": program.peak_bytes, "device": result.device, "cache": result.cache}  # fmt: skip
+    return {
+        "eager_ns": eager.ns,
+        "eager_peak": eager.peak,
+        "eager_between": eager.between,
+        "kernels": len(program.kernels),
+        "ideal_ns": program.ideal_ns,
+        "step_ns": result.step_ns,
+        "peak_bytes": program.peak_bytes,
+        "device": result.device,
+        "cache": result.cache,
+    }
 
 
 # ------------------------------------------------------------------------------------------- plans
@@ -242,8 +262,14 @@ def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine
             continue
         result.save(run.plan(case.workload, case.fraction, planner, aim))
         predicted = simulate(case.program, result, machine, case.limit)
-        record.add("plan", **row, seconds=seconds, predicted_ns=predicted.iteration_ns,
-                   ideal_ns=case.program.ideal_ns, decisions=len(result.decisions))  # fmt: skip
+        record.add(
+            "plan",
+            **row,
+            seconds=seconds,
+            predicted_ns=predicted.iteration_ns,
+            ideal_ns=case.program.ideal_ns,
+            decisions=len(result.decisions),
+        )
 
 
 def planned(run: Run, planners: Sequence[str]) -> list[tuple[Case, Plan]]:
@@ -289,11 +315,17 @@ def replay(run: Run) -> None:
             if moves > busiest[0]:
                 busiest = moves, (stats, f"{case.workload} at {case.fraction:.0%}", plan.planner)
             return {
-                **checks, "predicted_ns": stats.predicted_ns, "measured_ns": stats.iteration_ns, "error": stats.error,
-                "predicted_peak": stats.predicted.peak_bytes, "measured_peak": stats.timeline.peak_bytes,
-                "footprint": stats.footprint, "device_bytes": stats.device_bytes, "fits": stats.fits,
+                **checks,
+                "predicted_ns": stats.predicted_ns,
+                "measured_ns": stats.iteration_ns,
+                "error": stats.error,
+                "predicted_peak": stats.predicted.peak_bytes,
+                "measured_peak": stats.timeline.peak_bytes,
+                "footprint": stats.footprint,
+                "device_bytes": stats.device_bytes,
+                "fits": stats.fits,
                 "device": stats.device,
-            }  # fmt: skip
+            }
 
         for case, plan in plans:
             record.measure("replay", key_of(case, plan), partial(measured, case, plan), limit=case.limit)
@@ -329,10 +361,14 @@ def train(run: Run) -> None:
         with deterministic():
             bits = train_capped(device, case, plan, machine, training.losses_only, graph=graph)
         timeline = simulate(case.program, plan, machine.in_graph() if graph else machine, case.limit)
-        row |= {"equal": bits.get("losses") == eager["losses"], "eager_equal": eager["equal"],
-                "not_deterministic": eager["loose"], "measured_peak": row.get("device_peak", row["ledger"]),
-                "predicted_ns": timeline.iteration_ns if device == "cuda" else None,
-                "predicted_peak": timeline.peak_bytes}  # fmt: skip
+        row |= {
+            "equal": bits.get("losses") == eager["losses"],
+            "eager_equal": eager["equal"],
+            "not_deterministic": eager["loose"],
+            "measured_peak": row.get("device_peak", row["ledger"]),
+            "predicted_ns": timeline.iteration_ns if device == "cuda" else None,
+            "predicted_peak": timeline.peak_bytes,
+        }
         if "failed" in bits:
             row["equal_failed"] = bits["failed"]
         if row["predicted_ns"]:
@@ -385,8 +421,12 @@ def largest(run: Run) -> None:
     that failed) and ``reason``; or ``failed``.
     """
     settings, record = run.settings, run.record
-    todo = [(name, method) for name in settings.workloads for method in settings.methods
-            if not record.has("largest", workload=name, method=method)]  # fmt: skip
+    todo = [
+        (name, method)
+        for name in settings.workloads
+        for method in settings.methods
+        if not record.has("largest", workload=name, method=method)
+    ]
     caps: dict[str, int] = {}
     for i, (name, method) in enumerate(todo):
         tries, seconds = Tries(name, method, settings.device, run.machine), record.seconds_left() / (len(todo) - i)

@@ -26,9 +26,11 @@ def traced(step: Callable[[], Any], count: int, folder: Path) -> list[Event]:
         torch.cuda.synchronize()
     raw = folder / "chrome-trace.json"
     profiler.export_chrome_trace(str(raw))
-    events = [(e["ts"], e["dur"], e["args"].get("stream"), e["cat"], e["name"][:60], e["args"].get("bytes"))
-              for e in json.loads(raw.read_text())["traceEvents"]
-              if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]  # fmt: skip
+    events = [
+        (e["ts"], e["dur"], e["args"].get("stream"), e["cat"], e["name"][:60], e["args"].get("bytes"))
+        for e in json.loads(raw.read_text())["traceEvents"]
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
     raw.unlink()
     return sorted(events, key=lambda event: float(event[0]))
 

@@ -132,9 +132,14 @@ def train_beside_eager(
 
 
 def time_beside_eager(
-    step: PlannedStep, batch: tuple[Any, ...], eager: Callable[[], Any], count: int, device: str, held_bytes: int,
+    step: PlannedStep,
+    batch: tuple[Any, ...],
+    eager: Callable[[], Any],
+    count: int,
+    device: str,
+    held_bytes: int,
     on_turn: Callable[[bool], object] = bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Times planned steps that alternate with eager steps.
 
     Arguments as in ``time_in_turns``.
@@ -155,8 +160,13 @@ def time_beside_eager(
     with sampled_conditions(device) as clocks:
         times, eager_times, peak = time_in_turns(planned, eager, count, device, held_bytes, on_turn)
     ledger = step.graph.peak_bytes if step.graph and step.graph.graph else step.peak_bytes
-    row = {"measured_ns": median(times), "eager_ns": median(eager_times), "host_ns": median(hosts), "ledger": ledger,
-             "clocks": clocks}  # fmt: skip
+    row = {
+        "measured_ns": median(times),
+        "eager_ns": median(eager_times),
+        "host_ns": median(hosts),
+        "ledger": ledger,
+        "clocks": clocks,
+    }
     return {**row, "device_peak": peak} if device == "cuda" else row
 
 

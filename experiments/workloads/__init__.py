@@ -45,16 +45,37 @@ from simulator.machine import Machine
 __all__ = ["WorkloadError", "batch_of", "build", "load"]
 
 FAMILIES: dict[str, Callable[..., Parts]] = {
-    "alexnet": vgg.alexnet, "bert": transformers.bert, "convnext": resnet.convnext, "densenet": densenet.densenet,
-    "fc_densenet": densenet.fc_densenet, "gpt2": transformers.gpt2, "hourglass": maps.hourglass,
-    "huggingface": huggingface.huggingface, "inception": inception.inception,
-    "inverted_residual": mobile.inverted_residual, "kmeans": others.kmeans, "llama": llama.llama, "lstm": others.lstm,
-    "mixtral": llama.mixtral, "mlp": others.mlp, "mobilenet": mobile.mobilenet, "module": module.build,
-    "plain": resnet.plain, "randwire": randwire.randwire, "regnet": resnet.regnet, "resnet": resnet.resnet,
-    "resnet_imagenet": resnet.resnet_imagenet, "resnet_stochastic": resnet.resnet_stochastic,
-    "squeezenet": mobile.squeezenet, "transformer": transformers.transformer, "unet": maps.unet, "vgg": vgg.vgg,
-    "vgg_imagenet": vgg.vgg_imagenet, "vit": transformers.vit, "yolov3": maps.yolov3,
-}  # fmt: skip
+    "alexnet": vgg.alexnet,
+    "bert": transformers.bert,
+    "convnext": resnet.convnext,
+    "densenet": densenet.densenet,
+    "fc_densenet": densenet.fc_densenet,
+    "gpt2": transformers.gpt2,
+    "hourglass": maps.hourglass,
+    "huggingface": huggingface.huggingface,
+    "inception": inception.inception,
+    "inverted_residual": mobile.inverted_residual,
+    "kmeans": others.kmeans,
+    "llama": llama.llama,
+    "lstm": others.lstm,
+    "mixtral": llama.mixtral,
+    "mlp": others.mlp,
+    "mobilenet": mobile.mobilenet,
+    "module": module.build,
+    "plain": resnet.plain,
+    "randwire": randwire.randwire,
+    "regnet": resnet.regnet,
+    "resnet": resnet.resnet,
+    "resnet_imagenet": resnet.resnet_imagenet,
+    "resnet_stochastic": resnet.resnet_stochastic,
+    "squeezenet": mobile.squeezenet,
+    "transformer": transformers.transformer,
+    "unet": maps.unet,
+    "vgg": vgg.vgg,
+    "vgg_imagenet": vgg.vgg_imagenet,
+    "vit": transformers.vit,
+    "yolov3": maps.yolov3,
+}
 _KEYS = {"name", "family", "iteration_ms", "paper_peak_mb", "algorithms", "dtype"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

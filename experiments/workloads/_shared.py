@@ -38,9 +38,15 @@ IN_PLACE = partial(nn.ReLU, inplace=True)
 
 
 def conv(
-    channels: int, width: int, kernel: int, stride: int = 1, act: Activation | None = None, groups: int = 1,
-    bias: bool = False, eps: float = 1e-5,
-) -> list[nn.Module]:  # fmt: skip
+    channels: int,
+    width: int,
+    kernel: int,
+    stride: int = 1,
+    act: Activation | None = None,
+    groups: int = 1,
+    bias: bool = False,
+    eps: float = 1e-5,
+) -> list[nn.Module]:
     """Returns a convolution with same padding, batch-norm and (if given) an activation."""
     layer = nn.Conv2d(channels, width, kernel, stride, kernel // 2, groups=groups, bias=bias)
     return [layer, nn.BatchNorm2d(width, eps), *([act()] if act else [])]

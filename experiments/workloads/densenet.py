@@ -142,5 +142,9 @@ def fc_densenet(*, stages: str, growth: int = 16, batch_size: int = 3, image: in
         raise WorkloadError(f"workload.image: expected a multiple of {2 ** (len(layers) - 1)}, got {image}")
     model = FCDenseNet(layers, growth, classes)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    return model, nn.CrossEntropyLoss(), optimizer, (torch.empty(batch_size, 3, image, image),
-                                                     labels(batch_size, image, image))  # fmt: skip
+    return (
+        model,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        (torch.empty(batch_size, 3, image, image), labels(batch_size, image, image)),
+    )

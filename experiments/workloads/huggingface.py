@@ -24,18 +24,36 @@ _T5 = {"decoder_start_token_id": 0}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}),
     "distilgpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_layer": 6}),
-    "cerebras-gpt-111m": ("GPT2Config", "GPT2LMHeadModel", {
-        "n_layer": 10, "n_positions": 2048, "n_inner": 3072, "activation_function": "gelu", **_NO_DROPOUT}),
-    "gpt-neo-125m": ("GPTNeoConfig", "GPTNeoForCausalLM", {
-        "hidden_size": 768, "num_layers": 12, "num_heads": 12, "attention_types": [[["global", "local"], 6]]}),
+    "cerebras-gpt-111m": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"n_layer": 10, "n_positions": 2048, "n_inner": 3072, "activation_function": "gelu", **_NO_DROPOUT},
+    ),
+    "gpt-neo-125m": (
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "attention_types": [[["global", "local"], 6]]},
+    ),
     "opt-125m": ("OPTConfig", "OPTForCausalLM", {}),
-    "opt-350m": ("OPTConfig", "OPTForCausalLM", {
-        "hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-        "word_embed_proj_dim": 512, "do_layer_norm_before": False}),
+    "opt-350m": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {
+            "hidden_size": 1024,
+            "ffn_dim": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "word_embed_proj_dim": 512,
+            "do_layer_norm_before": False,
+        },
+    ),
     "t5-small": ("T5Config", "T5ForConditionalGeneration", _T5),
-    "t5-base": ("T5Config", "T5ForConditionalGeneration", {
-        "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, **_T5}),
-}  # fmt: skip
+    "t5-base": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, **_T5},
+    ),
+}
 
 
 class Network(nn.Module):

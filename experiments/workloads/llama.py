@@ -142,10 +142,20 @@ class Llama(nn.Module):
     """
 
     def __init__(
-        self, layers: int, width: int, heads: int, kv_heads: int, vocabulary: int, length: int,
-        feed: Callable[[], nn.Module], *, head_size: int | None = None, base: float = 10000.0, epsilon: float = 1e-5,
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        vocabulary: int,
+        length: int,
+        feed: Callable[[], nn.Module],
+        *,
+        head_size: int | None = None,
+        base: float = 10000.0,
+        epsilon: float = 1e-5,
         qk_norm: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         size = width // heads if head_size is None else head_size
         self.tokens = nn.Embedding(vocabulary, width)
@@ -242,10 +252,20 @@ def parts(model: nn.Module, batch_size: int, length: int) -> Parts:
 
 
 def llama(
-    *, layers: int = 22, width: int = 2048, heads: int = 32, kv_heads: int = 4, hidden: int = 5632,
-    vocabulary: int = 32000, length: int = 2048, batch_size: int = 1, head_size: int | None = None,
-    rope_base: float = 10000.0, epsilon: float = 1e-5, qk_norm: bool = False,
-) -> Parts:  # fmt: skip
+    *,
+    layers: int = 22,
+    width: int = 2048,
+    heads: int = 32,
+    kv_heads: int = 4,
+    hidden: int = 5632,
+    vocabulary: int = 32000,
+    length: int = 2048,
+    batch_size: int = 1,
+    head_size: int | None = None,
+    rope_base: float = 10000.0,
+    epsilon: float = 1e-5,
+    qk_norm: bool = False,
+) -> Parts:
     """Returns a Llama decoder; the defaults are TinyLlama 1.1B (Zhang et al., 2024, Table 2).
 
     Args:
@@ -261,16 +281,36 @@ def llama(
     positive(rope_base, "rope_base")
     positive(epsilon, "epsilon")
     flag(qk_norm, "qk_norm")
-    model = Llama(layers, width, heads, kv_heads, vocabulary, length, lambda: SwiGLU(width, hidden),
-                  head_size=head_size, base=rope_base, epsilon=epsilon, qk_norm=qk_norm)  # fmt: skip
+    model = Llama(
+        layers,
+        width,
+        heads,
+        kv_heads,
+        vocabulary,
+        length,
+        lambda: SwiGLU(width, hidden),
+        head_size=head_size,
+        base=rope_base,
+        epsilon=epsilon,
+        qk_norm=qk_norm,
+    )
     return parts(model, batch_size, length)
 
 
 def mixtral(
-    *, layers: int = 32, width: int = 4096, heads: int = 32, kv_heads: int = 8, hidden: int = 14336,
-    experts: int = 8, top: int = 2, capacity: float = 1.0, vocabulary: int = 32000, length: int = 8192,
+    *,
+    layers: int = 32,
+    width: int = 4096,
+    heads: int = 32,
+    kv_heads: int = 8,
+    hidden: int = 14336,
+    experts: int = 8,
+    top: int = 2,
+    capacity: float = 1.0,
+    vocabulary: int = 32000,
+    length: int = 8192,
     batch_size: int = 1,
-) -> Parts:  # fmt: skip
+) -> Parts:
     """Returns a Mixtral decoder; the defaults are those of Table 1, whose 32 layers take 93 GB in bfloat16.
 
     Args:
@@ -286,6 +326,14 @@ def mixtral(
         raise WorkloadError(f"workload.top: expected at most the number of experts ({experts}), got {top}")
     positive(capacity, "capacity")
     places = math.ceil(capacity * top * batch_size * length / experts)
-    model = Llama(layers, width, heads, kv_heads, vocabulary, length,
-                        lambda: Experts(width, hidden, experts, top, places), base=1e6)  # fmt: skip
+    model = Llama(
+        layers,
+        width,
+        heads,
+        kv_heads,
+        vocabulary,
+        length,
+        lambda: Experts(width, hidden, experts, top, places),
+        base=1e6,
+    )
     return parts(model, batch_size, length)

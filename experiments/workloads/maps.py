@@ -134,9 +134,12 @@ class Stacked(nn.Module):
     def __init__(self, stacks: int, levels: int, width: int, joints: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            *conv(3, width // 4, 7, 2, nn.ReLU, bias=True), Bottleneck(width // 4, width // 2), nn.MaxPool2d(2),
-            Bottleneck(width // 2, width // 2), Bottleneck(width // 2, width),
-        )  # fmt: skip
+            *conv(3, width // 4, 7, 2, nn.ReLU, bias=True),
+            Bottleneck(width // 4, width // 2),
+            nn.MaxPool2d(2),
+            Bottleneck(width // 2, width // 2),
+            Bottleneck(width // 2, width),
+        )
         self.hourglasses = nn.ModuleList(
             nn.Sequential(
                 Hourglass(levels, width), Bottleneck(width, width), *conv(width, width, 1, act=nn.ReLU, bias=True)

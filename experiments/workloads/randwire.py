@@ -77,8 +77,11 @@ def randwire(
         raise WorkloadError(f"workload.width: expected at least 2, got {width}")
     rng, widths = random.Random(draw), (width // 2, width, width, 2 * width, 4 * width)
     graphs = (graph(n, rng) for n in (nodes // 2, nodes, nodes, nodes))
-    model = nn.Sequential(OrderedDict(
-        stem=nn.Sequential(*conv(3, width // 2, 3, 2)), stages=nn.Sequential(*map(Stage, widths, widths[1:], graphs)),
-        head=nn.Sequential(nn.ReLU(), *conv(4 * width, LAST, 1, act=nn.ReLU), *head(LAST, classes)),
-    ))  # fmt: skip
+    model = nn.Sequential(
+        OrderedDict(
+            stem=nn.Sequential(*conv(3, width // 2, 3, 2)),
+            stages=nn.Sequential(*map(Stage, widths, widths[1:], graphs)),
+            head=nn.Sequential(nn.ReLU(), *conv(4 * width, LAST, 1, act=nn.ReLU), *head(LAST, classes)),
+        )
+    )
     return classifier(model, batch_size, image)

@@ -74,10 +74,18 @@ class ResNet(Layers):
     """
 
     def __init__(self, depth: int, classes: int = 10) -> None:
-        blocks = stages(WIDTHS[0], zip(STAGES[depth], WIDTHS, (1, 1, 2, 2), strict=True),
-                        partial(Block, convolutions=CONVOLUTIONS[depth]))  # fmt: skip
-        super().__init__(*conv(3, WIDTHS[0], 3, act=ReLU, bias=True), *blocks, nn.AvgPool2d(8), nn.Flatten(),
-                         nn.Linear(WIDTHS[-1], classes))  # fmt: skip
+        blocks = stages(
+            WIDTHS[0],
+            zip(STAGES[depth], WIDTHS, (1, 1, 2, 2), strict=True),
+            partial(Block, convolutions=CONVOLUTIONS[depth]),
+        )
+        super().__init__(
+            *conv(3, WIDTHS[0], 3, act=ReLU, bias=True),
+            *blocks,
+            nn.AvgPool2d(8),
+            nn.Flatten(),
+            nn.Linear(WIDTHS[-1], classes),
+        )
 
 
 class PlainBlock(nn.Module):
@@ -112,8 +120,11 @@ class Plain(Layers):
 
     def __init__(self, blocks: tuple[int, ...], width: int, residual: bool = False, classes: int = 10) -> None:
         table = [(count, width << stage, 2 if stage else 1) for stage, count in enumerate(blocks)]
-        super().__init__(*conv(3, width, 3, act=ReLU), *stages(width, table, partial(PlainBlock, residual=residual)),
-                         *head(table[-1][1], classes))  # fmt: skip
+        super().__init__(
+            *conv(3, width, 3, act=ReLU),
+            *stages(width, table, partial(PlainBlock, residual=residual)),
+            *head(table[-1][1], classes),
+        )
 
 
 class StochasticBlock(nn.Module):
@@ -147,8 +158,13 @@ def resnet_stochastic(*, draw: int = 1, blocks: int = 18, batch_size: int = 128)
     """
     widths = [width for width in STOCHASTIC for _ in range(blocks)]
     residuals = map(StochasticBlock, [STOCHASTIC[0], *widths], widths, survival(len(widths), draw))
-    model = Layers(*conv(3, STOCHASTIC[0], 3, act=IN_PLACE, bias=True), *residuals, nn.AvgPool2d(8), nn.Flatten(),
-                   nn.Linear(widths[-1], 10))  # fmt: skip
+    model = Layers(
+        *conv(3, STOCHASTIC[0], 3, act=IN_PLACE, bias=True),
+        *residuals,
+        nn.AvgPool2d(8),
+        nn.Flatten(),
+        nn.Linear(widths[-1], 10),
+    )
     _, loss_fn, _, batch = classifier(model, batch_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True)
     return model, loss_fn, optimizer, batch
@@ -199,10 +215,15 @@ class RegBlock(Residual):
 
     def __init__(self, channels: int, width: int, stride: int, group: int, squeeze: bool) -> None:
         super().__init__(
-            [*conv(channels, width, 1, act=IN_PLACE), *conv(width, width, 3, stride, IN_PLACE, width // group),
-             *([Squeeze(width, round(channels / 4), nn.Sigmoid)] if squeeze else []), *conv(width, width, 1)],
-            projection(channels, width, stride), IN_PLACE,
-        )  # fmt: skip
+            [
+                *conv(channels, width, 1, act=IN_PLACE),
+                *conv(width, width, 3, stride, IN_PLACE, width // group),
+                *([Squeeze(width, round(channels / 4), nn.Sigmoid)] if squeeze else []),
+                *conv(width, width, 1),
+            ],
+            projection(channels, width, stride),
+            IN_PLACE,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.relu(self.shortcut(x) + self.residual(x))

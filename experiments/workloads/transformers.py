@@ -187,9 +187,15 @@ def gpt2(*, size: str, batch_size: int = 8, length: int = CONTEXT) -> Parts:
 
 
 def vit(
-    *, size: str, batch_size: int = 256, image: int = 224, patch: int = 16, classes: int = 1000,
-    layers: int | None = None, dropout: float = 0.1,
-) -> Parts:  # fmt: skip
+    *,
+    size: str,
+    batch_size: int = 256,
+    image: int = 224,
+    patch: int = 16,
+    classes: int = 1000,
+    layers: int | None = None,
+    dropout: float = 0.1,
+) -> Parts:
     """Returns one of VIT_SIZES, and ``batch_size`` images.
 
     The paper uses Adam with high weight decay (section 4.1); this uses AdamW.
@@ -212,9 +218,15 @@ def vit(
 
 
 def bert(
-    *, layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 30522, length: int = 512,
-    batch_size: int = 16, dropout: float = 0.1,
-) -> Parts:  # fmt: skip
+    *,
+    layers: int = 12,
+    width: int = 768,
+    heads: int = 12,
+    vocabulary: int = 30522,
+    length: int = 512,
+    batch_size: int = 16,
+    dropout: float = 0.1,
+) -> Parts:
     """Returns BERT-base, and ``batch_size`` sequences of ``length`` tokens.
 
     Adam at 1e-4 with L2 weight decay 0.01 (appendix A.2), as AdamW.
@@ -229,9 +241,15 @@ def bert(
 
 
 def transformer(
-    *, layers: int = 6, width: int = 512, heads: int = 8, vocabulary: int = 37000, length: int = 128,
-    batch_size: int = 64, dropout: float = 0.1,
-) -> Parts:  # fmt: skip
+    *,
+    layers: int = 6,
+    width: int = 512,
+    heads: int = 8,
+    vocabulary: int = 37000,
+    length: int = 128,
+    batch_size: int = 64,
+    dropout: float = 0.1,
+) -> Parts:
     """Returns the Transformer, and ``batch_size`` pairs of sentences of ``length`` tokens.
 
     Dropout and label smoothing 0.1 (section 5.4), Adam with β 0.9 and 0.98 (5.3). Raises WorkloadError as ``bert``.

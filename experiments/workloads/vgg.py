@@ -42,8 +42,16 @@ class VGG(Layers):
                     layers.append(Dropout(0.3 if block == 0 else 0.4))
                 channels = width
             layers.append(nn.MaxPool2d(2))
-        super().__init__(*layers, nn.Flatten(), Dropout(0.5), nn.Linear(512, 512), nn.BatchNorm1d(512), ReLU(),
-                         Dropout(0.5), nn.Linear(512, classes))  # fmt: skip
+        super().__init__(
+            *layers,
+            nn.Flatten(),
+            Dropout(0.5),
+            nn.Linear(512, 512),
+            nn.BatchNorm1d(512),
+            ReLU(),
+            Dropout(0.5),
+            nn.Linear(512, classes),
+        )
 
 
 class AlexNet(nn.Sequential):
@@ -57,16 +65,33 @@ class AlexNet(nn.Sequential):
 
     def __init__(self, classes: int = 1000) -> None:
         lrn = partial(nn.LocalResponseNorm, 5, alpha=1e-4, beta=0.75, k=2.0)
-        super().__init__(OrderedDict[str, nn.Module](
-            conv1=nn.Conv2d(3, 96, 11, stride=4), relu1=ReLU(), lrn1=lrn(), pool1=nn.MaxPool2d(3, 2),
-            conv2=nn.Conv2d(96, 256, 5, padding=2), relu2=ReLU(), lrn2=lrn(), pool2=nn.MaxPool2d(3, 2),
-            conv3=nn.Conv2d(256, 384, 3, padding=1), relu3=ReLU(),
-            conv4=nn.Conv2d(384, 384, 3, padding=1), relu4=ReLU(),
-            conv5=nn.Conv2d(384, 256, 3, padding=1), relu5=ReLU(), pool5=nn.MaxPool2d(3, 2), flatten=nn.Flatten(),
-            fc1=nn.Linear(256 * 6 * 6, 4096), relu6=ReLU(), dropout1=Dropout(0.5),
-            fc2=nn.Linear(4096, 4096), relu7=ReLU(), dropout2=Dropout(0.5),
-            fc3=nn.Linear(4096, classes),
-        ))  # fmt: skip
+        super().__init__(
+            OrderedDict[str, nn.Module](
+                conv1=nn.Conv2d(3, 96, 11, stride=4),
+                relu1=ReLU(),
+                lrn1=lrn(),
+                pool1=nn.MaxPool2d(3, 2),
+                conv2=nn.Conv2d(96, 256, 5, padding=2),
+                relu2=ReLU(),
+                lrn2=lrn(),
+                pool2=nn.MaxPool2d(3, 2),
+                conv3=nn.Conv2d(256, 384, 3, padding=1),
+                relu3=ReLU(),
+                conv4=nn.Conv2d(384, 384, 3, padding=1),
+                relu4=ReLU(),
+                conv5=nn.Conv2d(384, 256, 3, padding=1),
+                relu5=ReLU(),
+                pool5=nn.MaxPool2d(3, 2),
+                flatten=nn.Flatten(),
+                fc1=nn.Linear(256 * 6 * 6, 4096),
+                relu6=ReLU(),
+                dropout1=Dropout(0.5),
+                fc2=nn.Linear(4096, 4096),
+                relu7=ReLU(),
+                dropout2=Dropout(0.5),
+                fc3=nn.Linear(4096, classes),
+            )
+        )
         for name, layer in self.named_children():
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 assert layer.bias is not None
@@ -81,9 +106,14 @@ def vgg(*, depth: int, batch_size: int = 100) -> Parts:
 
 
 def vgg_imagenet(
-    *, batch_size: int = 32, image: int = 224, classes: int = 1000, depth: int = 16, pooled: bool = False,
+    *,
+    batch_size: int = 32,
+    image: int = 224,
+    classes: int = 1000,
+    depth: int = 16,
+    pooled: bool = False,
     adam: bool = False,
-) -> Parts:  # fmt: skip
+) -> Parts:
     """Returns VGG for images of at least 32 px: no batch-norm, two linear layers of 4096 with dropout 0.5.
 
     Configuration D of Table 1 has 138 M parameters (138,357,544) at 224 px and 1000 classes. SuperNeurons (2018) and,
@@ -101,8 +131,16 @@ def vgg_imagenet(
             channels = width
         layers.append(nn.MaxPool2d(2))
     layers += [nn.AdaptiveAvgPool2d(side)] if pooled else []
-    layers += [nn.Flatten(), nn.Linear(channels * side**2, 4096), relu(), dropout(0.5), nn.Linear(4096, 4096), relu(),
-               dropout(0.5), nn.Linear(4096, classes)]  # fmt: skip
+    layers += [
+        nn.Flatten(),
+        nn.Linear(channels * side**2, 4096),
+        relu(),
+        dropout(0.5),
+        nn.Linear(4096, 4096),
+        relu(),
+        dropout(0.5),
+        nn.Linear(4096, classes),
+    ]
     return classifier(Layers(*layers), batch_size, image, 32, adam)
 
 

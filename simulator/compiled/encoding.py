@@ -53,17 +53,27 @@ GATE_REMAT, GATE_EVENT, GATE_SYNC = 2**20, 2**40, 2**41
 GATE_MISSING = GATE_EVENT - 1
 
 # The gap of a row in the event loop. Positions count kernels from the start of the simulation.
-GAP = np.dtype([(name, np.int64) for name in (
-    "tensor", "kind", "nbytes", "out_ns", "in_ns",
-    "returns",  # the kernel that ends the gap
-    "lead",  # kernels from the issue of the copy to the opening of the gap
-    "pinned",  # 1 if it has a prefetch kernel
-    "weight",  # increment of the gate of kernel ``returns`` while evicted
-    "since_write",  # kernels from the last write of the tensor to the opening of the gap
-    "hold",  # kernels from the opening until the tensor may be swapped in
-    "issued",  # the position from which its copy is enqueued
-    "pending",  # state of the copy: 0: none or complete; COPYING; LEAVING: the gap is open
-)], align=True)  # fmt: skip
+GAP = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "tensor",
+            "kind",
+            "nbytes",
+            "out_ns",
+            "in_ns",
+            "returns",  # the kernel that ends the gap
+            "lead",  # kernels from the issue of the copy to the opening of the gap
+            "pinned",  # 1 if it has a prefetch kernel
+            "weight",  # increment of the gate of kernel ``returns`` while evicted
+            "since_write",  # kernels from the last write of the tensor to the opening of the gap
+            "hold",  # kernels from the opening until the tensor may be swapped in
+            "issued",  # the position from which its copy is enqueued
+            "pending",  # state of the copy: 0: none or complete; COPYING; LEAVING: the gap is open
+        )
+    ],
+    align=True,
+)
 # While the tensor of a row is evicted, by_row[READY]: the position from which it may be swapped in; by_row[DUE]: the
 # segment that begins with its use times DUE_SEGMENT, plus the tensor; swap-ins are in this order.
 DUE_SEGMENT = 2**32
@@ -78,9 +88,20 @@ STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
 
 # Entries of ``settings``. D2H_SHARE, H2D_SHARE: speed beside an opposite copy. CONTENDS: whether any LOSS is positive.
 (
-    LIMIT, COPY_ENGINES, D2H_SHARE, H2D_SHARE, HOST_BYTES, PERSISTENT_BYTES, MAX_ITERATIONS, ISSUE_NS, QUEUE_DEPTH,
-    WAIT_NS, EVENT_NS, CONTENDS, SETTINGS,
-) = range(13)  # fmt: skip
+    LIMIT,
+    COPY_ENGINES,
+    D2H_SHARE,
+    H2D_SHARE,
+    HOST_BYTES,
+    PERSISTENT_BYTES,
+    MAX_ITERATIONS,
+    ISSUE_NS,
+    QUEUE_DEPTH,
+    WAIT_NS,
+    EVENT_NS,
+    CONTENDS,
+    SETTINGS,
+) = range(13)
 
 # Last columns of a state (rule 10): the host's lead, in steps and in ns; 1 at a start with host copies that no
 # iteration has made; duration of the iteration.
@@ -128,9 +149,12 @@ def work_shapes(kernels: int, tensors: int, rows: int, iterations: int) -> tuple
     A state has one column per row and STATE_COLUMNS more. There is one state per boundary, and two per check.
     """
     return (
-        (BY_KERNEL, kernels + 1), (BY_SEGMENT, 2 * kernels + 2), (BY_TENSOR, tensors), (BY_ROW, 2 * rows + 1),
+        (BY_KERNEL, kernels + 1),
+        (BY_SEGMENT, 2 * kernels + 2),
+        (BY_TENSOR, tensors),
+        (BY_ROW, 2 * rows + 1),
         (iterations + 1 + 2 * (CHECKS + 1), rows + STATE_COLUMNS),
-    )  # fmt: skip
+    )
 
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:

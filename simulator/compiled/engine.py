@@ -31,14 +31,58 @@ from simulator.program import Gap, Program
 from simulator.schedule import MAX_ITERATIONS as STEADY, Schedule, check_room, lower
 from simulator.timeline import Timeline
 from simulator.compiled.encoding import (
-    BEFORE, BEGINS, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
-    LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STEP_COLUMNS,
-    STUCK, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, Tables, Arrays, columns_of, decisions_of,
-    ragged, read_log, rows_of, work_shapes,
-)  # fmt: skip
+    BEFORE,
+    BEGINS,
+    COLUMNS,
+    DONE,
+    DURATION,
+    GAP,
+    HOST_BYTES,
+    HOST_FULL,
+    KIND,
+    LEVEL,
+    LIVE,
+    LOSS,
+    MAX_ITERATIONS,
+    MORE_STEPS,
+    NEVER,
+    PLANNED,
+    RECOMPUTE,
+    RERUN,
+    RESULTS,
+    RETURNS,
+    STATUS,
+    STEP_COLUMNS,
+    STUCK,
+    SWAP,
+    SYNC_SWAP,
+    TENSOR,
+    WORKSPACE,
+    Ints,
+    Tables,
+    Arrays,
+    columns_of,
+    decisions_of,
+    ragged,
+    read_log,
+    rows_of,
+    work_shapes,
+)
 
-__all__ = ["KIND", "NEVER", "RECOMPUTE", "SWAP", "SYNC_SWAP", "TENSOR", "Engine", "Score", "Scores", "decisions_of",
-           "rows_of", "simulate"]  # fmt: skip
+__all__ = [
+    "KIND",
+    "NEVER",
+    "RECOMPUTE",
+    "SWAP",
+    "SYNC_SWAP",
+    "TENSOR",
+    "Engine",
+    "Score",
+    "Scores",
+    "decisions_of",
+    "rows_of",
+    "simulate",
+]
 
 SHARE = 20  # fewest plans that are worth a thread
 _recompute = False  # whether a plan in this process recomputes
@@ -73,8 +117,15 @@ class _ThreadArrays:
         self._sizes = kernels, tensors, iterations
         by_kernel, by_segment, by_tensor, *_ = work_shapes(kernels, tensors, 0, iterations)
         empty, steps = np.empty(0, np.int64), np.empty((256, STEP_COLUMNS), np.int64)  # ``make_room`` allocates
-        self.arrays = Arrays(np.zeros(by_kernel, np.int64), np.empty(by_segment, np.int64),
-                             np.zeros(by_tensor, np.int64), empty, empty, steps, empty)  # fmt: skip
+        self.arrays = Arrays(
+            np.zeros(by_kernel, np.int64),
+            np.empty(by_segment, np.int64),
+            np.zeros(by_tensor, np.int64),
+            empty,
+            empty,
+            steps,
+            empty,
+        )
         self.rows = -1
         self.result, self.ends = np.empty((1, RESULTS), np.int64), np.zeros(2, np.int64)
         self.make_room(64)
@@ -130,9 +181,17 @@ class Engine:
         self._unselected[LEVEL, :n] = self._unselected[LIVE, :n] - self._unselected[WORKSPACE, :n] - born[:n]
         self._unselected[LEVEL, n] = self._unselected[LEVEL, n - 1] + born[n - 1] - dies[n - 1]
         self._read_times()
-        self._tensors = np.array([
-            size, persistent, first, last, [machine.d2h_ns(t.nbytes) for t in tensors],
-            [machine.h2d_ns(t.nbytes) for t in tensors]], np.int64)  # fmt: skip
+        self._tensors = np.array(
+            [
+                size,
+                persistent,
+                first,
+                last,
+                [machine.d2h_ns(t.nbytes) for t in tensors],
+                [machine.h2d_ns(t.nbytes) for t in tensors],
+            ],
+            np.int64,
+        )
         self._graph = graph_of(program)
         self._persistent_bytes = sum(t.nbytes for t in tensors if t.persistent)
         self._n_steps: int | None = -1 if _recompute else None  # None: only plans of swaps so far
@@ -148,11 +207,23 @@ class Engine:
     def _start(self) -> None:
         """Creates the attributes that engines do not share."""
         machine = self.machine
-        self._settings = np.array([
-            self.limit, machine.copy_engines, machine.d2h_share, machine.h2d_share, machine.host_bytes,
-            self._persistent_bytes, max(self.iterations, STEADY), machine.issue_ns, machine.queue_depth,
-            machine.wait_ns, machine.event_ns, self._unselected[LOSS].any(),
-        ], np.int64)  # fmt: skip
+        self._settings = np.array(
+            [
+                self.limit,
+                machine.copy_engines,
+                machine.d2h_share,
+                machine.h2d_share,
+                machine.host_bytes,
+                self._persistent_bytes,
+                max(self.iterations, STEADY),
+                machine.issue_ns,
+                machine.queue_depth,
+                machine.wait_ns,
+                machine.event_ns,
+                self._unselected[LOSS].any(),
+            ],
+            np.int64,
+        )
         self._work = self._new_work()
         self._idle: list[_ThreadArrays] = []  # for other threads
 
@@ -225,11 +296,30 @@ class Engine:
         tables = self._kernels, self._tensors, self._graph
         if swaps_only not in _score_plans:
             _score_plans[swaps_only] = address(
-                score_plans, *tables, np.empty((0, COLUMNS), np.int64), work.ends, 0, self._n_steps, self._settings, 0,
-                NEVER, 1, *work.arrays, work.result, _NO_LOG,
-            )  # fmt: skip
-        return (_score_plans[swaps_only], swaps_only, *tables, self._settings, work.ends, *work.arrays, work.result,
-                _NO_LOG)  # fmt: skip
+                score_plans,
+                *tables,
+                np.empty((0, COLUMNS), np.int64),
+                work.ends,
+                0,
+                self._n_steps,
+                self._settings,
+                0,
+                NEVER,
+                1,
+                *work.arrays,
+                work.result,
+                _NO_LOG,
+            )
+        return (
+            _score_plans[swaps_only],
+            swaps_only,
+            *tables,
+            self._settings,
+            work.ends,
+            *work.arrays,
+            work.result,
+            _NO_LOG,
+        )
 
     def scores(self, plans: Sequence[Ints]) -> list[Score]:
         """Returns the ``Score`` of each plan; uses all cores for many plans."""
@@ -270,17 +360,34 @@ class Engine:
         side_by_side([run] * max(threads, 1))
         status, ns, required, peak, period = results.T
         feasible = (status == DONE) & (period > 0)
-        return Scores(feasible, np.where(feasible, ns, NEVER), required, np.where(status == DONE, peak, 0),
-                      np.where(feasible, period, 0))  # fmt: skip
+        return Scores(
+            feasible,
+            np.where(feasible, ns, NEVER),
+            required,
+            np.where(status == DONE, peak, 0),
+            np.where(feasible, period, 0),
+        )
 
     def _run(self, work: _ThreadArrays, rows: Ints, ends: Ints, results: Ints) -> None:
         """Scores plans in one thread."""
         next_plan, n = 0, len(results)
         while next_plan < n:
             next_plan, _ = score_plans(
-                self._kernels, self._tensors, self._graph, rows, ends, next_plan, self._n_steps, self._settings,
-                len(self.program.kernels), NEVER, 1, *work.arrays, results, _NO_LOG,
-            )  # fmt: skip
+                self._kernels,
+                self._tensors,
+                self._graph,
+                rows,
+                ends,
+                next_plan,
+                self._n_steps,
+                self._settings,
+                len(self.program.kernels),
+                NEVER,
+                1,
+                *work.arrays,
+                results,
+                _NO_LOG,
+            )
             if next_plan < n:  # this plan needs larger arrays or other code
                 self._simulate(work, rows[ends[next_plan] : ends[next_plan + 1]], None, 1, _NO_LOG)
                 results[next_plan], next_plan = work.result[0], next_plan + 1
@@ -339,9 +446,21 @@ class Engine:
         kernels, n_steps, settings, result = self._kernels, self._n_steps, self._settings, work.result
         while True:
             done, n_log = score_plans(
-                kernels, self._tensors, self._graph, rows, work.ends, 0, n_steps, settings, until, cutoff, iterations,
-                *work.arrays, result, log,
-            )  # fmt: skip
+                kernels,
+                self._tensors,
+                self._graph,
+                rows,
+                work.ends,
+                0,
+                n_steps,
+                settings,
+                until,
+                cutoff,
+                iterations,
+                *work.arrays,
+                result,
+                log,
+            )
             status = result[0, STATUS]
             if status == HOST_FULL and settings[HOST_BYTES] < NEVER:
                 # The quick check sums all swapped tensors; they need not be on the host at the same time.

@@ -12,13 +12,75 @@ from simulator.compiled.jit import stage
 from simulator.compiled.lowering import evict_at_start, first_settled_kernel, fill_waits, read_plan
 from simulator.compiled.segments import next_segments, obstacle_of, build_segments, add_weight
 from simulator.compiled.encoding import (
-    ALLOCATED, AT_START, BEGINS, BORN, CHECKS, CHILD, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE,
-    DUE, DUE_SEGMENT, DURATION, ENFORCED, EVENT_NS, FOR_DATA, FOR_ISSUE, FOR_MEMORY, FREED, GATE, GATE_EVENT,
-    GATE_MISSING, GATE_REMAT, GATE_SYNC, H2D_SHARE, HOST_BYTES, HOST_FULL, ITERATION_NS, LASTED, LEAD, LEAD_NS, LEAVING,
-    LEVEL, LIMIT, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, LOSS,
-    MAX_ITERATIONS, NEVER, NEXT_OPEN, OPENS, PEAK, PERIOD, PERSISTENT_BYTES, PLANNED, QUEUE, READY, RECOMPUTE, SEGMENT,
-    SIBLING, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP, WAITS, WAIT_NS, WORKSPACE,
-)  # fmt: skip
+    ALLOCATED,
+    AT_START,
+    BEGINS,
+    BORN,
+    CHECKS,
+    CHILD,
+    CONTENDS,
+    COPIED,
+    COPYING,
+    COPY_ENGINES,
+    D2H_SHARE,
+    DIES,
+    DONE,
+    DUE,
+    DUE_SEGMENT,
+    DURATION,
+    ENFORCED,
+    EVENT_NS,
+    FOR_DATA,
+    FOR_ISSUE,
+    FOR_MEMORY,
+    FREED,
+    GATE,
+    GATE_EVENT,
+    GATE_MISSING,
+    GATE_REMAT,
+    GATE_SYNC,
+    H2D_SHARE,
+    HOST_BYTES,
+    HOST_FULL,
+    ITERATION_NS,
+    LASTED,
+    LEAD,
+    LEAD_NS,
+    LEAVING,
+    LEVEL,
+    LIMIT,
+    LIVE,
+    LOG_BOUNDARY,
+    LOG_END,
+    LOG_IN,
+    LOG_KERNEL,
+    LOG_LEFT,
+    LOG_OUT,
+    LOG_RECOMPUTE,
+    LOG_STALL,
+    LOSS,
+    MAX_ITERATIONS,
+    NEVER,
+    NEXT_OPEN,
+    OPENS,
+    PEAK,
+    PERIOD,
+    PERSISTENT_BYTES,
+    PLANNED,
+    QUEUE,
+    READY,
+    RECOMPUTE,
+    SEGMENT,
+    SIBLING,
+    SLOWER,
+    STEP_FOR,
+    STEP_KERNEL,
+    STUCK,
+    SYNC_SWAP,
+    WAITS,
+    WAIT_NS,
+    WORKSPACE,
+)
 from simulator.machine import ALONE
 
 
@@ -302,9 +364,17 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
             if end == NEVER and gate[k] == 0 and not has_log and is_uncontended and not has_host:
                 first_kernel = k
                 now, k, used, peak, may_fit = _run_plain(
-                    kernels, gate, now, k, used, peak, step_limit, min(out_end, in_end), next_bytes,
+                    kernels,
+                    gate,
+                    now,
+                    k,
+                    used,
+                    peak,
+                    step_limit,
+                    min(out_end, in_end),
+                    next_bytes,
                     blocked - position + k,
-                )  # fmt: skip
+                )
                 position += k - first_kernel
                 if may_fit or (held >= 0 and ready[held] <= position and k != first_kernel):
                     continue
@@ -395,9 +465,22 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
                 else:
                     if opens[k] >= 0:
                         used, held, queue_tail, n_log = _open_gaps(
-                            gaps, opens, by_row, gate, segment_of, copied, held, queue_tail, log, n_log, now, position,
-                            k, used, n_segments,
-                        )  # fmt: skip
+                            gaps,
+                            opens,
+                            by_row,
+                            gate,
+                            segment_of,
+                            copied,
+                            held,
+                            queue_tail,
+                            log,
+                            n_log,
+                            now,
+                            position,
+                            k,
+                            used,
+                            n_segments,
+                        )
                     position, k = position + 1, k + 1
                     step_limit = limit if k < limit_until else NEVER
                     if k == n or k == next_check:

@@ -7,8 +7,19 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from simulator.compiled.encoding import (
-    AFTER, BEGINS, DURATION, ISSUES, ISSUE_NS, LEAD, LEAD_NS, NEVER, QUEUE_DEPTH, STEP_FOR, STEP_KERNEL, Ints,
-)  # fmt: skip
+    AFTER,
+    BEGINS,
+    DURATION,
+    ISSUES,
+    ISSUE_NS,
+    LEAD,
+    LEAD_NS,
+    NEVER,
+    QUEUE_DEPTH,
+    STEP_FOR,
+    STEP_KERNEL,
+    Ints,
+)
 from simulator.compiled.jit import stage
 from simulator.compiled.lowering import is_swap
 

@@ -94,9 +94,16 @@ def stage(function: Any = None, entry: bool = False, inline: bool = False) -> An
     if function is None:
         return lambda function: stage(function, entry, inline)
     out = jit(
-        function, _nrt=False, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=not entry,
-        cache=entry, forceinline=inline, no_rewrites=not entry,
-    )  # fmt: skip
+        function,
+        _nrt=False,
+        nogil=True,
+        error_model="numpy",
+        no_cfunc_wrapper=True,
+        no_cpython_wrapper=not entry,
+        cache=entry,
+        forceinline=inline,
+        no_rewrites=not entry,
+    )
     by_types = out.get_call_template
     # Numba would specialize it for every constant argument.
     out.get_call_template = lambda args, kws: by_types([_types.unliteral(a) for a in args], kws)

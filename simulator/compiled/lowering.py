@@ -10,10 +10,37 @@ import numpy as np
 from simulator.compiled.heap import OUTSIDE, push
 from simulator.compiled.jit import jit, stage
 from simulator.compiled.encoding import (
-    AFTER, AWAY_AT_START, BEFORE, BY_REMAT, CHILD, COPIED, D2H, DUE, DUE_SEGMENT, EXTRA, GATE, GATE_EVENT, GATE_REMAT,
-    H2D, KIND, LIVE, NEVER, NEXT_OPEN, OPENS, PERSISTENT, READY, RECOMPUTE, RERUN, RETURNS, SEGMENT, SIBLING, SIZE,
-    TENSOR, WAITS, WHEN,
-)  # fmt: skip
+    AFTER,
+    AWAY_AT_START,
+    BEFORE,
+    BY_REMAT,
+    CHILD,
+    COPIED,
+    D2H,
+    DUE,
+    DUE_SEGMENT,
+    EXTRA,
+    GATE,
+    GATE_EVENT,
+    GATE_REMAT,
+    H2D,
+    KIND,
+    LIVE,
+    NEVER,
+    NEXT_OPEN,
+    OPENS,
+    PERSISTENT,
+    READY,
+    RECOMPUTE,
+    RERUN,
+    RETURNS,
+    SEGMENT,
+    SIBLING,
+    SIZE,
+    TENSOR,
+    WAITS,
+    WHEN,
+)
 
 _NO_COPY, _NOT_SWAPPED = -NEVER + 1, -NEVER
 

@@ -10,10 +10,39 @@ from __future__ import annotations
 
 from simulator.compiled.jit import stage
 from simulator.compiled.encoding import (
-    AFTER, ALLOCATED, AWAY, AWAY_AT_START, BEFORE, BORN, BY_REMAT, DURATION, ENDS, EXTRA, FREED, HOLDS, KIND, LIVE,
-    MARKED, NEXT_END, NEXT_OPEN, OPENS, ORDER, PENDING, PLANNED, RECOMPUTE, RETURNS, SIZE, STAYS, STEP_FOR,
-    STEP_KERNEL, TENSOR, USED, USED_LAST, WHEN, WORKSPACE,
-)  # fmt: skip
+    AFTER,
+    ALLOCATED,
+    AWAY,
+    AWAY_AT_START,
+    BEFORE,
+    BORN,
+    BY_REMAT,
+    DURATION,
+    ENDS,
+    EXTRA,
+    FREED,
+    HOLDS,
+    KIND,
+    LIVE,
+    MARKED,
+    NEXT_END,
+    NEXT_OPEN,
+    OPENS,
+    ORDER,
+    PENDING,
+    PLANNED,
+    RECOMPUTE,
+    RETURNS,
+    SIZE,
+    STAYS,
+    STEP_FOR,
+    STEP_KERNEL,
+    TENSOR,
+    USED,
+    USED_LAST,
+    WHEN,
+    WORKSPACE,
+)
 
 _IDLE = -2  # in the lists by kernel: no gap opens or ends there
 
@@ -53,8 +82,12 @@ def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marke
     n = order.size - 1
     results_at = graph[n + 1 :]
     away, used, used_last, returns, by_remat = (
-        by_tensor[AWAY], by_tensor[USED], by_tensor[USED_LAST], by_row[RETURNS], by_row[BY_REMAT]
-    )  # fmt: skip
+        by_tensor[AWAY],
+        by_tensor[USED],
+        by_tensor[USED_LAST],
+        by_row[RETURNS],
+        by_row[BY_REMAT],
+    )
     n_order = fetched = 0
     while n_pending:
         n_pending -= 1

@@ -11,9 +11,28 @@ import numpy as np
 from simulator.compiled.jit import jit, stage
 from simulator.compiled.lowering import copied_at, grouped, is_swap, sort
 from simulator.compiled.encoding import (
-    AFTER, ALLOCATED, AWAY_AT_START, BEFORE, BORN, BY_REMAT, DIES, FIRST, FREED, KIND, LEVEL, LIVE, PERSISTENT, PLANNED,
-    RERUN, RETURNS, SIZE, STEP_FOR, STEP_KERNEL, TENSOR, WORKSPACE,
-)  # fmt: skip
+    AFTER,
+    ALLOCATED,
+    AWAY_AT_START,
+    BEFORE,
+    BORN,
+    BY_REMAT,
+    DIES,
+    FIRST,
+    FREED,
+    KIND,
+    LEVEL,
+    LIVE,
+    PERSISTENT,
+    PLANNED,
+    RERUN,
+    RETURNS,
+    SIZE,
+    STEP_FOR,
+    STEP_KERNEL,
+    TENSOR,
+    WORKSPACE,
+)
 
 ENDS, OPENS, COPIES = range(3)
 

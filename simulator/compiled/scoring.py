@@ -7,9 +7,32 @@ from simulator.compiled.jit import call, stage
 from simulator.compiled.lowering import is_swap, swap_residency
 from simulator.compiled.rematerialisation import lower_recomputations
 from simulator.compiled.encoding import (
-    BEGINS, DONE, DURATION, HOST_FULL, ISSUE_NS, ITERATION_NS, KIND, LIMIT, MORE_STEPS, NEVER, OUT_OF_MEMORY, PEAK,
-    PERIOD, PLANNED, RECOMPUTE, REQUIRED, RERUN, SLOWER, STATUS, STEP_KERNEL, STUCK, UNKNOWN, Lowering, Tables, Arrays,
-)  # fmt: skip
+    BEGINS,
+    DONE,
+    DURATION,
+    HOST_FULL,
+    ISSUE_NS,
+    ITERATION_NS,
+    KIND,
+    LIMIT,
+    MORE_STEPS,
+    NEVER,
+    OUT_OF_MEMORY,
+    PEAK,
+    PERIOD,
+    PLANNED,
+    RECOMPUTE,
+    REQUIRED,
+    RERUN,
+    SLOWER,
+    STATUS,
+    STEP_KERNEL,
+    STUCK,
+    UNKNOWN,
+    Lowering,
+    Tables,
+    Arrays,
+)
 
 
 @stage
@@ -25,9 +48,27 @@ def _issued_items(kernels, steps, count, swaps):
 
 @stage(entry=True)
 def score_plans(
-    kernels, tensors, graph, rows, ends, first, n_steps, settings, limit_until, cutoff, iterations, by_kernel,
-    by_segment, by_tensor, by_row, gaps, steps, states, results, log,
-):  # fmt: skip
+    kernels,
+    tensors,
+    graph,
+    rows,
+    ends,
+    first,
+    n_steps,
+    settings,
+    limit_until,
+    cutoff,
+    iterations,
+    by_kernel,
+    by_segment,
+    by_tensor,
+    by_row,
+    gaps,
+    steps,
+    states,
+    results,
+    log,
+):
     """Scores the plans rows[ends[i]:ends[i + 1]] from i = ``first`` on.
 
     Args:
@@ -86,9 +127,16 @@ def score_plans(
                     status = SLOWER
             elif status == DONE:
                 status, n_log = event_loop(
-                    tables, plan, Lowering(drops + reruns > 0, count, rerun_ns, required), work, limit_until, cutoff,
-                    iterations, result, log,
-                )  # fmt: skip
+                    tables,
+                    plan,
+                    Lowering(drops + reruns > 0, count, rerun_ns, required),
+                    work,
+                    limit_until,
+                    cutoff,
+                    iterations,
+                    result,
+                    log,
+                )
         result[STATUS] = status
         if status == UNKNOWN or status == MORE_STEPS:
             return i, n_log
@@ -97,9 +145,26 @@ def score_plans(
 
 @stage
 def score_one(
-    entry, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row, gaps, steps,
-    states, results, log, plan, rows, cutoff,
-):  # fmt: skip
+    entry,
+    swaps_only,
+    kernels,
+    tensors,
+    graph,
+    settings,
+    ends,
+    by_kernel,
+    by_segment,
+    by_tensor,
+    by_row,
+    gaps,
+    steps,
+    states,
+    results,
+    log,
+    plan,
+    rows,
+    cutoff,
+):
     """Scores the first ``rows`` of ``plan`` like ``Engine.score``, from compiled code, given ``Engine.direct``.
 
     Returns the iteration time in ns, NEVER if infeasible; -1 if only ``Engine.score`` can tell.
@@ -107,15 +172,59 @@ def score_one(
     n = by_kernel.shape[1] - 1
     ends[1] = rows
     if swaps_only:
-        call(entry, (0, 0), (
-            kernels, tensors, graph, plan, ends, 0, None, settings, n, cutoff, 1, by_kernel, by_segment, by_tensor,
-            by_row, gaps, steps, states, results, log,
-        ))  # fmt: skip
+        call(
+            entry,
+            (0, 0),
+            (
+                kernels,
+                tensors,
+                graph,
+                plan,
+                ends,
+                0,
+                None,
+                settings,
+                n,
+                cutoff,
+                1,
+                by_kernel,
+                by_segment,
+                by_tensor,
+                by_row,
+                gaps,
+                steps,
+                states,
+                results,
+                log,
+            ),
+        )
     else:
-        call(entry, (0, 0), (
-            kernels, tensors, graph, plan, ends, 0, -1, settings, n, cutoff, 1, by_kernel, by_segment, by_tensor,
-            by_row, gaps, steps, states, results, log,
-        ))  # fmt: skip
+        call(
+            entry,
+            (0, 0),
+            (
+                kernels,
+                tensors,
+                graph,
+                plan,
+                ends,
+                0,
+                -1,
+                settings,
+                n,
+                cutoff,
+                1,
+                by_kernel,
+                by_segment,
+                by_tensor,
+                by_row,
+                gaps,
+                steps,
+                states,
+                results,
+                log,
+            ),
+        )
     result = results[0]
     status = result[STATUS]
     if status == HOST_FULL or status == MORE_STEPS or status == UNKNOWN or status == STUCK:

@@ -7,8 +7,16 @@ kernels are stored, so that a query takes a few steps instead of one per kernel.
 from __future__ import annotations
 
 from simulator.compiled.encoding import (
-    EXPECTED, FIRST_OF, HIGHEST, KERNEL_ADDED, KERNEL_TOPS, NEVER, SEGMENT, SEGMENT_ADDED, SEGMENT_TOPS,
-)  # fmt: skip
+    EXPECTED,
+    FIRST_OF,
+    HIGHEST,
+    KERNEL_ADDED,
+    KERNEL_TOPS,
+    NEVER,
+    SEGMENT,
+    SEGMENT_ADDED,
+    SEGMENT_TOPS,
+)
 from simulator.compiled.jit import stage
 
 

@@ -43,9 +43,12 @@ def start() -> subprocess.Popen[bytes] | None:
         return None
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__], env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, "-m", __name__],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
     except OSError:
         return None
     threading.Thread(target=process.wait, daemon=True).start()  # avoids a zombie process

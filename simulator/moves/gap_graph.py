@@ -86,9 +86,15 @@ class GapGraph:
         return share
 
     def _static(
-        self, program: Program, machine: Machine, mode: str, tensor: Choices, start: NDArray[np.float64],
-        over: NDArray[np.int64], dead: NDArray[np.float64],
-    ) -> Floats:  # fmt: skip
+        self,
+        program: Program,
+        machine: Machine,
+        mode: str,
+        tensor: Choices,
+        start: NDArray[np.float64],
+        over: NDArray[np.int64],
+        dead: NDArray[np.float64],
+    ) -> Floats:
         """Returns the columns of the gaps that do not depend on decisions; ``dead`` as in ``_chain``."""
         ideal, total, excess = self.ideal, self.total, self.excess
         size = self.nbytes.astype(np.float64)
@@ -114,22 +120,65 @@ class GapGraph:
         links = np.bincount(self.chain[0], minlength=len(self)).astype(float)
         tau = 2 * np.pi
         gap = [
-            log(size / excess, 10), np.log(size / self.limit + 1e-9) / 8, log(out / ideal, 100), log(back / ideal, 100),
-            span / ideal, log(span / ideal, 100), log((span - out - back) / ideal, 100), log(rerun / ideal, 1000),
-            log(rerun / np.maximum(out + back, 1)) * remat, swaps, remat, self.ways[:, KEPT].astype(float), opens,
-            closes, log(peak - opens, 20), log(closes - peak, 20), log(first - opens, 20), log(closes - last, 20),
-            log(first - opens - out / ideal, 50), log(closes - last - back / ideal, 50), relief, spread, useful,
-            log(useful, 50), worst / excess, log(size / np.maximum(worst, 1)) * share, share, log(per_copy),
-            log(per_rerun) * remat, ranks(per_copy), ranks(per_rerun) * remat, ranks(useful), ranks(size),
-            log(queue_out, 5), log(queue_out - opens, 5), log(queue_back, 5), log(queue_back - 1 + closes, 5), wraps,
-            dead, links, np.sin(tau * opens), np.cos(tau * opens), np.sin(tau * closes), np.cos(tau * closes),
-        ]  # fmt: skip
+            log(size / excess, 10),
+            np.log(size / self.limit + 1e-9) / 8,
+            log(out / ideal, 100),
+            log(back / ideal, 100),
+            span / ideal,
+            log(span / ideal, 100),
+            log((span - out - back) / ideal, 100),
+            log(rerun / ideal, 1000),
+            log(rerun / np.maximum(out + back, 1)) * remat,
+            swaps,
+            remat,
+            self.ways[:, KEPT].astype(float),
+            opens,
+            closes,
+            log(peak - opens, 20),
+            log(closes - peak, 20),
+            log(first - opens, 20),
+            log(closes - last, 20),
+            log(first - opens - out / ideal, 50),
+            log(closes - last - back / ideal, 50),
+            relief,
+            spread,
+            useful,
+            log(useful, 50),
+            worst / excess,
+            log(size / np.maximum(worst, 1)) * share,
+            share,
+            log(per_copy),
+            log(per_rerun) * remat,
+            ranks(per_copy),
+            ranks(per_rerun) * remat,
+            ranks(useful),
+            ranks(size),
+            log(queue_out, 5),
+            log(queue_out - opens, 5),
+            log(queue_back, 5),
+            log(queue_back - 1 + closes, 5),
+            wraps,
+            dead,
+            links,
+            np.sin(tau * opens),
+            np.cos(tau * opens),
+            np.sin(tau * closes),
+            np.cos(tau * closes),
+        ]
         shared = [
-            self.limit / max(self.live.max(initial=1), 1), log(excess * 1e9 / machine.d2h_bytes_per_s / ideal, 5),
-            log(total / ideal / excess, 5), math.log(max(len(self), 1)) / 6, float(spread.mean()) if len(self) else 0.0,
-            float(mode == "swap"), float(mode == "recompute"), float(machine.copy_engines == 1),
-            log(float((out * needed).sum()) / ideal, 5), float((over > 0).mean()), first, last,
-        ]  # fmt: skip
+            self.limit / max(self.live.max(initial=1), 1),
+            log(excess * 1e9 / machine.d2h_bytes_per_s / ideal, 5),
+            log(total / ideal / excess, 5),
+            math.log(max(len(self), 1)) / 6,
+            float(spread.mean()) if len(self) else 0.0,
+            float(mode == "swap"),
+            float(mode == "recompute"),
+            float(machine.copy_engines == 1),
+            log(float((out * needed).sum()) / ideal, 5),
+            float((over > 0).mean()),
+            first,
+            last,
+        ]
         kinds = np.zeros((len(self), len(TENSORS) + 2 * len(KINDS)))
         tensor_kinds = [TENSORS.index(t.kind) for t in program.tensors]
         kind = np.array([KINDS.index(k.kind) for k in program.kernels], np.int64)
@@ -177,8 +226,13 @@ class GapGraph:
     def _bins(self, over: NDArray[np.int64]) -> Floats:
         """Returns the static columns of the bins, (BINS, BIN_STATIC)."""
         place = np.arange(BINS) / BINS
-        columns = [self.live @ self._share / self.limit, self._bin_max(over) / self.excess, np.sin(2 * np.pi * place),
-                   np.cos(2 * np.pi * place), place]  # fmt: skip
+        columns = [
+            self.live @ self._share / self.limit,
+            self._bin_max(over) / self.excess,
+            np.sin(2 * np.pi * place),
+            np.cos(2 * np.pi * place),
+            place,
+        ]
         return np.stack(columns, 1).astype(np.float32)
 
     def _bin_max(self, per_kernel: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -207,8 +261,15 @@ class GapGraph:
         out, back = np.zeros(BINS), np.zeros(BINS)
         np.add.at(out, self._opens[swapped], self.out_ns[swapped] / self.ideal)
         np.add.at(back, self._closes[swapped], self.back_ns[swapped] / self.ideal)
-        bins = [over @ self._share / self.excess, self._bin_max(over) / self.excess, open_bytes / self.excess / 10,
-                log(_queue(out), 5), log(_queue(back[::-1])[::-1], 5), log(out, 20), log(back, 20)]  # fmt: skip
+        bins = [
+            over @ self._share / self.excess,
+            self._bin_max(over) / self.excess,
+            open_bytes / self.excess / 10,
+            log(_queue(out), 5),
+            log(_queue(back[::-1])[::-1], 5),
+            log(out, 20),
+            log(back, 20),
+        ]
         return gaps.astype(np.float32), np.stack(bins, 1).astype(np.float32)
 
 

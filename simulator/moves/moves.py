@@ -43,10 +43,12 @@ class Moves:
         self._live_bytes = np.array(program.live_bytes, np.int64)
         self._gaps = Gaps(
             np.array([program.tensors[g.tensor].nbytes for g in self.gaps], np.int64),
-            np.zeros((m, KEPT + 1, 6), np.int64), np.zeros((m, KEPT + 1)),
+            np.zeros((m, KEPT + 1, 6), np.int64),
+            np.zeros((m, KEPT + 1)),
             np.array([g.after for g in self.gaps], np.int64),
-            np.array([since_write(program, g) for g in self.gaps], np.int64), _earlier(program, self.gaps),
-        )  # fmt: skip
+            np.array([since_write(program, g) for g in self.gaps], np.int64),
+            _earlier(program, self.gaps),
+        )
         self.weights = self._gaps.weights
         for way in (SWAPPED, RECOMPUTED, KEPT):
             allowed = [i for i, j in enumerate(usable) if way in ways[j]]

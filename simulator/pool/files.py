@@ -96,8 +96,17 @@ def _program(program: Program, iteration: bool | None) -> Buffers:
     return Buffers(tuple(f"t{x}" if x >= 0 else f"w{-1 - x}" for x in lives.owner.tolist()), blocks)
 
 
-_COLUMNS = {"id": "id", "buffer": "id", "buffer_id": "id", "lower": "lower", "start": "lower", "begin": "lower",
-            "upper": "upper", "end": "upper", "size": "size"}  # fmt: skip
+_COLUMNS = {
+    "id": "id",
+    "buffer": "id",
+    "buffer_id": "id",
+    "lower": "lower",
+    "start": "lower",
+    "begin": "lower",
+    "upper": "upper",
+    "end": "upper",
+    "size": "size",
+}
 
 
 def _csv(lines: list[str], iteration: bool | None) -> Buffers:

@@ -22,9 +22,13 @@ class Held:
     """
 
     def __init__(
-        self, copies: Mapping[int, Sequence[int]], returns: Mapping[int, Sequence[int]], nbytes: Sequence[int],
-        period: int, alignment: int,
-    ) -> None:  # fmt: skip
+        self,
+        copies: Mapping[int, Sequence[int]],
+        returns: Mapping[int, Sequence[int]],
+        nbytes: Sequence[int],
+        period: int,
+        alignment: int,
+    ) -> None:
         rows = []
         for t in {*copies, *returns}:
             events = sorted([*((at, True) for at in copies.get(t, ())), *((at, False) for at in returns.get(t, ()))])

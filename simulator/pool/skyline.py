@@ -70,13 +70,31 @@ def state(first: Ints, width: Ints, size: Ints, sections: int, stop: Ints, table
     name = np.random.default_rng(0).integers(1 << 63, size=n, dtype=np.uint64)
     np.add.at(names, first, name)
     return State(
-        first, width, size, np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n), name,
-        owner[order], np.searchsorted(where[order], np.arange(sections + 1)), np.bincount(where, minlength=sections),
-        place, place_at, np.zeros(sections, np.int64), load, crossed, names, np.ones(sections),
-        np.zeros(sections, np.int64), np.zeros(sections, np.int64), np.zeros(n, np.int64),
-        np.zeros((2, 32 * (len(where) + n)), np.int64), np.zeros(1 << table_bits, np.uint64),
-        np.zeros(6, np.int64), stop,
-    )  # fmt: skip
+        first,
+        width,
+        size,
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(n),
+        name,
+        owner[order],
+        np.searchsorted(where[order], np.arange(sections + 1)),
+        np.bincount(where, minlength=sections),
+        place,
+        place_at,
+        np.zeros(sections, np.int64),
+        load,
+        crossed,
+        names,
+        np.ones(sections),
+        np.zeros(sections, np.int64),
+        np.zeros(sections, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros((2, 32 * (len(where) + n)), np.int64),
+        np.zeros(1 << table_bits, np.uint64),
+        np.zeros(6, np.int64),
+        stop,
+    )
 
 
 @jit(nogil=True)

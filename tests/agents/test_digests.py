@@ -35,15 +35,18 @@ DIGESTS = Path(__file__).resolve().parents[1] / "data" / "plans.json"
 SWARM = {"particles": 8, "iterations": 3, "jobs": 1}
 PLANNERS: list[tuple[str, dict[str, object]]] = [
     *((name, {}) for name, facts in agents.PLANNERS.items() if facts.family.startswith(("swap: other", "recompute"))),
-    *((f"autoswap_{score}", {}) for score in ("doa", "aoa", "wdoa", "swdoa")), ("random_search", {"calls": 20}),
+    *((f"autoswap_{score}", {}) for score in ("doa", "aoa", "wdoa", "swdoa")),
+    ("random_search", {"calls": 20}),
     *(("capuchin", options) for options in ({"rounds": 5}, {"policy": "layers"}, {"mode": "swap", "rounds": 5})),
     *(("home", SWARM | options) for options in ({}, {"update": "whole"}, {"evaluator": "stages"}, {"calls": 200})),
     *(("tensile", options) for options in ({}, {"mode": "recompute"}, {"max_swap_ratio": 0.3})),
     *(("superneurons", {option: True}) for option in ("always", "early", "joins")),
     *(("superneurons", options) for options in ({}, {"cache": "off"}, {"recompute": "cost"}, {"mode": "recompute"})),
-    ("vdnn_all", {"sync": False}), ("tflms", {"lower_bound": 3}), ("activation_budget", {"runtime": "profile"}),
+    ("vdnn_all", {"sync": False}),
+    ("tflms", {"lower_bound": 3}),
+    ("activation_budget", {"runtime": "profile"}),
     *(("smartpool+autoswap", {"steps": 3, "align": False, "score": score}) for score in ("all", "random")),
-]  # fmt: skip
+]
 
 
 def jobs(program: Program, machine: Machine, limit: int, planner: agents.jobs.JobsPlanner) -> object:
@@ -90,7 +93,7 @@ def results(rng: Random) -> dict[str, Callable[[], object]]:
         "workspace kept": lambda: variants(rng, *task, SmartPoolAutoSwap(steps=3, min_bytes=1, align=False)),
         "smallest": lambda: SmartPoolAutoSwap(steps=3, min_bytes=1, align=False).smallest(*task[:2], (0.0, 0.1, 0.5)),
         "spread": lambda: spread(*task),
-    }  # fmt: skip
+    }
 
 
 def digests() -> dict[str, str]:

@@ -48,8 +48,16 @@ def steps(sizes: list[int], *lines: tuple, recomputable: bool = False) -> Progra
 
 # t (100 bytes) must be evicted in kernel 3. Recomputing it for kernel 5 takes 101 ns, because x is evicted then; for
 # kernel 4, which reads x, it takes 1.
-EARLY = steps([10, 100, 1], ((), (0,), 100), ((0,), (1,), 1), ((1,), (2,), 1), ((), (), 10, 100), ((2, 0), (), 10),
-              ((1,), (), 10), recomputable=True)  # fmt: skip
+EARLY = steps(
+    [10, 100, 1],
+    ((), (0,), 100),
+    ((0,), (1,), 1),
+    ((1,), (2,), 1),
+    ((), (), 10, 100),
+    ((2, 0), (), 10),
+    ((1,), (), 10),
+    recomputable=True,
+)
 # t (100 bytes) must be evicted in kernel 2; recomputing it takes 1 ns if x (10 bytes) is retained, else 101 ns. With
 # nine tenths of x it would be 11 ns, but x is either retained entirely or not at all.
 FITS, TOO_LARGE = (
@@ -58,9 +66,15 @@ FITS, TOO_LARGE = (
 )
 # At the first peak there is room for 30 of 300 bytes, and at each for 11 more. Without ``Reruns._futures`` a tenth of x
 # (100 bytes) would be retained, and in every window another part of t (200 bytes) recomputed from it.
-TENTHS = steps([100, 200, *[1] * 20], ((), (0,), 1000), ((0,), (1,), 1),
-               *(((), (2 + i,), 10, 290 - 11 * i) for i in range(20)), ((1,), (), 10),
-               *(((2 + i,), (), 0) for i in range(20)), recomputable=True)  # fmt: skip
+TENTHS = steps(
+    [100, 200, *[1] * 20],
+    ((), (0,), 1000),
+    ((0,), (1,), 1),
+    *(((), (2 + i,), 10, 290 - 11 * i) for i in range(20)),
+    ((1,), (), 10),
+    *(((2 + i,), (), 0) for i in range(20)),
+    recomputable=True,
+)
 # a must be evicted for kernel 2. Copied while kernel 1 reads it, it leaves for nothing and returns in the 200 ns of
 # kernel 3; where kernel 1 takes 40 ns, 60 of 100 bytes are left when it ends.
 COPY, SHORT_COPY = (
@@ -68,14 +82,23 @@ COPY, SHORT_COPY = (
 )
 # b is read by kernel 2 and a by kernel 4, each beside a workspace for which the other is evicted: in the 100 ns between
 # them a (100 bytes) returns and b (100) leaves. There are 100 ns before for a to leave, and behind for b to return.
-CROSS = steps([100, 100], ((), (0, 1), 10), ((), (), 100), ((1,), (), 10, 100), ((), (), 100), ((0,), (), 10, 100),
-              ((), (), 100), ((1,), (), 10))  # fmt: skip
+CROSS = steps(
+    [100, 100],
+    ((), (0, 1), 10),
+    ((), (), 100),
+    ((1,), (), 10, 100),
+    ((), (), 100),
+    ((0,), (), 10, 100),
+    ((), (), 100),
+    ((1,), (), 10),
+)
 CROSSED = Plan((Swap(0, 0, 4), Swap(1, 2, 6, copy=0)))
 # Of 100 ns out 40 are hidden before the work, of 100 ns in 60 behind it.
 HIDDEN = steps([100], ((), (0,), 10), ((), (), 40), ((), (), 30, 100), ((), (), 60), ((0,), (), 10))
 # a and then b are evicted next to a workspace of 100: the host needs 100 bytes at one time, 200 in all.
-IN_TURN = steps([100, 100], ((), (0,), 10), ((), (), 10, 100), ((0,), (), 10), ((), (1,), 10), ((), (), 10, 100),
-                ((1,), (), 10))  # fmt: skip
+IN_TURN = steps(
+    [100, 100], ((), (0,), 10), ((), (), 10, 100), ((0,), (), 10), ((), (1,), 10), ((), (), 10, 100), ((1,), (), 10)
+)
 SLOW = replace(MACHINE, d2h_latency_ns=7, h2d_latency_ns=7, h2d_bytes_per_s=5 * 10**8)
 
 
@@ -84,33 +107,36 @@ def with_duplex(engines: int, h2d: int, d2h: int) -> Machine:
     return replace(MACHINE, copy_engines=engines, duplex_h2d_bytes_per_s=h2d, duplex_d2h_bytes_per_s=d2h)
 
 
-@pytest.mark.parametrize(("program", "machine", "limit", "mode", "plan", "extra"), [
-    # All of it is evicted while the second kernel runs: 100 ns out and 100 ns in, or 10 ns of recomputation.
-    (sandwich(), MACHINE, 100, "swap", Plan((Swap(0, 0, 2),)), 200),
-    (sandwich(), MACHINE, 100, "recompute", Plan((Recompute(0, 0, 2),)), 10),
-    (sandwich(), MACHINE, 100, "joint", Plan((Recompute(0, 0, 2),)), 10),
-    (sandwich(recomputable=False), MACHINE, 100, "joint", Plan((Swap(0, 0, 2),)), 200),
-    (sandwich(), MACHINE, 200, "joint", Plan(), 0),
-    (sandwich(), SLOW, 100, "swap", Plan((Swap(0, 0, 2),)), 107 + 207),
-    # Never written: its host copy stays valid, so only the 100 ns of the swap-in remain, before the last kernel.
-    (sandwich(persistent=True), MACHINE, 100, "joint", Plan((Swap(0, 0, 2),)), 100),
-    (EARLY, MACHINE, 111, "joint", Plan((Recompute(1, 2, 5, at=4),)), 1),
-    (FITS, MACHINE, 110, "recompute", Plan((Rerun(1, 3),)), 1),
-    (TOO_LARGE, MACHINE, 110, "recompute", Plan((Recompute(1, 1, 3),)), 101),
-    (TENTHS, MACHINE, 320, "recompute", Plan((Recompute(1, 1, 22),)), 1001),
-    (COPY, MACHINE, 100, "swap", Plan((Swap(0, 1, 4, copy=0),)), 0),
-    (SHORT_COPY, MACHINE, 100, "swap", Plan((Swap(0, 1, 4, copy=0),)), 60),
-    # 10 bytes of b may leave while kernel 2 reads it. At three quarters of their speed beside each other, the other 90
-    # leave in 120 ns, and then 90 of a are back. Out as alone and in at half, 45 of a are back when b has left after 90
-    # ns; in as alone and out at half, 50 of b have left when a is back after 100.
-    (CROSS, with_duplex(2, 0, 0), 200, "joint", CROSSED, 0),
-    (CROSS, with_duplex(2, 75 * 10**7, 75 * 10**7), 200, "joint", CROSSED, 30),
-    (CROSS, with_duplex(2, 5 * 10**8, 10**9), 200, "joint", CROSSED, 45),
-    (CROSS, with_duplex(2, 10**9, 5 * 10**8), 200, "joint", CROSSED, 40),
-    (CROSS, with_duplex(1, 0, 0), 200, "joint", CROSSED, 90),
-    (HIDDEN, MACHINE, 100, "joint", Plan((Swap(0, 0, 4),)), 60 + 40),
-    (IN_TURN, replace(MACHINE, host_bytes=100), 100, "joint", Plan((Swap(0, 0, 2), Swap(1, 3, 5))), 400),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "machine", "limit", "mode", "plan", "extra"),
+    [
+        # All of it is evicted while the second kernel runs: 100 ns out and 100 ns in, or 10 ns of recomputation.
+        (sandwich(), MACHINE, 100, "swap", Plan((Swap(0, 0, 2),)), 200),
+        (sandwich(), MACHINE, 100, "recompute", Plan((Recompute(0, 0, 2),)), 10),
+        (sandwich(), MACHINE, 100, "joint", Plan((Recompute(0, 0, 2),)), 10),
+        (sandwich(recomputable=False), MACHINE, 100, "joint", Plan((Swap(0, 0, 2),)), 200),
+        (sandwich(), MACHINE, 200, "joint", Plan(), 0),
+        (sandwich(), SLOW, 100, "swap", Plan((Swap(0, 0, 2),)), 107 + 207),
+        # Never written: its host copy stays valid, so only the 100 ns of the swap-in remain, before the last kernel.
+        (sandwich(persistent=True), MACHINE, 100, "joint", Plan((Swap(0, 0, 2),)), 100),
+        (EARLY, MACHINE, 111, "joint", Plan((Recompute(1, 2, 5, at=4),)), 1),
+        (FITS, MACHINE, 110, "recompute", Plan((Rerun(1, 3),)), 1),
+        (TOO_LARGE, MACHINE, 110, "recompute", Plan((Recompute(1, 1, 3),)), 101),
+        (TENTHS, MACHINE, 320, "recompute", Plan((Recompute(1, 1, 22),)), 1001),
+        (COPY, MACHINE, 100, "swap", Plan((Swap(0, 1, 4, copy=0),)), 0),
+        (SHORT_COPY, MACHINE, 100, "swap", Plan((Swap(0, 1, 4, copy=0),)), 60),
+        # 10 bytes of b may leave while kernel 2 reads it. At three quarters of their speed beside each other, the
+        # other 90 leave in 120 ns, and then 90 of a are back. Out as alone and in at half, 45 of a are back when b
+        # has left after 90 ns; in as alone and out at half, 50 of b have left when a is back after 100.
+        (CROSS, with_duplex(2, 0, 0), 200, "joint", CROSSED, 0),
+        (CROSS, with_duplex(2, 75 * 10**7, 75 * 10**7), 200, "joint", CROSSED, 30),
+        (CROSS, with_duplex(2, 5 * 10**8, 10**9), 200, "joint", CROSSED, 45),
+        (CROSS, with_duplex(2, 10**9, 5 * 10**8), 200, "joint", CROSSED, 40),
+        (CROSS, with_duplex(1, 0, 0), 200, "joint", CROSSED, 90),
+        (HIDDEN, MACHINE, 100, "joint", Plan((Swap(0, 0, 4),)), 60 + 40),
+        (IN_TURN, replace(MACHINE, host_bytes=100), 100, "joint", Plan((Swap(0, 0, 2), Swap(1, 3, 5))), 400),
+    ],
+)
 def test_the_floor_equals_the_best_plan_by_hand(
     program: Program, machine: Machine, limit: int, mode: str, plan: Plan, extra: int
 ) -> None:
@@ -130,23 +156,35 @@ def test_the_smallest_gaps_are_empty_for_nothing() -> None:
 
 
 # A persistent tensor that is never written has a permanent host copy.
-READS = replace(IN_TURN, tensors=(Tensor("a", 100, "parameter", True), Tensor("b", 100)),
-                kernels=(replace(IN_TURN.kernels[0], inputs=(0,), outputs=()), *IN_TURN.kernels[1:]))  # fmt: skip
+READS = replace(
+    IN_TURN,
+    tensors=(Tensor("a", 100, "parameter", True), Tensor("b", 100)),
+    kernels=(replace(IN_TURN.kernels[0], inputs=(0,), outputs=()), *IN_TURN.kernels[1:]),
+)
 
 
-@pytest.mark.parametrize(("program", "host", "limit", "mode", "iteration_ns"), [
-    (sandwich(), 10**9, 140, "swap", 50 + 120),  # 40 bytes fit: as bytes could stay, 60 leave and return (relaxation 1)
-    (sandwich(), 10**9, 99, "joint", None),
-    # 100 bytes must leave, or be recomputed in 10 ns; with 40 bytes more 60 must, if the host has room.
-    (sandwich(recomputable=False), 99, 100, "joint", None),
-    (sandwich(recomputable=False), 100, 100, "joint", 250),
-    (sandwich(), 99, 100, "joint", 60),
-    (sandwich(), 60, 140, "swap", 50 + 120),
-    (sandwich(), 59, 140, "swap", None),
-    (IN_TURN, 99, 100, "joint", None),
-    (READS, 200, 200, "swap", 60 + 90),  # a leaves for nothing; 10 of its 100 ns back are beside the last kernel
-    (READS, 100, 100, "swap", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "host", "limit", "mode", "iteration_ns"),
+    [
+        (
+            sandwich(),
+            10**9,
+            140,
+            "swap",
+            50 + 120,
+        ),  # 40 bytes fit: as bytes could stay, 60 leave and return (relaxation 1)
+        (sandwich(), 10**9, 99, "joint", None),
+        # 100 bytes must leave, or be recomputed in 10 ns; with 40 bytes more 60 must, if the host has room.
+        (sandwich(recomputable=False), 99, 100, "joint", None),
+        (sandwich(recomputable=False), 100, 100, "joint", 250),
+        (sandwich(), 99, 100, "joint", 60),
+        (sandwich(), 60, 140, "swap", 50 + 120),
+        (sandwich(), 59, 140, "swap", None),
+        (IN_TURN, 99, 100, "joint", None),
+        (READS, 200, 200, "swap", 60 + 90),  # a leaves for nothing; 10 of its 100 ns back are beside the last kernel
+        (READS, 100, 100, "swap", None),
+    ],
+)
 def test_the_limit_and_the_host(program: Program, host: int, limit: int, mode: str, iteration_ns: int | None) -> None:
     result = floor(program, replace(MACHINE, host_bytes=host), limit, mode)
     assert result.feasible == (iteration_ns is not None)
@@ -157,13 +195,17 @@ def test_the_limit_and_the_host(program: Program, host: int, limit: int, mode: s
             agents.make("lp_round", min_bytes=1, mode=mode).plan(program, replace(MACHINE, host_bytes=host), limit)
 
 
-@pytest.mark.parametrize(("family", "program", "machine", "fraction", "mode"), [
-    ("futures", TENTHS, MACHINE, 320 / TENTHS.peak_bytes, "recompute"),
-    ("early_copies", pyramid(3, 0), MACHINE, 0.8, "swap"), ("whole_tensors", pyramid(3, 0), MACHINE, 0.8, "swap"),
-    ("host", IN_TURN, replace(MACHINE, host_bytes=99), 0.5, "joint"),
-    ("cuts", TENTHS, MACHINE, 320 / TENTHS.peak_bytes, "recompute"),
-    ("branching", pyramid(8, 1), MACHINE, 0.7, "recompute"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "program", "machine", "fraction", "mode"),
+    [
+        ("futures", TENTHS, MACHINE, 320 / TENTHS.peak_bytes, "recompute"),
+        ("early_copies", pyramid(3, 0), MACHINE, 0.8, "swap"),
+        ("whole_tensors", pyramid(3, 0), MACHINE, 0.8, "swap"),
+        ("host", IN_TURN, replace(MACHINE, host_bytes=99), 0.5, "joint"),
+        ("cuts", TENTHS, MACHINE, 320 / TENTHS.peak_bytes, "recompute"),
+        ("branching", pyramid(8, 1), MACHINE, 0.7, "recompute"),
+    ],
+)
 def test_every_family_of_rows_raises_the_floor(
     family: str, program: Program, machine: Machine, fraction: float, mode: str
 ) -> None:
@@ -193,8 +235,10 @@ def test_swaps_below_a_nanosecond_are_free_with_recomputation() -> None:
     kernels = tuple(Kernel(f"k{i}", "conv", "forward", inputs, (i + 1,), 0) for i, inputs in enumerate(reads))
     program, machine = Program("nothing", tensors, kernels), replace(MACHINE, d2h_bytes_per_s=5 * 10**8, copy_engines=1)
     assert {mode: floor(program, machine, 65, mode).iteration_ns for mode in ("swap", "recompute", "joint")} == {
-        "swap": 1, "recompute": 0, "joint": 0
-    }  # fmt: skip
+        "swap": 1,
+        "recompute": 0,
+        "joint": 0,
+    }
 
 
 @given(st.data(), programs(7), machines(), st.sampled_from(MODES))
@@ -258,8 +302,11 @@ def test_below_the_optima_of_checkmate(gib: int, percent: float) -> None:
 
 
 # Forces small programs to be merged like large ones: slightly with detail 1, more with less detail.
-SMALL = {"GROUPS": {"swap": 10, "joint": 10}, "CELLS": {"recompute": 30, "joint": 30},
-         "LARGEST": dict.fromkeys(MODES, 100)}  # fmt: skip
+SMALL = {
+    "GROUPS": {"swap": 10, "joint": 10},
+    "CELLS": {"recompute": 30, "joint": 30},
+    "LARGEST": dict.fromkeys(MODES, 100),
+}
 
 
 def test_merged_kernels_lose_little() -> None:

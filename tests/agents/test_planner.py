@@ -19,18 +19,22 @@ from tests.strategies import machines, networks, programs, reachable_limits
 
 # Search methods with few simulator calls, for tiny programs.
 FAST: dict[str, dict[str, object]] = {
-    "random_search": {"calls": 20}, "annealing": {"calls": 60}, "lp_round": {"calls": 60},
-    "dqn": {"calls": 60}, "rerun_search": {"kicks": 1},
+    "random_search": {"calls": 20},
+    "annealing": {"calls": 60},
+    "lp_round": {"calls": 60},
+    "dqn": {"calls": 60},
+    "rerun_search": {"kicks": 1},
     "home": {"particles": 6, "iterations": 4, "jobs": 1},
     "autoswap_bo": {"evaluations": 6},
     "smartpool+autoswap": {"align": False},
-}  # fmt: skip
+}
 TESTED = agents.untrained()
 PLANNERS: list[tuple[str, dict[str, object]]] = [
     *((name, {}) for name in TESTED if "mode" not in agents.options(name)),
     *((name, {"mode": mode}) for name in TESTED if "mode" in agents.options(name) for mode in MODES),
-    ("superneurons", {"always": True}), ("superneurons", {"early": True}),
-]  # fmt: skip
+    ("superneurons", {"always": True}),
+    ("superneurons", {"early": True}),
+]
 pytestmark = pytest.mark.usefixtures("few_moves")
 
 
@@ -96,20 +100,42 @@ def test_none_is_the_empty_plan_or_infeasible() -> None:
 
 # The option that the refusal names is the last one.
 REFUSED: list[tuple[str, dict[str, object]]] = [
-    ("vdnn_all", {"policy": "conv"}), ("geeps", {"mode": "joint"}), ("autoswap_doa", {"score": "aoa"}),
-    ("smartpool+autoswap", {"pool": "cnmem"}), ("smartpool+autoswap", {"score": "sum"}),
-    ("smartpool+autoswap", {"steps": 1}), ("smartpool+autoswap", {"evaluations": 3}),
-    ("autoswap_bo", {"evaluations": 3}), ("autoswap_bo", {"random": -1}),
-    ("activation_budget", {"runtime": "guess"}), ("activation_budget", {"steps": 0}), ("capuchin", {"rounds": 0}),
-    ("tensile", {"max_swap_ratio": 1.5}), ("superneurons", {"recompute": "fast"}), ("home", {"particles": 0}),
-    ("home", {"jobs": 0}), ("home", {"iterations": 0}), ("home", {"calls": 1}), ("tflms", {"n_tensors": -1}),
-    ("tflms", {"lower_bound": 0}), ("memonger", {"trials": 0}), ("random_search", {"calls": 1}),
-    ("annealing", {"calls": 3}), ("annealing", {"hot": 1e-5, "cold": 1e-3}), ("annealing", {"seconds": 0}),
-    ("lp_round", {"calls": 3}), ("lp_round", {"seconds": 0}), ("lp_round", {"seconds": 1.0, "jobs": 0}),
-    ("rerun_search", {"seconds": 0}), ("rerun_search", {"kicks": -1}), ("dqn", {"calls": 1}),
-    ("dqn", {"seconds": 0.0}), ("dqn", {"ranks": "mutation"}), ("dqn", {"hot": 1e-5, "cold": 1e-3}),
+    ("vdnn_all", {"policy": "conv"}),
+    ("geeps", {"mode": "joint"}),
+    ("autoswap_doa", {"score": "aoa"}),
+    ("smartpool+autoswap", {"pool": "cnmem"}),
+    ("smartpool+autoswap", {"score": "sum"}),
+    ("smartpool+autoswap", {"steps": 1}),
+    ("smartpool+autoswap", {"evaluations": 3}),
+    ("autoswap_bo", {"evaluations": 3}),
+    ("autoswap_bo", {"random": -1}),
+    ("activation_budget", {"runtime": "guess"}),
+    ("activation_budget", {"steps": 0}),
+    ("capuchin", {"rounds": 0}),
+    ("tensile", {"max_swap_ratio": 1.5}),
+    ("superneurons", {"recompute": "fast"}),
+    ("home", {"particles": 0}),
+    ("home", {"jobs": 0}),
+    ("home", {"iterations": 0}),
+    ("home", {"calls": 1}),
+    ("tflms", {"n_tensors": -1}),
+    ("tflms", {"lower_bound": 0}),
+    ("memonger", {"trials": 0}),
+    ("random_search", {"calls": 1}),
+    ("annealing", {"calls": 3}),
+    ("annealing", {"hot": 1e-5, "cold": 1e-3}),
+    ("annealing", {"seconds": 0}),
+    ("lp_round", {"calls": 3}),
+    ("lp_round", {"seconds": 0}),
+    ("lp_round", {"seconds": 1.0, "jobs": 0}),
+    ("rerun_search", {"seconds": 0}),
+    ("rerun_search", {"kicks": -1}),
+    ("dqn", {"calls": 1}),
+    ("dqn", {"seconds": 0.0}),
+    ("dqn", {"ranks": "mutation"}),
+    ("dqn", {"hot": 1e-5, "cold": 1e-3}),
     *((name, {"mode": "both"}) for name in agents.PLANNERS if "mode" in agents.options(name)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED)

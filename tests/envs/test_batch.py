@@ -107,8 +107,12 @@ def test_many_episodes(reward: str, actions: str) -> None:
     """
     program, machine = small_task()
     slow = replace(machine, d2h_bytes_per_s=6 * 10**9, host_bytes=20 * 2**20)
-    tasks = [Task(program, link, round(fraction * program.peak_bytes), 2**20, mode)
-             for link in (machine, slow) for fraction in (0.45, 0.6, 0.8) for mode in ("swap", "joint")]  # fmt: skip
+    tasks = [
+        Task(program, link, round(fraction * program.peak_bytes), 2**20, mode)
+        for link in (machine, slow)
+        for fraction in (0.45, 0.6, 0.8)
+        for mode in ("swap", "joint")
+    ]
     assert follow(tasks, reward, actions, 1, 16, 100, False) > 100
 
 

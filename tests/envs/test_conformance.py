@@ -17,19 +17,29 @@ from envs import tasks
 from envs.tasks import FINGERPRINTS, TASKS
 
 SETTINGS = [  # covers each pair of settings
-    ("swap", "paper", "end", "paper"), ("swap", "causal", "ignore", "full"), ("recompute", "paper", "ignore", "full"),
-    ("recompute", "causal", "end", "paper"), ("joint", "paper", "end", "full"), ("joint", "causal", "ignore", "paper"),
-]  # fmt: skip
+    ("swap", "paper", "end", "paper"),
+    ("swap", "causal", "ignore", "full"),
+    ("recompute", "paper", "ignore", "full"),
+    ("recompute", "causal", "end", "paper"),
+    ("joint", "paper", "end", "full"),
+    ("joint", "causal", "ignore", "paper"),
+]
 KEYS = ("mode", "reward", "invalid", "actions")
 ENVIRONMENTS = [
-    *(pytest.param("GpuMemory-v0", {**dict(zip(KEYS, one, strict=True)), "limit": [0.6, 0.8]}, id="-".join(one))
-      for one in SETTINGS),
-    *(pytest.param(f"GpuMemory/{name}-v0", {}, id=name, marks=[pytest.mark.nightly] * (name != "vgg16-45"))
-      for name in TASKS),
-    *(pytest.param("GpuMemoryEdit-v0", {"limit": [0.6, 0.8], "neighbours": 8, "budget": 12, "edits": edits}, id=edits)
-      for edits in ("neighbours", "gap")),
+    *(
+        pytest.param("GpuMemory-v0", {**dict(zip(KEYS, one, strict=True)), "limit": [0.6, 0.8]}, id="-".join(one))
+        for one in SETTINGS
+    ),
+    *(
+        pytest.param(f"GpuMemory/{name}-v0", {}, id=name, marks=[pytest.mark.nightly] * (name != "vgg16-45"))
+        for name in TASKS
+    ),
+    *(
+        pytest.param("GpuMemoryEdit-v0", {"limit": [0.6, 0.8], "neighbours": 8, "budget": 12, "edits": edits}, id=edits)
+        for edits in ("neighbours", "gap")
+    ),
     pytest.param("GpuMemoryEdit/squeezenet-40-v0", {}, id="edit-squeezenet", marks=pytest.mark.nightly),
-]  # fmt: skip
+]
 
 
 def rollout(env: Any, seed: int, steps: int) -> list[Any]:

@@ -94,9 +94,19 @@ def test_where_plans_start() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("start", "nowhere"), ("edits", "tensors"), ("accept", "never"), ("reward", "paper"), ("budget", 0),
-     ("neighbours", 0), ("cold", 1.0), ("mode", "both"), ("limit", 0.01), ("start", Plan((), "another", "none"))],
-)  # fmt: skip
+    [
+        ("start", "nowhere"),
+        ("edits", "tensors"),
+        ("accept", "never"),
+        ("reward", "paper"),
+        ("budget", 0),
+        ("neighbours", 0),
+        ("cold", 1.0),
+        ("mode", "both"),
+        ("limit", 0.01),
+        ("start", Plan((), "another", "none")),
+    ],
+)
 def test_refusals_name_the_option(option: str, value: Any) -> None:
     named = {"limit": "fits|below", "start": "start|another program"}.get(option, option)
     with pytest.raises(Exception, match=named) as caught:

@@ -66,8 +66,19 @@ def test_edges_and_weights() -> None:
     """Edges join consecutive operations, and those on one tensor, in both directions; plus self-loops."""
     graph = graph_of_tiny("swap")
     pairs = {(i, i + 1) for i in range(15)} | {
-        (2, 12), (12, 14), (1, 3), (3, 5), (5, 9), (9, 13), (13, 15), (4, 6), (6, 7), (7, 8), (8, 10), (10, 11)
-    }  # fmt: skip
+        (2, 12),
+        (12, 14),
+        (1, 3),
+        (3, 5),
+        (5, 9),
+        (9, 13),
+        (13, 15),
+        (4, 6),
+        (6, 7),
+        (7, 8),
+        (8, 10),
+        (10, 11),
+    }
     forward = sorted(pairs)
     backward, loops = [(b, a) for a, b in forward], [(i, i) for i in range(16)]
     assert [tuple(edge) for edge in graph.edges.T.tolist()] == forward + backward + loops
@@ -90,9 +101,15 @@ def test_no_node_is_more_than_one_action() -> None:
     # Gaps 0 and 1 close at 3 and 4, which are taken: the malloc and the free represent them. Gap 2 closes at 5; gap 3
     # opens at the same kernel, but at node 6.
     assert actions == {
-        2: (OFFLOAD, 0), 3: (OFFLOAD, 1), 4: (OFFLOAD, 2), 6: (OFFLOAD, 3),
-        1: (REMOVE, 0), 8: (REMOVE, 1), 5: (REMOVE, 2), 7: (REMOVE, 3),
-    }  # fmt: skip
+        2: (OFFLOAD, 0),
+        3: (OFFLOAD, 1),
+        4: (OFFLOAD, 2),
+        6: (OFFLOAD, 3),
+        1: (REMOVE, 0),
+        8: (REMOVE, 1),
+        5: (REMOVE, 2),
+        7: (REMOVE, 3),
+    }
     # Recomputing k0 takes 10 ns; the last gap needs k6 as well. k1, k3, k5, k7: 10 to 13 ns; the iteration takes 96 ns.
     assert graph.features[:, 2] * 96 == pytest.approx([0, 10, 10, 10, 10, 10, 20, 20, 10], rel=1e-6)
     assert graph.features[:, 3] * 96 == pytest.approx([0, 10, 10, 11, 12, 12, 13, 13, 11], rel=1e-6)

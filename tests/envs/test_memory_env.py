@@ -89,8 +89,9 @@ def test_held_observations_are_not_overwritten():
     assert len({view.ctypes.data for view, _ in views}) == len(views) <= len(addresses) < 20
 
 
-@pytest.mark.parametrize("make", [envs.MemoryEnv, envs.MemoryEditEnv, partial(envs.MemoryVectorEnv, 2),
-                                  partial(envs.MemoryEditVectorEnv, 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    "make", [envs.MemoryEnv, envs.MemoryEditEnv, partial(envs.MemoryVectorEnv, 2), partial(envs.MemoryEditVectorEnv, 2)]
+)
 def test_copied_and_pickled_environments_are_independent(make):
     env, rng = make(limit=0.6), np.random.default_rng(0)
     _, info = env.reset(seed=0)
@@ -110,12 +111,14 @@ def test_spaces():
     for limits, nodes in (([LIMIT, 180], 16), ([180], 1)):
         env = envs.MemoryEnv([PROGRAM], MACHINE, limits, min_bytes=1)
         assert env.action_space == spaces.Discrete(nodes)
-        assert env.observation_space == spaces.Dict({
-            "nodes": spaces.Box(-np.inf, np.inf, (nodes, 11), np.float32),
-            "action_mask": spaces.Box(0, 1, (nodes,), np.int8),
-            "current": spaces.Discrete(nodes),
-            "program": spaces.Discrete(len(limits)),
-        })  # fmt: skip
+        assert env.observation_space == spaces.Dict(
+            {
+                "nodes": spaces.Box(-np.inf, np.inf, (nodes, 11), np.float32),
+                "action_mask": spaces.Box(0, 1, (nodes,), np.int8),
+                "current": spaces.Discrete(nodes),
+                "program": spaces.Discrete(len(limits)),
+            }
+        )
 
 
 def test_defaults():
@@ -123,8 +126,11 @@ def test_defaults():
     program, machine = small_task()
     assert program.fingerprint == "e1b0be3dd802cc53d8612efef0a3702a908d76cf0d625986510a6b800405be76"
     assert machine == Machine("small", 2**30, 12 * 10**9, 12 * 10**9)
-    below = Program("below", (Tensor("batch", 2**20, "input", True), Tensor("small", 2**20 - 1), *program.tensors[2:]),
-                    program.kernels)  # fmt: skip
+    below = Program(
+        "below",
+        (Tensor("batch", 2**20, "input", True), Tensor("small", 2**20 - 1), *program.tensors[2:]),
+        program.kernels,
+    )
     for make in (envs.MemoryEnv, partial(envs.MemoryVectorEnv, 1)):
         (task,) = make().tasks
         assert (task.program, task.machine, task.mode) == (program, machine, "joint")
@@ -161,8 +167,11 @@ def test_programs_and_machines_by_name_and_path(tmp_path):
     env = envs.MemoryEnv(str(tmp_path / "tiny.json.gz"), "h100", LIMIT, min_bytes=1)
     assert (env.tasks[0].program, env.tasks[0].machine) == (PROGRAM, Machine.load("h100"))
     assert [task.machine.name for task in envs.MemoryEnv(["vgg16", "unet"], limit=[0.5, 0.6]).tasks] == [
-        "gtx1080ti", "gtx1080ti", "rtx2080ti", "rtx2080ti"
-    ]  # fmt: skip
+        "gtx1080ti",
+        "gtx1080ti",
+        "rtx2080ti",
+        "rtx2080ti",
+    ]
     assert envs.MemoryEnv("vgg16", "h100").tasks[0].machine.name == "h100"
     with pytest.raises(FormatError, match=r"'vgg' is neither a .json file nor one of .*; did you mean 'vgg16'"):
         envs.MemoryEnv("vgg")
@@ -225,8 +234,10 @@ def test_the_rendering_shows_the_walk():
     env = envs.MemoryEnv(PROGRAM, MACHINE, 145, min_bytes=1, mode="joint", render_mode="ansi")
     env.reset(seed=0)
     first = env.render().splitlines()
-    assert first[:2] == ["tiny on tiny, 81% of the memory", "kernel 0 of 8, overhead 0.00%; swapped out 0, in "
-                         "flight 0, to be recomputed 0"]  # fmt: skip
+    assert first[:2] == [
+        "tiny on tiny, 81% of the memory",
+        "kernel 0 of 8, overhead 0.00%; swapped out 0, in flight 0, to be recomputed 0",
+    ]
     assert first[-1] == "^" and sum("the limit" in line for line in first) == 1
     assert "." not in "".join(first[2:-1]).replace("0.00 GiB", "")
     env.step(0)

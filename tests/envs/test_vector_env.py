@@ -47,9 +47,11 @@ def assert_infos_are_alike(info: dict, expected: dict, size: int) -> None:
 PROGRAM, MACHINE = small_task()
 SHORTER = Program("shorter", PROGRAM.tensors, PROGRAM.kernels[:-2])
 TASKS = {
-    "program": [PROGRAM, SHORTER], "machine": [MACHINE, replace(MACHINE, d2h_bytes_per_s=6 * 10**9)],
-    "limit": [0.6, 0.8, 1.0], "actions": "full",
-}  # fmt: skip
+    "program": [PROGRAM, SHORTER],
+    "machine": [MACHINE, replace(MACHINE, d2h_bytes_per_s=6 * 10**9)],
+    "limit": [0.6, 0.8, 1.0],
+    "actions": "full",
+}
 EDITS = {"limit": [0.6, 0.7], "neighbours": 8, "budget": 12, "reward": "log", "shaping": 0.3}
 FORMS = {
     "paper": ("GpuMemory-v0", {**TASKS, "reward": "paper"}, None),

@@ -24,9 +24,10 @@ def node(walk: Walk, kind: int, tensor: int = 0, before: int | None = None) -> i
         return 0
     graph = walk.task.graph
     (index,) = [
-        n for n in np.flatnonzero(graph.action_kind == kind)
+        n
+        for n in np.flatnonzero(graph.action_kind == kind)
         if (gap := graph.gaps[graph.action_gap[n]]).tensor == tensor and before in (None, gap.before)
-    ]  # fmt: skip
+    ]
     return int(index)
 
 
@@ -85,8 +86,12 @@ def test_a_dead_end() -> None:
 V, U, X = range(3)
 RING = straight(
     [Tensor("v", 20, "parameter", True), Tensor("w", 30, "parameter", True), Tensor("x", 10)],
-    ((), (X,), 10), ((V,), (V,), 10), ((U,), (U,), 10), ((), (), 10, 50), ((X,), (), 10, 40),
-)  # fmt: skip
+    ((), (X,), 10),
+    ((V,), (V,), 10),
+    ((U,), (U,), 10),
+    ((), (), 10, 50),
+    ((X,), (), 10, 40),
+)
 
 
 def test_gaps_over_the_boundary_are_open_at_first_and_do_not_hold() -> None:

@@ -27,9 +27,15 @@ class VGG16(nn.Module):
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(
-            nn.Flatten(), nn.Linear(channels, 32), nn.ReLU(True), nn.Dropout(), nn.Linear(32, 32), nn.ReLU(True),
-            nn.Dropout(), nn.Linear(32, CLASSES),
-        )  # fmt: skip
+            nn.Flatten(),
+            nn.Linear(channels, 32),
+            nn.ReLU(True),
+            nn.Dropout(),
+            nn.Linear(32, 32),
+            nn.ReLU(True),
+            nn.Dropout(),
+            nn.Linear(32, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.features(x))
@@ -39,9 +45,12 @@ class Residual(nn.Module):
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU(inplace=True),
-            nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out),
-        )  # fmt: skip
+            nn.Conv2d(channels, out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
         short = [nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)] if stride > 1 else []
         self.short = nn.Sequential(*short)
 
@@ -83,8 +92,14 @@ class UNet(nn.Module):
 
     @staticmethod
     def double(channels: int, out: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU(inplace=True),
-                             nn.Conv2d(out, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU(inplace=True))  # fmt: skip
+        return nn.Sequential(
+            nn.Conv2d(channels, out, 3, padding=1),
+            nn.BatchNorm2d(out),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(out, out, 3, padding=1),
+            nn.BatchNorm2d(out),
+            nn.ReLU(inplace=True),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         skips = []
@@ -113,8 +128,9 @@ class Layer(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, heads, drop)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width),
-                                 nn.Dropout(drop))  # fmt: skip
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width), nn.Dropout(drop)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -170,9 +186,12 @@ def sequences() -> Batch:
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
-    "vgg16": (VGG16, images(32)), "resnet": (ResNet, images(16)), "unet": (UNet, masks), "gpt2": (GPT2, words),
+    "vgg16": (VGG16, images(32)),
+    "resnet": (ResNet, images(16)),
+    "unet": (UNet, masks),
+    "gpt2": (GPT2, words),
     "lstm": (LSTM, sequences),
-}  # fmt: skip
+}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

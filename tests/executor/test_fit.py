@@ -149,8 +149,13 @@ def test_options_of_the_capture_pass_through(monkeypatch: pytest.MonkeyPatch, ti
         return capture(*args, **options)
 
     monkeypatch.setattr(CAPTURE, record)
-    options: dict[str, Any] = {"accumulate": 2, "average": False, "clip_norm": 1.0, "autocast": torch.bfloat16,
-                               "bucket_bytes": 1000}  # fmt: skip
+    options: dict[str, Any] = {
+        "accumulate": 2,
+        "average": False,
+        "clip_norm": 1.0,
+        "autocast": torch.bfloat16,
+        "bucket_bytes": 1000,
+    }
     fit(*tiny_mlp.parts(), 1, **options)
     assert {key: passed[key] for key in options} == options
     scaler = torch.amp.GradScaler("cpu")
@@ -225,13 +230,27 @@ def test_micro_batches_of_every_shape(tiny_mlp: Tiny) -> None:
 
 @pytest.mark.parametrize(
     ("device", "name"),
-    [("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"), ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"), ("Tesla K40c", "k40c"),
-     ("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA A100-SXM4-40GB", "a100_40gb"), ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
-     ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 3060", "rtx3060"),
-     ("NVIDIA GeForce RTX 4060", "rtx4060"), ("NVIDIA A40", "a40"), ("NVIDIA GH200 480GB", ""),
-     ("NVIDIA A100-SXM-64GB", ""), ("NVIDIA L4", ""), ("NVIDIA GeForce GTX 1080", ""),
-     ("NVIDIA GeForce RTX 3060 Ti", ""), ("NVIDIA GeForce RTX 4060 Laptop GPU", ""), ("NVIDIA RTX A4000", "")],
-)  # fmt: skip
+    [
+        ("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"),
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"),
+        ("Tesla K40c", "k40c"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 3060", "rtx3060"),
+        ("NVIDIA GeForce RTX 4060", "rtx4060"),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA GH200 480GB", ""),
+        ("NVIDIA A100-SXM-64GB", ""),
+        ("NVIDIA L4", ""),
+        ("NVIDIA GeForce GTX 1080", ""),
+        ("NVIDIA GeForce RTX 3060 Ti", ""),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", ""),
+        ("NVIDIA RTX A4000", ""),
+    ],
+)
 def test_a_gpu_has_the_preset_of_its_name_or_asks_for_a_machine(device: str, name: str) -> None:
     if not name:
         with pytest.raises(FitError, match=f"no preset for '{device}' .*: pass machine=.*executor.calibrate"):

@@ -91,12 +91,23 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (CaptureError, "loss is a tensor of shape", lambda: captured(lambda out, y: out)),
     (CaptureError, "loss is float", lambda: captured(lambda out, y: 0.0)),
     (CaptureError, "a data-dependent number of times", lambda: captured(optimizer=lambda m: LBFGS(m.parameters()))),
-    (CaptureError, r"machine\.capability",
-     lambda: capture_step(attention, X[None, None], machine=replace(H200, capability=""), as_cuda=True)),
+    (
+        CaptureError,
+        r"machine\.capability",
+        lambda: capture_step(attention, X[None, None], machine=replace(H200, capability=""), as_cuda=True),
+    ),
     (FormatError, r"machine\.flops_per_s", lambda: linear(torch.optim.SGD, machine=replace(ROUND, flops_per_s={}))),
-    *((FormatError, rf"machine\.kernel_times\.{key}: .*, got {value}", lambda k=key, v=value: coefficients(**{k: v}))
-      for key, value in {"conv": 0, "elementwise": 1.5, "source": 3, "launch_ns": 1.5, "unaligned": 2,
-                         "row_ns": -1}.items()),
+    *(
+        (FormatError, rf"machine\.kernel_times\.{key}: .*, got {value}", lambda k=key, v=value: coefficients(**{k: v}))
+        for key, value in {
+            "conv": 0,
+            "elementwise": 1.5,
+            "source": 3,
+            "launch_ns": 1.5,
+            "unaligned": 2,
+            "row_ns": -1,
+        }.items()
+    ),
     (FormatError, r"profile\.format", lambda: profile(format="profile/2")),
     (FormatError, r"profile\.durations_ns\[1\]", lambda: profile(durations_ns=[1, "2"])),
     (FormatError, r"profile\.durations_ns\[1\]", lambda: profile(durations_ns=[1, -2])),
@@ -111,7 +122,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "the step of Reads", lambda: card_peak(linear(Reads), H200)),
     (ValueError, "expected at least 16,384", lambda: calibrate(HostBackend(SLOW), SLOW, 2**22)),
     (BackendError, "do not take longer", lambda: _fit([(1000, 900), (2000, 100)])),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("error", "entry", "call"), ROWS)

@@ -129,9 +129,14 @@ def start(tmp_path: Path) -> Run:
     def call(name: str, *words: object) -> Done:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             done = subprocess.run(
-                [sys.executable, "-m", f"experiments.{name}", *map(str, words)], cwd=work, check=False, stdout=out,
-                stderr=err, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", f"experiments.{name}", *map(str, words)],
+                cwd=work,
+                check=False,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
             for file in (out, err):
                 file.seek(0)
             return Done(done.args, done.returncode, out.read(), err.read())

@@ -51,9 +51,14 @@ def interrupted(tmp_path: Path) -> Press:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "150"}
         shown, pressed = b"", False
         with subprocess.Popen(
-            [sys.executable, "-m", *map(str, words)], cwd=work, env=environment, stdin=theirs, stdout=theirs,
-            stderr=theirs, start_new_session=True,
-        ) as process:  # fmt: skip
+            [sys.executable, "-m", *map(str, words)],
+            cwd=work,
+            env=environment,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        ) as process:
             os.close(theirs)
             with suppress(OSError):  # ends if no leftover process keeps the terminal
                 while process.poll() is None or select([ours], [], [], 0)[0]:
@@ -70,9 +75,13 @@ def interrupted(tmp_path: Path) -> Press:
     return press
 
 
-@pytest.mark.parametrize(("agent", "length", "count"), [
-    ("dqn_paper", "episodes", 8), pytest.param("dqn", "iterations", 4, marks=pytest.mark.nightly),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("agent", "length", "count"),
+    [
+        ("dqn_paper", "episodes", 8),
+        pytest.param("dqn", "iterations", 4, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_terminated_training_resumes(
     agent: str, length: str, count: int, run: Run, program_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,11 +138,20 @@ def test_an_interrupted_figure_resumes(run: Run, interrupted: Press, tmp_path: P
     [
         (("plan", "workload=resnet50", "machine=h100", "memory=3GiB"), r"capturing"),
         (("plan", "workload=mlp", "machine=h100", "memory=0.7", "largest=false"), r"search.*left 0:\d\d:\d\d"),
-        (("benchmark", "suite=speed", "speed.workloads=[vgg16,mlp]", "speed.calls=10", "speed.home.particles=2",
-          "speed.home.iterations=2"), r"simulating mlp.* [1-9]\d?/100 .*left"),
+        (
+            (
+                "benchmark",
+                "suite=speed",
+                "speed.workloads=[vgg16,mlp]",
+                "speed.calls=10",
+                "speed.home.particles=2",
+                "speed.home.iterations=2",
+            ),
+            r"simulating mlp.* [1-9]\d?/100 .*left",
+        ),
         (("evaluate", "workload=mlp", "limits=[0.5]", "planners=[annealing]", "seconds=600", "jobs=2"), None),
     ],
-)  # fmt: skip
+)
 def test_commands_that_do_not_resume_leave_nothing(
     words: tuple[str, ...], shown: str | None, interrupted: Press, tmp_path: Path
 ) -> None:
@@ -141,8 +159,9 @@ def test_commands_that_do_not_resume_leave_nothing(
     runs = tmp_path / "work" / "runs"
     status, screen, last = interrupted(
         lambda screen: bool(re.search(shown, screen) if shown else [*runs.glob("evaluate-*")]),
-        f"experiments.{words[0]}", *words[1:],
-    )  # fmt: skip
+        f"experiments.{words[0]}",
+        *words[1:],
+    )
     assert status == 130 and last == "interrupted", screen
     assert not any(runs.glob("*"))
 
@@ -153,9 +172,13 @@ def test_before_a_command_has_begun(tmp_path: Path, words: tuple[str, ...]) -> N
     (tmp_path / "hydra.py").write_text(SLOW)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     with subprocess.Popen(
-        [sys.executable, "-m", *words], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-m", *words],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60) == ("", "interrupted\n") and process.returncode == 130
@@ -175,10 +198,14 @@ def test_imports_do_not_change_ctrl_c() -> None:
     assert done.stdout == "caught True\n"
 
 
-@pytest.mark.parametrize("words", [
-    ("evaluate", "program={program}", "limits=[0.95]", "planners=[none]"), ("pretrain",),
-    ("validate_gpu", "backend=host"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("evaluate", "program={program}", "limits=[0.95]", "planners=[none]"),
+        ("pretrain",),
+        ("validate_gpu", "backend=host"),
+    ],
+)
 def test_a_run_directory_is_exclusive(words: tuple[str, ...], run: Run, program_file: Path, tmp_path: Path) -> None:
     (out := tmp_path / "out").mkdir()
     typed = [word.format(program=program_file) for word in (*words, f"out={out}")]

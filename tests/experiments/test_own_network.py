@@ -68,12 +68,15 @@ class Wrong(nn.Module):
         return self.made(self.n)
 
 
-@pytest.mark.parametrize(("made", "words"), [
-    (lambda n: torch.zeros(2, n), "two tensors"),
-    (lambda n: (torch.zeros(2, n - 1), torch.zeros(2, 1)), r"\(2, 39\) .*\(2, 38\)"),
-    (lambda n: (torch.zeros(2, n), torch.zeros(1, 1)), r"\(2, any\)"),
-    (lambda n: 1 / 0, "ZeroDivisionError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda n: torch.zeros(2, n), "two tensors"),
+        (lambda n: (torch.zeros(2, n - 1), torch.zeros(2, 1)), r"\(2, 39\) .*\(2, 38\)"),
+        (lambda n: (torch.zeros(2, n), torch.zeros(1, 1)), r"\(2, any\)"),
+        (lambda n: 1 / 0, "ZeroDivisionError"),
+    ],
+)
 def test_invalid_networks_raise_clear_errors(made: Any, words: str) -> None:
     kind = type("Mine", (Wrong,), {"made": staticmethod(made)})
     with pytest.raises(CustomNetworkError, match=words):

@@ -54,8 +54,12 @@ def test_every_allocator_packs_the_toy(run: Run, toy: Path, tmp_path: Path) -> N
     # SmartPool's malloc looks up a table of 5: 3 levels of 2 ns, 5 times. Driver calls are far slower.
     assert found["smartpool"]["allocation_ns"] == 30 < found["cudamalloc"]["allocation_ns"]
     assert [name for name, row in found.items() if row["proven"]] == [
-        "cudamalloc", "smartpool", "smartpool_first", "portfolio", "optimal"
-    ]  # fmt: skip
+        "cudamalloc",
+        "smartpool",
+        "smartpool_first",
+        "portfolio",
+        "optimal",
+    ]
     solution = list(csv.DictReader((out / "solution.csv").open()))
     assert {r["id"]: (int(r["lower"]), int(r["upper"]), int(r["size"])) for r in solution} == TOY
     offsets = np.array([int(r["offset"]) for r in solution])

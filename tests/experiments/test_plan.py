@@ -329,8 +329,15 @@ def test_a_factory_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     done = run("plan", "target=mymodel:factory", "memory=0.6", "seconds=2", "step_ms=20", f"out={out}").ok()
     assert len(done.stdout.splitlines()) <= 70
     assert {file.name for file in out.iterdir()} == {
-        "report.html", "plan.json", "memory.png", "timeline.json", "results.jsonl", "program.json",
-        "summary.json", ".hydra"}  # fmt: skip
+        "report.html",
+        "plan.json",
+        "memory.png",
+        "timeline.json",
+        "results.jsonl",
+        "program.json",
+        "summary.json",
+        ".hydra",
+    }
     summary = json.loads((out / "summary.json").read_text())
     found = summary["largest"]
     assert found["own"] == 512 and found["checked"] and not found["why"]

@@ -44,8 +44,14 @@ print(json.dumps([list(agents.PLANNERS), agents.options("new_search"), report.pl
 def python(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Runs Python with the package ``agents`` of ``copy`` and this project's other packages."""
     path = os.pathsep.join([str(copy), str(ROOT)])
-    return subprocess.run([sys.executable, *words], cwd=copy, env={**os.environ, "PYTHONPATH": path},
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_a_file_in_a_planner_folder_is_a_planner(tmp_path: Path) -> None:

@@ -15,9 +15,16 @@ from experiments.pretrain import append, check_set
 from tests.experiments.conftest import Run
 
 MLP, ALEXNET = "{family: mlp, batch_size: 8192, layers: [3, 4]}", "{family: alexnet, batch_size: 100}"
-SMALL = (f"sets=[{{programs: 3, networks: [{MLP}, {ALEXNET}]}}, {{programs: 1, networks: [{ALEXNET}]}}]",
-         "held_out=[alexnet]", "tasks=1", "jobs=1", "rounds=1", "training.epochs=1",
-         "training.width=16", "training.layers=1")  # fmt: skip
+SMALL = (
+    f"sets=[{{programs: 3, networks: [{MLP}, {ALEXNET}]}}, {{programs: 1, networks: [{ALEXNET}]}}]",
+    "held_out=[alexnet]",
+    "tasks=1",
+    "jobs=1",
+    "rounds=1",
+    "training.epochs=1",
+    "training.width=16",
+    "training.layers=1",
+)
 
 
 def test_every_value_of_every_network_is_one() -> None:

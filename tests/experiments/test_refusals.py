@@ -41,36 +41,39 @@ def program(change: Callable[[dict[str, Any]], Any]) -> str:
     return json.dumps(data)
 
 
-@pytest.mark.parametrize(("word", "content", "named"), [
-    ("machine=a.yaml", None, ["a.yaml"]),
-    ("machine=a.yaml", "", ["machine"]),
-    ("machine=a.yaml", "a: [1", ["a.yaml"]),
-    ("machine=a.yaml", "name: x", ["memory_bytes"]),
-    ("machine=a.yaml", MACHINE + "copy_engines: 3", ["machine.copy_engines"]),
-    ("machine=a.yaml", MACHINE + "duplex: 3", ["'duplex'"]),
-    ("machine=a.yaml", "a: &x [1, 2]\nb: *x\n", ["a.yaml", "line 2"]),
-    ("machine=a.yaml", "a: 1\nb:\n  c: 1\n  c: 2\n", ["line 4", "'c'"]),
-    ("machine=a.yaml", "[" * 40 + "]" * 40, ["a.yaml"]),
-    ("workload=a.yaml", None, ["a.yaml"]),
-    ("workload=a.yaml", "- vgg16", ["a.yaml"]),
-    ("workload=a.yaml", "name: a\nname: b", ["line 2", "'name'"]),
-    ("workload=a.yaml", "name: a\nbatch_size: 3", ["workload.family"]),
-    ("workload=a.yaml", "name: a\nfamily: mlp\ndept: 3", ["workload", "'dept'"]),
-    ("workload=a.yaml", "# @package _global_\n" + CALLS, ["'hydra'"]),
-    ("workload=a.yaml", "# @package hydra\n" + CALLS, ["'hydra'"]),
-    ("workload=a.yaml", "# @package agent\n" + CALLS, ["'agent'"]),
-    ("program=a.json", None, ["a.json"]),
-    ("program=a.json", '{"format": "program/1"', ["a.json"]),
-    ("program=a.json", '{"format": "program/1", "name": {"x": 1, "x": 2}}', ["'x'"]),
-    ("program=a.json", program(lambda data: data.update(name="\x1b[2J")), ["program.name"]),
-    ("program=a.json", program(lambda data: data["tensors"][0].update(name="a\nb")), ["tensors[0].name"]),
-    ("program=a.json", program(lambda data: data["kernels"][0].update(name="\u202e")), ["kernels[0].name"]),
-    ("file=a.csv", None, ["a.csv"]),
-    ("file=a.csv", "id,lower,upper,size\n", ["a.csv"]),
-    ("file=a.csv", "id,lower,upper,size\na,0,1,0\n", ["a.csv"]),
-    ("file=a.csv", "\n\n", ["a.csv"]),
-    ("file=a.csv", "id,lower,upper,size\na,0,1,-1\n", ["a.csv", "line 2", "size"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "content", "named"),
+    [
+        ("machine=a.yaml", None, ["a.yaml"]),
+        ("machine=a.yaml", "", ["machine"]),
+        ("machine=a.yaml", "a: [1", ["a.yaml"]),
+        ("machine=a.yaml", "name: x", ["memory_bytes"]),
+        ("machine=a.yaml", MACHINE + "copy_engines: 3", ["machine.copy_engines"]),
+        ("machine=a.yaml", MACHINE + "duplex: 3", ["'duplex'"]),
+        ("machine=a.yaml", "a: &x [1, 2]\nb: *x\n", ["a.yaml", "line 2"]),
+        ("machine=a.yaml", "a: 1\nb:\n  c: 1\n  c: 2\n", ["line 4", "'c'"]),
+        ("machine=a.yaml", "[" * 40 + "]" * 40, ["a.yaml"]),
+        ("workload=a.yaml", None, ["a.yaml"]),
+        ("workload=a.yaml", "- vgg16", ["a.yaml"]),
+        ("workload=a.yaml", "name: a\nname: b", ["line 2", "'name'"]),
+        ("workload=a.yaml", "name: a\nbatch_size: 3", ["workload.family"]),
+        ("workload=a.yaml", "name: a\nfamily: mlp\ndept: 3", ["workload", "'dept'"]),
+        ("workload=a.yaml", "# @package _global_\n" + CALLS, ["'hydra'"]),
+        ("workload=a.yaml", "# @package hydra\n" + CALLS, ["'hydra'"]),
+        ("workload=a.yaml", "# @package agent\n" + CALLS, ["'agent'"]),
+        ("program=a.json", None, ["a.json"]),
+        ("program=a.json", '{"format": "program/1"', ["a.json"]),
+        ("program=a.json", '{"format": "program/1", "name": {"x": 1, "x": 2}}', ["'x'"]),
+        ("program=a.json", program(lambda data: data.update(name="\x1b[2J")), ["program.name"]),
+        ("program=a.json", program(lambda data: data["tensors"][0].update(name="a\nb")), ["tensors[0].name"]),
+        ("program=a.json", program(lambda data: data["kernels"][0].update(name="\u202e")), ["kernels[0].name"]),
+        ("file=a.csv", None, ["a.csv"]),
+        ("file=a.csv", "id,lower,upper,size\n", ["a.csv"]),
+        ("file=a.csv", "id,lower,upper,size\na,0,1,0\n", ["a.csv"]),
+        ("file=a.csv", "\n\n", ["a.csv"]),
+        ("file=a.csv", "id,lower,upper,size\na,0,1,-1\n", ["a.csv", "line 2", "size"]),
+    ],
+)
 def test_malformed_files_are_reported_in_one_line(
     word: str, content: str | None, named: list[str], run: Run, tmp_path: Path
 ) -> None:
@@ -126,7 +129,7 @@ SETTINGS = [
     ("pack {blocks} algorithms=[cudamalloc]", ["algorithms", "cudamalloc"]),
     ("pack {blocks} capacity=24G", ["capacity", "'24G'"]),
     ("__main__ evaluete seed=1", ["'evaluete'", "'evaluate'"]),
-]  # fmt: skip
+]
 # The same checks of further keys and commands.
 OTHERS = [
     ("evaluate {program} limits=24G", ["limits", "'24G'"]),
@@ -157,7 +160,7 @@ OTHERS = [
     ("pack {blocks} alignment=0", ["alignment"]),
     ("pack {blocks} iteration=maybe", ["iteration", "'maybe'"]),
     ("pack {blocks} iteration=true", ["iteration"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

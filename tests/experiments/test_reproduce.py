@@ -76,8 +76,10 @@ def test_a_figure_from_its_settings_to_the_page(tmp_path: Path, capsys: pytest.C
     out = tmp_path / "out"
     reproduce.make([{**called, "quick": {"batches": [256]}}], True, None, "processes", 1, out)
     assert sorted(path.name for path in out.iterdir() if path.is_file()) == [
-        "README.md", "superneurons_table3.json", "superneurons_table3.png"
-    ]  # fmt: skip
+        "README.md",
+        "superneurons_table3.json",
+        "superneurons_table3.png",
+    ]
     assert capsys.readouterr().out.splitlines()[-1] == str(out)
     (row,) = json.loads((out / "superneurons_table3.json").read_text())["rows"]
     assert row["batch_size"] == 256 and "| 256 | 2.56 | 1.33 |" in (out / "README.md").read_text()

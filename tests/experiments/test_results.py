@@ -16,13 +16,36 @@ from tests.experiments.conftest import ROOT
 
 RESULTS = ROOT / "experiments" / "results"
 NAMES = sorted({path.stem for path in RESULTS.glob("*.json")} & set(reproduce.names()))
-CHEAP = ("dqn_paper", "home_fig6", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartpool_fig10",
-         "smartpool_fig11", "smartpool_table1", "superneurons_alexnet", "superneurons_table1", "superneurons_table2",
-         "superneurons_table3", "tensile_table1")  # fmt: skip
+CHEAP = (
+    "dqn_paper",
+    "home_fig6",
+    "home_table3",
+    "smartpool_fig2",
+    "smartpool_fig8",
+    "smartpool_fig10",
+    "smartpool_fig11",
+    "smartpool_table1",
+    "superneurons_alexnet",
+    "superneurons_table1",
+    "superneurons_table2",
+    "superneurons_table3",
+    "tensile_table1",
+)
 TIMED = (reproduce.SECONDS, "search_s", "evaluation_s", "processor", "plan_ms", "seconds")  # keys of a row
 # Slow planners, and those with time limits.
-SLOW = ("random_search", "autoswap_bo", "smartpool+autoswap", "home", "dqn", "annealing", "lp_round",
-        "rerun_search", "policy", "policy_search", "best")  # fmt: skip
+SLOW = (
+    "random_search",
+    "autoswap_bo",
+    "smartpool+autoswap",
+    "home",
+    "dqn",
+    "annealing",
+    "lp_round",
+    "rerun_search",
+    "policy",
+    "policy_search",
+    "best",
+)
 # Claims in experiments/figures/README.md and the notes, as entries of a figure's numbers.
 CLAIMS: dict[str, dict[str, Any]] = {
     "checkmate": {"exact": 12, "count": 12},

@@ -112,11 +112,14 @@ def test_what_the_network_cannot_be_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------- masks
 
 
-@pytest.mark.parametrize("settings", [
-    {"learning_starts": 10_000},  # warm-up
-    {"learning_starts": 4, "exploration_fraction": 1.0, "exploration_final_eps": 1.0},  # exploration
-    {"learning_starts": 0, "exploration_initial_eps": 0.0, "exploration_final_eps": 0.0},  # greedy
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"learning_starts": 10_000},  # warm-up
+        {"learning_starts": 4, "exploration_fraction": 1.0, "exploration_final_eps": 1.0},  # exploration
+        {"learning_starts": 0, "exploration_initial_eps": 0.0, "exploration_final_eps": 0.0},  # greedy
+    ],
+)
 def test_the_dqn_takes_no_invalid_action(settings: dict[str, Any]) -> None:
     model = make_model("dqn", **{**SMALL["dqn"], **settings})
     invalid = Invalid()
@@ -150,8 +153,19 @@ def test_the_command_writes_its_run_directory(run: Run, tmp_path: Path, algorith
     done = run("train_sb3", f"algo={algorithm}", *words, f"out={out}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out)
-    files = {"program.json", "summary.json", "results.jsonl", "plan.json", "model.zip", "tb", "learning_curve.png",
-             "memory_curve.png", "timeline.json", "curve.json", ".hydra"}  # fmt: skip
+    files = {
+        "program.json",
+        "summary.json",
+        "results.jsonl",
+        "plan.json",
+        "model.zip",
+        "tb",
+        "learning_curve.png",
+        "memory_curve.png",
+        "timeline.json",
+        "curve.json",
+        ".hydra",
+    }
     assert {f.name for f in out.iterdir()} == files
     rows, agent = rows_in(out), f"sb3_{algorithm}"
     check_rows(rows)

@@ -34,8 +34,9 @@ from simulator import Machine, Plan, Program
 from simulator.files import load_json, read_json
 from tests.experiments.conftest import chain
 
-LINK = Machine("link", 2**33, 10**10, 10**10, host_bytes=2**34, flops_per_s={"float32": 10**12},
-               memory_bytes_per_s=10**11)  # fmt: skip
+LINK = Machine(
+    "link", 2**33, 10**10, 10**10, host_bytes=2**34, flops_per_s={"float32": 10**12}, memory_bytes_per_s=10**11
+)
 
 
 def record(tmp_path, seconds=600.0, device="cpu"):
@@ -59,11 +60,18 @@ def test_on_the_host_in_small(tmp_path, capsys):
     assert [json.loads(line) for line in (out / "measurements.jsonl").read_text().splitlines()] == rows
     kinds = [(r["kind"], r.get("planner"), "failed" in r) for r in rows]
     assert kinds == [
-        ("calibration", None, False), ("profile", None, False), ("plan", "capuchin", False), ("plan", "none", True),
-        ("plan", "autoswap_swdoa", False), *[("plan", "ours", False)] * 3, ("replay", "capuchin", False),
-        ("replay", "autoswap_swdoa", False), ("clocks", None, False), ("train", "capuchin", False),
+        ("calibration", None, False),
+        ("profile", None, False),
+        ("plan", "capuchin", False),
+        ("plan", "none", True),
+        ("plan", "autoswap_swdoa", False),
+        *[("plan", "ours", False)] * 3,
+        ("replay", "capuchin", False),
+        ("replay", "autoswap_swdoa", False),
+        ("clocks", None, False),
+        ("train", "capuchin", False),
         ("graph", "capuchin", False),
-    ]  # fmt: skip
+    ]
     first, second, clocks, trained, graph = rows[-5:]
     assert clocks["clocks"] == trained["clocks"] == {"absent": "no GPU is used"}
     for row in (first, second):
@@ -93,8 +101,13 @@ def test_on_the_host_in_small(tmp_path, capsys):
     assert compared[0]["measured_peak"] == profile["eager_peak"]
     with tarfile.open(tmp_path / "out.tar.gz") as tar:
         names = {name.removeprefix("out/") for name in tar.getnames()}
-    assert {"machine.yaml", "profiles/tiny_resnet.program.json.gz", "measured/tiny_resnet.json", "results.json",
-            "plans/tiny_resnet-0.8-capuchin.json"} <= names  # fmt: skip
+    assert {
+        "machine.yaml",
+        "profiles/tiny_resnet.program.json.gz",
+        "measured/tiny_resnet.json",
+        "results.json",
+        "plans/tiny_resnet-0.8-capuchin.json",
+    } <= names
 
 
 @pytest.mark.nightly
@@ -289,8 +302,11 @@ def test_items_without_time_are_listed(tmp_path, monkeypatch):
     assert rows[: len(earlier)] == earlier and {r["failed"] for r in rows[len(earlier) :]} == {LATE}
     late = [(r["kind"], r["workload"]) for r in rows[len(earlier) :]]
     assert late[:4] == [
-        ("profile", "tiny_gpt2"), ("replay", "tiny_resnet"), ("train", "tiny_resnet"), ("graph", "tiny_resnet"),
-    ]  # fmt: skip
+        ("profile", "tiny_gpt2"),
+        ("replay", "tiny_resnet"),
+        ("train", "tiny_resnet"),
+        ("graph", "tiny_resnet"),
+    ]
 
 
 def test_a_finalizer_does_not_swallow_the_end():
@@ -308,10 +324,13 @@ def test_a_finalizer_does_not_swallow_the_end():
 
 @pytest.mark.parametrize(
     ("error", "status", "words"),
-    [(KeyboardInterrupt(), 130, "stopped; completed measurements are kept"), (TimeUp(), 0, ""),
-     (Broken("CUDA works no more"), command.BROKEN, "CUDA works no more"),
-     (CaptureError("another step"), command.FAILED, "another step")],
-)  # fmt: skip
+    [
+        (KeyboardInterrupt(), 130, "stopped; completed measurements are kept"),
+        (TimeUp(), 0, ""),
+        (Broken("CUDA works no more"), command.BROKEN, "CUDA works no more"),
+        (CaptureError("another step"), command.FAILED, "another step"),
+    ],
+)
 def test_what_was_measured_is_kept_when_a_stage_ends_early(error, status, words, tmp_path, monkeypatch, capsys):
     def stop(run):
         run.record.add("clocks", workload="a")

@@ -33,8 +33,15 @@ from tests.fake_device.order import HOST, Clock, Clocks, Queue, Span, by_chance
 
 aten = torch.ops.aten
 STREAMS = 32  # streams per device, assigned round-robin (c10/cuda/CUDAStream.h)
-RESHAPES = {aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor,
-            aten.detach_.default, aten.resize_.default, aten.is_same_size.default, aten.is_set_to.default}  # fmt: skip
+RESHAPES = {
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+    aten.set_.source_Tensor,
+    aten.detach_.default,
+    aten.resize_.default,
+    aten.is_same_size.default,
+    aten.is_set_to.default,
+}
 
 
 class Event:
@@ -178,8 +185,11 @@ class CudaDouble(TorchDispatchMode):
         monkeypatch.setattr(
             torch.UntypedStorage, "resize_", lambda storage, nbytes: self.memory.resize(storage, nbytes)
         )
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None if self.left_out() else
-                            self.record_stream(tensor, stream))  # fmt: skip
+        monkeypatch.setattr(
+            torch.Tensor,
+            "record_stream",
+            lambda tensor, stream: None if self.left_out() else self.record_stream(tensor, stream),
+        )
         monkeypatch.setattr(engines, "on_host", lambda tensor: False)
         monkeypatch.setattr(engines, "_PAIRS", {})
         monkeypatch.setattr(engines, "capture_stream", cache(self.new_stream))
@@ -234,8 +244,14 @@ class CudaDouble(TorchDispatchMode):
         self.called.add(site)
         return self.omitted is not None and self.omitted[0] == site[0] and self.omitted[1] <= site[1] <= self.omitted[2]
 
-    def use(self, stream: Stream | None, name: str, reads: Iterable[Span], writes: Iterable[Span],
-            after: Clock | None = None) -> None:  # fmt: skip
+    def use(
+        self,
+        stream: Stream | None,
+        name: str,
+        reads: Iterable[Span],
+        writes: Iterable[Span],
+        after: Clock | None = None,
+    ) -> None:
         if wrong := self.clocks.use(stream.name if stream else HOST, name, reads, writes, after or {}):
             self.found.append(wrong)
 

@@ -235,18 +235,29 @@ class Device:
         self.error: CUDARuntimeError | None = None
         self.__version__ = "of a double"
         self.cuda = SimpleNamespace(
-            Stream=lambda non_blocking: Stream(self), get_elapsed_time=self.elapsed,
+            Stream=lambda non_blocking: Stream(self),
+            get_elapsed_time=self.elapsed,
             Event=lambda disable_timing=False: Event(self, disable_timing),
             compiler=SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
             runtime=SimpleNamespace(
-                CUDARuntimeError=CUDARuntimeError, setDevice=lambda device: None, runtimeGetVersion=lambda: 12040,
-                getDeviceProperties=lambda device: {"totalGlobalMem": machine.memory_bytes, "name": b"a double",
-                                                    "multiProcessorCount": 2},
-                malloc=self.malloc, free=self.free, memGetInfo=lambda: (self.left(), machine.memory_bytes),
+                CUDARuntimeError=CUDARuntimeError,
+                setDevice=lambda device: None,
+                runtimeGetVersion=lambda: 12040,
+                getDeviceProperties=lambda device: {
+                    "totalGlobalMem": machine.memory_bytes,
+                    "name": b"a double",
+                    "multiProcessorCount": 2,
+                },
+                malloc=self.malloc,
+                free=self.free,
+                memGetInfo=lambda: (self.left(), machine.memory_bytes),
                 memsetAsync=self.memset_async,
-                memcpy=self.memcpy, memcpyAsync=self.memcpy_async, memcpyDeviceToHost=2, memcpyHostToDevice=1,
+                memcpy=self.memcpy,
+                memcpyAsync=self.memcpy_async,
+                memcpyDeviceToHost=2,
+                memcpyHostToDevice=1,
             ),
-        )  # fmt: skip
+        )
 
     # ------------------------------------------------------------------------------------------ memory
 
@@ -315,8 +326,10 @@ class Device:
                     "verify": lambda at, n, word, answer: ([(at, n)], [(answer, 8)]),
                 }[name](*values)
                 stream = self.current[-1]
-                plain = [ctypes.c_uint32(v) if k is np.uint32 else ctypes.c_uint64(v)
-                         for v, k in zip(values, kinds, strict=True)]  # fmt: skip
+                plain = [
+                    ctypes.c_uint32(v) if k is np.uint32 else ctypes.c_uint64(v)
+                    for v, k in zip(values, kinds, strict=True)
+                ]
 
                 def enqueue() -> None:
                     self.use(stream.name, name, reads, writes)

@@ -228,18 +228,22 @@ class GraphDouble(CudaDouble):
         super().install(monkeypatch)
         monkeypatch.setattr(torch.cuda.graphs.graph, "default_capture_stream", None)
         for name, value in {
-            "CUDAGraph": self.new_graph, "MemPool": functools.partial(Pool, self),
-            "use_mem_pool": self.use_mem_pool, "empty_cache": self.empty_cache,
+            "CUDAGraph": self.new_graph,
+            "MemPool": functools.partial(Pool, self),
+            "use_mem_pool": self.use_mem_pool,
+            "empty_cache": self.empty_cache,
             "memory_snapshot": self.memory_snapshot,
             "is_current_stream_capturing": lambda: self.is_captured(self.current_stream()),
             "_lazy_init": lambda: None,
-        }.items():  # fmt: skip
+        }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         for name, does in {
-            "_cuda_endAllocateToPool": self.end, "_cuda_releasePool": self.release, "_host_emptyCache": lambda: None,
+            "_cuda_endAllocateToPool": self.end,
+            "_cuda_releasePool": self.release,
+            "_host_emptyCache": lambda: None,
             "_cuda_customAllocator": lambda allocate, free: Allocator(self),
             "_cuda_isHistoryEnabled": lambda: self.history,
-        }.items():  # fmt: skip
+        }.items():
             monkeypatch.setattr(torch._C, name, does, raising=False)
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record_history)
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", self.snapshot)
@@ -377,10 +381,13 @@ class GraphDouble(CudaDouble):
         if not any(isinstance(x, Tensor) for x in flat) and func._schema.returns:
             self._refuse("operation not permitted when stream is capturing")
         outs = [
-            x if not isinstance(x, Tensor) else real[id(x)] if id(x) in real
+            x
+            if not isinstance(x, Tensor)
+            else real[id(x)]
+            if id(x) in real
             else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
             for x in flat
-        ]  # fmt: skip
+        ]
         if func._overloadpacket in UNWRITTEN:  # no kernel
             return tree_unflatten(outs, spec)
         new = [x if isinstance(x, Tensor) and id(y) not in real else None for x, y in zip(outs, flat, strict=True)]

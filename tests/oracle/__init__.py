@@ -68,8 +68,9 @@ def violations(
         return replay.found
     persistent = (block.owner for block in steps.persistent)
     return [
-        *wrong_events(replay.ledger, timeline.events, persistent), *_figures(timeline, program, plan, machine, replay)
-    ]  # fmt: skip
+        *wrong_events(replay.ledger, timeline.events, persistent),
+        *_figures(timeline, program, plan, machine, replay),
+    ]
 
 
 def _well_formed(timeline: Timeline, program: Program) -> Iterator[Violation]:
@@ -120,9 +121,12 @@ def _figures(timeline: Timeline, program: Program, plan: Plan, machine: Machine,
         ("recompute_ns", parts.recompute_ns, busy["recompute"]),
         ("stall_memory_ns", parts.stall_memory_ns, stalls["memory"]),
         ("stall_data_ns", parts.stall_data_ns, stalls["data"]),
-        ("overlapped_transfer_ns", parts.overlapped_transfer_ns,
-         busy["swap_out"] + busy["swap_in"] - stalls["memory"] - stalls["data"]),
+        (
+            "overlapped_transfer_ns",
+            parts.overlapped_transfer_ns,
+            busy["swap_out"] + busy["swap_in"] - stalls["memory"] - stalls["data"],
+        ),
         ("stall_issue_ns", parts.stall_issue_ns, stalls["issue"]),
-    ):  # fmt: skip
+    ):
         if says != right:
             yield Violation("figures", end, f"{name} is {says}, the spans give {right}")

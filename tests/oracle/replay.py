@@ -131,15 +131,19 @@ class Replay:
         position = self.position
         self.changes.append(len(self.ledger))
         last = self.iterations == len(self.boundaries)
-        self.states.append((
-            self.host_thread and self.host_thread.lead(self.now, self.iterations, last),
-            frozenset(t for t in self.host if self._valid(t)),
-            frozenset((g.block.owner, g.state, g.after - position, g.before - position) for g in self.gaps.values()),
-            frozenset((g.block.owner, g.before - position) for g in self.prefetched if g.before > position),
-            frozenset((work.span.stream, work.span.index, work.remaining) for work, _ in self.copies.values()),
-            tuple((c.block.owner, c.issued - self.ended) for c in self.queue),
-            self.used,
-        ))  # fmt: skip
+        self.states.append(
+            (
+                self.host_thread and self.host_thread.lead(self.now, self.iterations, last),
+                frozenset(t for t in self.host if self._valid(t)),
+                frozenset(
+                    (g.block.owner, g.state, g.after - position, g.before - position) for g in self.gaps.values()
+                ),
+                frozenset((g.block.owner, g.before - position) for g in self.prefetched if g.before > position),
+                frozenset((work.span.stream, work.span.index, work.remaining) for work, _ in self.copies.values()),
+                tuple((c.block.owner, c.issued - self.ended) for c in self.queue),
+                self.used,
+            )
+        )
 
     def _advance(self) -> bool:
         self._end_copies()
@@ -201,8 +205,11 @@ class Replay:
 
     def _first_swap_in(self) -> OpenGap | None:
         """Returns the next swap-in: of the tensors on the host that may be swapped in, the one needed first."""
-        waiting = [g for g in self.gaps.values()
-                   if g.state == "on host" and (self.position > g.after or self.position == g.before)]  # fmt: skip
+        waiting = [
+            g
+            for g in self.gaps.values()
+            if g.state == "on host" and (self.position > g.after or self.position == g.before)
+        ]
         return min(waiting, key=lambda g: (g.before, g.block.owner), default=None)
 
     def _swap_in_fits(self, gap: OpenGap) -> bool:

@@ -51,8 +51,10 @@ class Steps:
     def __init__(self, spans: Iterable[Span], program: Program, plan: Plan):
         self.program, self.n = program, len(program.kernels)
         self.size = [t.nbytes for t in program.tensors]
-        self.uses = [[k for k, kernel in enumerate(program.kernels) if t in kernel.inputs + kernel.outputs]
-                     for t in range(len(self.size))]  # fmt: skip
+        self.uses = [
+            [k for k, kernel in enumerate(program.kernels) if t in kernel.inputs + kernel.outputs]
+            for t in range(len(self.size))
+        ]
         self.writers = [[k for k in uses if t in program.kernels[k].outputs] for t, uses in enumerate(self.uses)]
         plan.only("the validator", "swap", "recompute", "rerun")
         self.swaps = sorted(plan.of_kind(Swap), key=lambda d: d.tensor)
@@ -123,8 +125,11 @@ class Steps:
         if k == 0:
             self.blocks, self.begin = {}, len(self.steps)
         self.pass_blocks = {}
-        excluded = self.swapped_out | {d.tensor for d in self.swaps if d.copy is not None
-                                       and 0 < (k - d.copy) % self.n <= (d.after - d.copy) % self.n}  # fmt: skip
+        excluded = self.swapped_out | {
+            d.tensor
+            for d in self.swaps
+            if d.copy is not None and 0 < (k - d.copy) % self.n <= (d.after - d.copy) % self.n
+        }
         reruns = [self._rerun(Step(span, position), excluded) for span in pieces[:-1]]
         for step in reruns:
             step.waits |= self.needs[-1]

@@ -26,8 +26,15 @@ LINE = straight(  # a, b of a, a pause, b is read, a is read
     ],
 )
 def test_a_copy_is_of_the_present_content(swap, reason):
-    program = straight(activations(10, 10), ((), (0,), 1), ((0,), (1,), 1), ((1,), (1,), 1), ((1,), (), 1),
-                       ((0,), (), 1), ((1,), (), 1))  # fmt: skip
+    program = straight(
+        activations(10, 10),
+        ((), (0,), 1),
+        ((0,), (1,), 1),
+        ((1,), (1,), 1),
+        ((1,), (), 1),
+        ((0,), (), 1),
+        ((1,), (), 1),
+    )
     if reason is None:
         return Plan((swap,)).check(program)
     with pytest.raises(PlanError, match=rf"decisions\[0\].copy: .*{reason}"):
@@ -55,8 +62,11 @@ def test_early_where_late_is_impossible():
     """Kernel 2 overwrites the persistent input of a's writer."""
     program = straight(
         [parameter(10), *activations(10)],
-        ((0,), (1,), 10), ((), (), 10), ((), (0,), 10), ((1,), (), 10),
-    )  # fmt: skip
+        ((0,), (1,), 10),
+        ((), (), 10),
+        ((), (0,), 10),
+        ((1,), (), 10),
+    )
     Plan((Recompute(1, 0, 3, at=2),)).check(program)
     with pytest.raises(PlanError, match="whose input 0 is overwritten before kernel 3"):
         Plan((Recompute(1, 0, 3),)).check(program)
@@ -73,8 +83,15 @@ def test_a_plan_of_recomputation_as_reruns(simulate):
     assert one.spans == other.spans and other.required_bytes <= one.required_bytes
 
 
-INPLACE = straight([parameter(1), *activations(10, 10, 10)], ((0,), (1,), 1), ((1,), (1,), 1), ((1,), (2,), 1),
-                   ((0,), (0,), 1), ((2,), (), 1), ((1,), (), 1))  # fmt: skip
+INPLACE = straight(
+    [parameter(1), *activations(10, 10, 10)],
+    ((0,), (1,), 1),
+    ((1,), (1,), 1),
+    ((1,), (2,), 1),
+    ((0,), (0,), 1),
+    ((2,), (), 1),
+    ((1,), (), 1),
+)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,22 @@ PROGRAM = Program("one", (Tensor("a", 10**9),), (Kernel("k", "other", "forward",
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(0.5, 0.5), (1, 1.0), (1.0, 1.0), (12345, 12345), (2e6, 2_000_000),
-     ("50%", 0.5), ("65 %", 0.65), ("100%", 1.0), (np.float64(0.25), 0.25), (np.int64(7000), 7000),
-     ("0.6", 0.6), ("1", 1.0), ("4096", 4096)],
-)  # fmt: skip
+    [
+        (0.5, 0.5),
+        (1, 1.0),
+        (1.0, 1.0),
+        (12345, 12345),
+        (2e6, 2_000_000),
+        ("50%", 0.5),
+        ("65 %", 0.65),
+        ("100%", 1.0),
+        (np.float64(0.25), 0.25),
+        (np.int64(7000), 7000),
+        ("0.6", 0.6),
+        ("1", 1.0),
+        ("4096", 4096),
+    ],
+)
 def test_a_limit_is_a_fraction_of_the_peak_or_bytes(value: object, expected: float) -> None:
     want = int(PROGRAM.peak_bytes * expected) if expected <= 1 else expected
     assert limit_bytes(value, PROGRAM) == want
@@ -22,19 +34,53 @@ def test_a_limit_is_a_fraction_of_the_peak_or_bytes(value: object, expected: flo
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("24GiB", 24 * 2**30), ("500MB", 500_000_000), ("1.5GB", 1_500_000_000), ("1.5 GiB", 3 * 2**29),
-     ("64kB", 64_000), ("64KiB", 65_536), (".5MiB", 2**19), ("2TB", 2 * 10**12), ("1TiB", 2**40), ("1B", 1),
-     (" 8gib ", 2**33), ("0.1234567891GB", 123_456_789), ("0.07GB", 70_000_000)],
-)  # fmt: skip
+    [
+        ("24GiB", 24 * 2**30),
+        ("500MB", 500_000_000),
+        ("1.5GB", 1_500_000_000),
+        ("1.5 GiB", 3 * 2**29),
+        ("64kB", 64_000),
+        ("64KiB", 65_536),
+        (".5MiB", 2**19),
+        ("2TB", 2 * 10**12),
+        ("1TiB", 2**40),
+        ("1B", 1),
+        (" 8gib ", 2**33),
+        ("0.1234567891GB", 123_456_789),
+        ("0.07GB", 70_000_000),
+    ],
+)
 def test_a_limit_is_a_size(value: str, expected: int) -> None:
     assert limit_bytes(value, PROGRAM) == size_bytes(value) == expected
 
 
 @pytest.mark.parametrize(
     "value",
-    [0, -1, 1500.5, "abc", None, True, float("nan"), float("inf"), 2**63, "24G", "-1GB", "GB", "1,5GB",
-     "0B", "0.1B", "0%", "101%", "1e3MB", "1 G B", "99999999TiB", [], np.True_],
-)  # fmt: skip
+    [
+        0,
+        -1,
+        1500.5,
+        "abc",
+        None,
+        True,
+        float("nan"),
+        float("inf"),
+        2**63,
+        "24G",
+        "-1GB",
+        "GB",
+        "1,5GB",
+        "0B",
+        "0.1B",
+        "0%",
+        "101%",
+        "1e3MB",
+        "1 G B",
+        "99999999TiB",
+        [],
+        np.True_,
+    ],
+)
 def test_any_other_limit_is_refused(value: object) -> None:
     with pytest.raises(FormatError, match=r"^limit: expected a positive fraction .* or a size such as 24GiB, .* got"):
         limit_bytes(value, PROGRAM)

@@ -51,11 +51,32 @@ def test_a_file_of_ones_own(tmp_path):
 def test_optional_keys_have_defaults():
     """Defaults: pinned host memory of 64 GiB, copies and launches of 10 and 5 us, two engines, CUDA's alignment."""
     assert Machine.from_dict(GOOD) == Machine(
-        "m", 100, 10**9, 10**9, d2h_latency_ns=10_000, h2d_latency_ns=10_000, copy_engines=2,
-        host_bytes=68_719_476_736, alignment=512, queue_depth=1024, event_ns=0, graph_launch_ns=0,
-        flops_per_s={}, memory_bytes_per_s=1, launch_ns=5_000, issue_ns=0, wait_ns=0, copy_contention=0.0,
-        malloc_ns=0, free_ns=0, malloc_bytes_per_s=0, efficiency={}, kernel_times=None, switch_ns=0, concurrency=1.0,
-    )  # fmt: skip
+        "m",
+        100,
+        10**9,
+        10**9,
+        d2h_latency_ns=10_000,
+        h2d_latency_ns=10_000,
+        copy_engines=2,
+        host_bytes=68_719_476_736,
+        alignment=512,
+        queue_depth=1024,
+        event_ns=0,
+        graph_launch_ns=0,
+        flops_per_s={},
+        memory_bytes_per_s=1,
+        launch_ns=5_000,
+        issue_ns=0,
+        wait_ns=0,
+        copy_contention=0.0,
+        malloc_ns=0,
+        free_ns=0,
+        malloc_bytes_per_s=0,
+        efficiency={},
+        kernel_times=None,
+        switch_ns=0,
+        concurrency=1.0,
+    )
 
 
 @given(st.integers(0, 2**43), st.integers(1, 10**12), st.integers(0, 10**5))
@@ -77,9 +98,15 @@ def test_what_both_carry_together_slows_both_down_alike(h2d, d2h, together):
 
 def test_the_roofline():
     machine = Machine(
-        "m", 1, 1, 1, flops_per_s={"float32": 2 * 10**12}, memory_bytes_per_s=10**11, launch_ns=7,
+        "m",
+        1,
+        1,
+        1,
+        flops_per_s={"float32": 2 * 10**12},
+        memory_bytes_per_s=10**11,
+        launch_ns=7,
         efficiency={"conv": 0.5, "default": 0.25},
-    )  # fmt: skip
+    )
     assert machine.kernel_ns("conv", 10**6, 0) == 7 + 1000  # 500 ns at the peak, half of it reached
     assert machine.kernel_ns("conv", 10**6, 10**6) == 7 + 20_000  # memory decides: 10 us, half of it
     assert machine.kernel_ns("pool", 0, 1000) == 7 + 40  # 10 ns at a quarter

@@ -31,8 +31,19 @@ GOOD: dict[str, Any] = {
             {"name": "y", "nbytes": 30, "kind": "activation", "persistent": False},
         ],
         "kernels": [
-            {"name": "f", "kind": "matmul", "phase": "forward", "inputs": [0], "outputs": [1], "duration_ns": 5,
-             "workspace": 0, "flops": 1, "bytes": 2, "recomputable": True, "variants": [[5, 0], [4, 10]]},
+            {
+                "name": "f",
+                "kind": "matmul",
+                "phase": "forward",
+                "inputs": [0],
+                "outputs": [1],
+                "duration_ns": 5,
+                "workspace": 0,
+                "flops": 1,
+                "bytes": 2,
+                "recomputable": True,
+                "variants": [[5, 0], [4, 10]],
+            },
             {"name": "b", "kind": "other", "phase": "backward", "inputs": [0, 1], "outputs": [2]},
         ],
     },
@@ -46,7 +57,7 @@ GOOD: dict[str, Any] = {
     },
     "timeline": simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT).to_dict(),
     "machine": {"name": "m", "memory_bytes": 10**6, "h2d_bytes_per_s": 10**9, "d2h_bytes_per_s": 10**9},
-}  # fmt: skip
+}
 DELETE, NAN = object(), math.nan
 # (path of keys, values to put there one by one, start of the message)
 MALFORMED: dict[str, list[tuple[str, list[Any], str]]] = {
@@ -105,12 +116,28 @@ MALFORMED: dict[str, list[tuple[str, list[Any], str]]] = {
     "machine": [
         ("memory_bytes", [DELETE], "machine: missing key 'memory_bytes'"),
         ("memory_bytes", [1.5, True, "11G", 0], "machine.memory_bytes: "),
-        *((key, [0, -1, NAN], f"machine.{key}: ") for key in ("h2d_bytes_per_s", "d2h_bytes_per_s",
-                                                              "memory_bytes_per_s", "alignment", "queue_depth")),
-        *((key, [-1, 0.5], f"machine.{key}: ") for key in (
-            "copy_latency_ns", "d2h_latency_ns", "h2d_latency_ns", "host_bytes", "duplex_h2d_bytes_per_s",
-            "duplex_d2h_bytes_per_s", "duplex_bytes_per_s",
-            "malloc_bytes_per_s", "wait_ns", "event_ns", "issue_ns", "graph_launch_ns", "switch_ns")),
+        *(
+            (key, [0, -1, NAN], f"machine.{key}: ")
+            for key in ("h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment", "queue_depth")
+        ),
+        *(
+            (key, [-1, 0.5], f"machine.{key}: ")
+            for key in (
+                "copy_latency_ns",
+                "d2h_latency_ns",
+                "h2d_latency_ns",
+                "host_bytes",
+                "duplex_h2d_bytes_per_s",
+                "duplex_d2h_bytes_per_s",
+                "duplex_bytes_per_s",
+                "malloc_bytes_per_s",
+                "wait_ns",
+                "event_ns",
+                "issue_ns",
+                "graph_launch_ns",
+                "switch_ns",
+            )
+        ),
         ("copy_contention", [-0.1, 0.5, NAN], "machine.copy_contention: "),
         ("graph_copies", [0, 1.1, NAN], "machine.graph_copies: "),
         ("concurrency", [0, 1025, NAN], "machine.concurrency: "),
@@ -118,7 +145,7 @@ MALFORMED: dict[str, list[tuple[str, list[Any], str]]] = {
         ("flops_per_s", [{"float32": x} for x in (0, 1e3, True)], "machine.flops_per_s.float32: "),
         ("efficiency", [{"conv": x} for x in (0, 1.01, NAN, "fast")], "machine.efficiency.conv: "),
     ],
-}  # fmt: skip
+}
 CASES = [(name, *row) for name, rows in MALFORMED.items() for row in rows]
 
 
@@ -179,8 +206,10 @@ FILES: list[tuple[str, str | bytes, str]] = [
     ("cut.json.gz", gzip.compress(json.dumps(GOOD["program"]).encode())[:-20], ""),
     ("flipped.json.gz", gzip.compress(b"[" + b"1, " * 1000 + b"1]")[:20] + b"\xff" * 12, ""),
     ("keys.json", b"{}", "program: missing key 'format'"),
-    *((f"{i}.yaml", text, "") for i, text in enumerate(
-        ("", "- 1", "name: [", "name: m", "!!python/object:os.system {}", "a: b: c", "\x00"))),
+    *(
+        (f"{i}.yaml", text, "")
+        for i, text in enumerate(("", "- 1", "name: [", "name: m", "!!python/object:os.system {}", "a: b: c", "\x00"))
+    ),
     # CSV
     ("a.csv", "", "holds no line"),
     ("a.csv", b"\xff\xfe\x00", "neither text nor a snapshot"),
@@ -188,10 +217,19 @@ FILES: list[tuple[str, str | bytes, str]] = [
     ("a.csv", "id,lower,upper,size,start\n", "line 1: more than one column 'lower'"),
     ("a.csv", HEADER + "a,0,1,2\n\na,1,2,2\n", "line 4: id 'a'"),
     ("a.csv", HEADER + "a,0,1\n", "line 2: expected 4 cells, got 3"),
-    *(("a.csv", HEADER + row, f"line 2: {cell}: ") for row, cell in (
-        ("a,0,1.5,2\n", "upper"), ("a,,1,2\n", "lower"), ("a,0,1,1_000\n", "size"), ("a,0,1,-2\n", "size"),
-        (f"a,0,1,{'9' * 5000}\n", "size"), (f"a,0,1,{BIG}\n", "size"), ("a,-1,1,2\n", "lower"),
-        (f"a,0,{2**62},2\n", "upper"))),
+    *(
+        ("a.csv", HEADER + row, f"line 2: {cell}: ")
+        for row, cell in (
+            ("a,0,1.5,2\n", "upper"),
+            ("a,,1,2\n", "lower"),
+            ("a,0,1,1_000\n", "size"),
+            ("a,0,1,-2\n", "size"),
+            (f"a,0,1,{'9' * 5000}\n", "size"),
+            (f"a,0,1,{BIG}\n", "size"),
+            ("a,-1,1,2\n", "lower"),
+            (f"a,0,{2**62},2\n", "upper"),
+        )
+    ),
     ("a.csv", HEADER + "a,3,3,2\n", "line 2: expected lower < upper"),
     ("a.csv", HEADER + "a,0,1," + "1" * 200_000, "field larger than field limit"),
     # logs
@@ -204,26 +242,34 @@ FILES: list[tuple[str, str | bytes, str]] = [
     ("a.log", "# set-up\nmalloc 1 2\nmalloc 0x1 2", "line 3: malloc of a block that is held already, 1"),
     ("a.log", "malloc 1 2\nfree 1\nread 1", "line 3: read of a block that is not held, 1"),
     # snapshots
-    *(("a.pickle", pickle.dumps(made), place) for made, place in (
-        ([1, 2], "snapshot: "),
-        ({"segments": []}, "snapshot: missing key 'device_traces'"),
-        ({"device_traces": [[ALLOC]]}, "snapshot: missing key 'segments'"),
-        (snapshot() | {"device_traces": 3}, "snapshot.device_traces: "),
-        (snapshot([ALLOC], 3), "device_traces[1]: "),
-        (snapshot([], [event("snapshot", 0, 0)]), "device_traces: no alloc and no free_completed"),
-        (snapshot([ALLOC, "x"]), "device_traces[0][1]: "),
-        (snapshot([ALLOC, {}]), "device_traces[0][1]: missing key 'action'"),
-        (snapshot([ALLOC, {"action": "alloc", "addr": 1}]), "device_traces[0][1]: missing key 'size'"),
-        (snapshot([ALLOC | {"size": True}]), "device_traces[0][0].size: "),
-        (snapshot([ALLOC | {"size": -1}]), "device_traces[0][0].size: "),
-        (snapshot([ALLOC | {"addr": 2**70}]), "device_traces[0][0].addr: "),
-        (snapshot([event("oom", 0, 1), ALLOC, ALLOC]), "device_traces[0][2]: malloc of a block that is held already"),
-        (snapshot([*freed(16, 4), *freed(16, 4)]), "device_traces[0][3]: free of a block that is not held"),
-        (snapshot([ALLOC], segments=({"address": 1},)), "segments[0]: missing key 'blocks'"),
-        (snapshot([ALLOC], segments=(segment(1, [(1, 1, 2)]),)), "segments[0].blocks[0].state: "),
-        (snapshot([ALLOC], segments=(segment(1, [(1, -1, "active_allocated")]),)),
-         "segments[0].blocks[0].requested_size: "),
-    )),
+    *(
+        ("a.pickle", pickle.dumps(made), place)
+        for made, place in (
+            ([1, 2], "snapshot: "),
+            ({"segments": []}, "snapshot: missing key 'device_traces'"),
+            ({"device_traces": [[ALLOC]]}, "snapshot: missing key 'segments'"),
+            (snapshot() | {"device_traces": 3}, "snapshot.device_traces: "),
+            (snapshot([ALLOC], 3), "device_traces[1]: "),
+            (snapshot([], [event("snapshot", 0, 0)]), "device_traces: no alloc and no free_completed"),
+            (snapshot([ALLOC, "x"]), "device_traces[0][1]: "),
+            (snapshot([ALLOC, {}]), "device_traces[0][1]: missing key 'action'"),
+            (snapshot([ALLOC, {"action": "alloc", "addr": 1}]), "device_traces[0][1]: missing key 'size'"),
+            (snapshot([ALLOC | {"size": True}]), "device_traces[0][0].size: "),
+            (snapshot([ALLOC | {"size": -1}]), "device_traces[0][0].size: "),
+            (snapshot([ALLOC | {"addr": 2**70}]), "device_traces[0][0].addr: "),
+            (
+                snapshot([event("oom", 0, 1), ALLOC, ALLOC]),
+                "device_traces[0][2]: malloc of a block that is held already",
+            ),
+            (snapshot([*freed(16, 4), *freed(16, 4)]), "device_traces[0][3]: free of a block that is not held"),
+            (snapshot([ALLOC], segments=({"address": 1},)), "segments[0]: missing key 'blocks'"),
+            (snapshot([ALLOC], segments=(segment(1, [(1, 1, 2)]),)), "segments[0].blocks[0].state: "),
+            (
+                snapshot([ALLOC], segments=(segment(1, [(1, -1, "active_allocated")]),)),
+                "segments[0].blocks[0].requested_size: ",
+            ),
+        )
+    ),
     # pickles: an instance by the oldest opcode, an extension code, a persistent id, a table of 64 GiB, 8 EiB of bytes
     ("a.pickle", pickle.dumps(OrderedDict(a=1)), "refused to unpickle collections.OrderedDict"),
     ("a.pickle", b"(S'true'\nios\nsystem\n.", "refused to unpickle os.system"),
@@ -231,10 +277,16 @@ FILES: list[tuple[str, str | bytes, str]] = [
     ("a.pickle", b"\x80\x02Pid\n.", "refused to unpickle a persistent id"),
     ("a.pickle", b"\x80\x02]r\xff\xff\xff\xffK\x01.", "refused to unpickle byte 3"),
     ("a.pickle", b"]p4294967295\n.", "refused to unpickle byte 1"),
-    *(("a.pickle", raw, "not a pickle") for raw in (
-        b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.", pickle.dumps(snapshot([ALLOC]))[:-20], b"\x80\x04",
-        b"\x80\x02X\x01\x00\x00\x00a)R.")),
-]  # fmt: skip
+    *(
+        ("a.pickle", raw, "not a pickle")
+        for raw in (
+            b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
+            pickle.dumps(snapshot([ALLOC]))[:-20],
+            b"\x80\x04",
+            b"\x80\x02X\x01\x00\x00\x00a)R.",
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "content", "begins"), FILES, ids=[f"{n}: {b}" for n, _, b in FILES])

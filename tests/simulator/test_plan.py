@@ -23,13 +23,17 @@ def test_the_file_as_it_is_written(tmp_path):
     plan.save(tmp_path / "p")
     assert Plan.load(tmp_path / "p") == plan and os.listdir(tmp_path) == ["p"]
     assert json.loads((tmp_path / "p").read_text()) == {
-        "format": "plan/2", "fingerprint": "f", "planner": "by hand", "limit": 150, "machine": "tiny",
+        "format": "plan/2",
+        "fingerprint": "f",
+        "planner": "by hand",
+        "limit": 150,
+        "machine": "tiny",
         "decisions": [
             {"kind": "swap", "tensor": 3, "after": 2, "before": 5, "prefetch": 4, "sync": True},
             {"kind": "recompute", "tensor": 1, "after": 1, "before": 6, "keep": True},
             {"kind": "swap", "tensor": 1, "after": 1, "before": 6},
         ],
-    }  # fmt: skip
+    }
 
 
 def is_a_gap(program: Program, swap: Swap) -> bool:
@@ -138,8 +142,14 @@ P, X, Y = range(3)
 
 
 def rebuild(first_twice: bool = True) -> Program:
-    program = straight([parameter(1), *activations(1, 1)], ((P,), (X,), 1), ((X,), (Y,), 1), ((P,), (P,), 1),
-                       ((Y,), (), 1), ((X, Y), (), 1))  # fmt: skip
+    program = straight(
+        [parameter(1), *activations(1, 1)],
+        ((P,), (X,), 1),
+        ((X,), (Y,), 1),
+        ((P,), (P,), 1),
+        ((Y,), (), 1),
+        ((X, Y), (), 1),
+    )
     return replace(program, kernels=(replace(program.kernels[0], recomputable=first_twice), *program.kernels[1:]))
 
 

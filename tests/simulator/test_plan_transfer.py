@@ -55,8 +55,10 @@ def test_a_step_by_other_kernels_is_matched_by_the_order_of_accesses():
     def step(together: bool) -> Program:
         base = layers("a", "b")
         updates = [("sgd", (0, 1))] if together else [("add", (0,)), ("add", (1,))]
-        found = [Kernel(name, "optimizer", "optimizer", (*which, *(6 + t for t in which)), which, 10)
-                 for name, which in updates]  # fmt: skip
+        found = [
+            Kernel(name, "optimizer", "optimizer", (*which, *(6 + t for t in which)), which, 10)
+            for name, which in updates
+        ]
         return Program("step", base.tensors, (*base.kernels, *found))
 
     program, other = step(together=False), step(together=True)

@@ -59,8 +59,13 @@ def test_loads_and_times():
 def test_a_gap_has_a_kernel_in_it():
     """Only gaps with another kernel in them count: w's wrapping gap contains k3 alone; z has no bytes."""
     w, x, z, v = range(4)
-    program = straight([parameter(1), *activations(1, 0), parameter(1)], ((w, v), (x, z), 10), ((x, z, v), (), 11),
-                       ((w, v), (), 12), ((x, z, v), (), 13))  # fmt: skip
+    program = straight(
+        [parameter(1), *activations(1, 0), parameter(1)],
+        ((w, v), (x, z), 10),
+        ((x, z, v), (), 11),
+        ((w, v), (), 12),
+        ((x, z, v), (), 13),
+    )
     assert program.gaps() == program.gaps(1) == [Gap(w, 0, 2), Gap(w, 2, 0), Gap(x, 1, 3)]
     assert [program.gap_ns(g) for g in program.gaps()] == [11, 13, 12]
 

@@ -23,15 +23,31 @@ def test_compute_waits_for_a_swap_out(simulate):
     """Checks the timeline that tests/tiny.py draws."""
     timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, LIMIT, iterations=1)
     assert compute(timeline) == [
-        (0, 0, 10), (1, 10, 20), (2, 20, 30), (3, 60, 70), (4, 70, 90), (5, 90, 110), (6, 130, 150), (7, 150, 170),
-    ]  # fmt: skip
+        (0, 0, 10),
+        (1, 10, 20),
+        (2, 20, 30),
+        (3, 60, 70),
+        (4, 70, 90),
+        (5, 90, 110),
+        (6, 130, 150),
+        (7, 150, 170),
+    ]
     assert work(timeline, "swap_out") == [(A1, 20, 60)] and work(timeline, "swap_in") == [(A1, 90, 130)]
     assert timeline.memory == (
-        (0, 10), (0, 50), (10, 90), (20, 130),  # w, a1, a2, a3; a4 would make 170
-        (60, 90), (60, 130), (70, 140),  # a1 is swapped out; a4; g4
-        (90, 100), (90, 150),  # a4 dies, a1's swap-in starts and g3 is born
-        (110, 100), (130, 110), (150, 60), (170, 10),  # a3 and g4 die; g2; a2 and g3 die; a1 and g2 die
-    )  # fmt: skip
+        (0, 10),
+        (0, 50),
+        (10, 90),
+        (20, 130),  # w, a1, a2, a3; a4 would make 170
+        (60, 90),
+        (60, 130),
+        (70, 140),  # a1 is swapped out; a4; g4
+        (90, 100),
+        (90, 150),  # a4 dies, a1's swap-in starts and g3 is born
+        (110, 100),
+        (130, 110),
+        (150, 60),
+        (170, 10),  # a3 and g4 die; g2; a2 and g3 die; a1 and g2 die
+    )
     # 30 ns until a1 is swapped out, 20 until it is swapped in; 80 ns of copies, 30 of them beside kernels.
     assert timeline.breakdown == Breakdown(120, 0, 30, 20, 30)
     # Planned: k3 = w a2 a3 a4, k4 = the same and g4, …; the largest decides.

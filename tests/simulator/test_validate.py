@@ -48,8 +48,13 @@ def altered(kind: str, index: int, /, **changes: object) -> Timeline:
     return with_span(SWAPPED, i, SWAPPED.spans[i]._replace(**changes))
 
 
-def rules(timeline: Timeline, plan: Plan = tiny.SWAP_PLAN, program: Program = tiny.PROGRAM,
-          machine: Machine = tiny.MACHINE, limit: int = tiny.LIMIT) -> set[str]:  # fmt: skip
+def rules(
+    timeline: Timeline,
+    plan: Plan = tiny.SWAP_PLAN,
+    program: Program = tiny.PROGRAM,
+    machine: Machine = tiny.MACHINE,
+    limit: int = tiny.LIMIT,
+) -> set[str]:
     return {v.rule for v in violations(timeline, program, plan, machine, limit)}
 
 
@@ -64,12 +69,15 @@ LIES: list[tuple[str, str, Timeline]] = [
     ("resident", "b2 before a1 is back", altered("kernel", 6, start_ns=129, end_ns=149)),
     ("swap-out", "before f2 has ended", altered("swap_out", A1, start_ns=19, end_ns=59)),
     ("swap-in", "before the swap-out has ended", altered("swap_in", A1, start_ns=59, end_ns=99)),
-    ("idle", "b1 starts late", with_span(SWAPPED, len(SWAPPED.spans) - 1,
-                                      SWAPPED.spans[-1]._replace(start_ns=325, end_ns=345))),
+    (
+        "idle",
+        "b1 starts late",
+        with_span(SWAPPED, len(SWAPPED.spans) - 1, SWAPPED.spans[-1]._replace(start_ns=325, end_ns=345)),
+    ),
     ("memory", "no events", replace(SWAPPED, events=())),
     ("figures", "other boundaries", replace(SWAPPED, boundaries=(169, 340))),
     ("figures", "events of other iterations", replace(SWAPPED, events_until=(1, 18, 33))),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("rule", "lie", "timeline"), LIES, ids=[f"{rule}: {lie}" for rule, lie, _ in LIES])
@@ -151,9 +159,12 @@ def test_another_plan_machine_or_ledger_is_found():
                 assert violations(timeline, program, *told, limit), f"seed {seed}"
         i = rng.randrange(len(timeline.events)) if timeline.events else 0
         for event in timeline.events[i : i + 1]:
-            for changed in (event._replace(time_ns=event.time_ns + rng.choice([-3, -1, 1, 4])),
-                            event._replace(nbytes=event.nbytes + 1), event._replace(owner=event.owner + 1),
-                            event._replace(block=event.block + 1)):  # fmt: skip
+            for changed in (
+                event._replace(time_ns=event.time_ns + rng.choice([-3, -1, 1, 4])),
+                event._replace(nbytes=event.nbytes + 1),
+                event._replace(owner=event.owner + 1),
+                event._replace(block=event.block + 1),
+            ):
                 events = sorted((*timeline.events[:i], changed, *timeline.events[i + 1 :]), key=lambda e: e.time_ns)
                 wrong = replace(timeline, events=tuple(events))
                 assert violations(wrong, program, plan, machine, limit), f"seed {seed}"

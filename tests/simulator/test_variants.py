@@ -19,10 +19,14 @@ from tests.tiny import A1, MACHINE
 
 # f1 (10 ns) in 4 ns with a workspace of 20 bytes, or in 3 with one of 60; b4 (20 ns) in 50.
 F1, B4 = 0, 4
-PROGRAM = Program("tiny", tiny.PROGRAM.tensors, tuple(
-    replace(kernel, variants={F1: ((4, 20), (3, 60)), B4: ((50, 0),)}.get(k, ()))
-    for k, kernel in enumerate(tiny.PROGRAM.kernels)
-))  # fmt: skip
+PROGRAM = Program(
+    "tiny",
+    tiny.PROGRAM.tensors,
+    tuple(
+        replace(kernel, variants={F1: ((4, 20), (3, 60)), B4: ((50, 0),)}.get(k, ()))
+        for k, kernel in enumerate(tiny.PROGRAM.kernels)
+    ),
+)
 RECOMPUTE = Recompute(A1, 1, 6)
 
 

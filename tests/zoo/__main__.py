@@ -125,11 +125,17 @@ def look(name: str, planner: str = "lp_round") -> Row:
         same = same and all(torch.equal(v, theirs[k]) for k, v in state.items() if isinstance(v, Tensor))
     found = step.report()
     return Row(
-        name, sum(p.numel() for p in ours[0].parameters()), len(step.program.kernels), step.program.peak_bytes, peak,
+        name,
+        sum(p.numel() for p in ours[0].parameters()),
+        len(step.program.kernels),
+        step.program.peak_bytes,
+        peak,
         sum(moved.out_bytes + moved.back_bytes for moved in found.swapped.values()),
-        sum(again.kernels for again in found.rerun.values()), same,
-        wrong="" if step.peak_bytes <= step.limit else "over its limit", seconds=time.perf_counter() - started,
-    )  # fmt: skip
+        sum(again.kernels for again in found.rerun.values()),
+        same,
+        wrong="" if step.peak_bytes <= step.limit else "over its limit",
+        seconds=time.perf_counter() - started,
+    )
 
 
 def main(arguments: list[str]) -> int:

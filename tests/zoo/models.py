@@ -83,36 +83,95 @@ def boxes() -> dict[str, Any]:
     return {"pixel_values": torch.randn(1, 3, 64, 64), "labels": [box]}
 
 
-TEXT = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+TEXT = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GROUPED = TEXT | {"num_key_value_heads": 2}
-IMAGE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128,
-         "image_size": 32, "patch_size": 8}  # fmt: skip
+IMAGE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "image_size": 32,
+    "patch_size": 8,
+}
 
 HUGGING_FACE: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any]]] = {
-    "GPT-2": ("GPT2LMHeadModel", tokens, {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4,
-                                          "bos_token_id": 1, "eos_token_id": 2}),
+    "GPT-2": (
+        "GPT2LMHeadModel",
+        tokens,
+        {
+            "vocab_size": 256,
+            "n_positions": 64,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
     "BERT": ("BertForSequenceClassification", classified, TEXT),
     "Llama": ("LlamaForCausalLM", tokens, GROUPED),
     "Gemma 2": ("Gemma2ForCausalLM", tokens, GROUPED | {"head_dim": 16}),
     "Mixtral": ("MixtralForCausalLM", tokens, GROUPED | {"num_local_experts": 4}),
-    "Mixtral, batched experts": ("MixtralForCausalLM", tokens, GROUPED | {
-        "num_local_experts": 4, "experts_implementation": "batched_mm"}),
-    "Mamba": ("MambaForCausalLM", tokens, {
-        "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
-    "T5": ("T5ForConditionalGeneration", tokens, {
-        "vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
-        "decoder_start_token_id": 0}),
+    "Mixtral, batched experts": (
+        "MixtralForCausalLM",
+        tokens,
+        GROUPED | {"num_local_experts": 4, "experts_implementation": "batched_mm"},
+    ),
+    "Mamba": (
+        "MambaForCausalLM",
+        tokens,
+        {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+    ),
+    "T5": (
+        "T5ForConditionalGeneration",
+        tokens,
+        {
+            "vocab_size": 256,
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 128,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+        },
+    ),
     "ViT": ("ViTForImageClassification", pictures, IMAGE),
-    "Swin": ("SwinForImageClassification", pictures, {
-        "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}),
-    "ConvNeXt": ("ConvNextForImageClassification", pictures, {
-        "hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2}),
-    "SegFormer": ("SegformerForSemanticSegmentation", pixels, {
-        "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [4, 2], "hidden_sizes": [16, 32], "patch_sizes": [7, 3],
-        "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 32}),
+    "Swin": (
+        "SwinForImageClassification",
+        pictures,
+        {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
+    ),
+    "ConvNeXt": (
+        "ConvNextForImageClassification",
+        pictures,
+        {"hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2},
+    ),
+    "SegFormer": (
+        "SegformerForSemanticSegmentation",
+        pixels,
+        {
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [4, 2],
+            "hidden_sizes": [16, 32],
+            "patch_sizes": [7, 3],
+            "strides": [4, 2],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+            "decoder_hidden_size": 32,
+        },
+    ),
     "YOLOS": ("YolosForObjectDetection", boxes, IMAGE | {"image_size": [64, 64], "num_detection_tokens": 8}),
-}  # fmt: skip
+}
 for _name, (_kind, _batch, _config) in HUGGING_FACE.items():
     entry(_name)(hugging_face(_kind, _batch, **_config))
 

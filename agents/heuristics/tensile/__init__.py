@@ -59,9 +59,12 @@ class TENSILE(RowsPlanner):
         return plan
 
     def plan_jobs(
-        self, programs: Sequence[Program], machine: Machine, limit: int,
+        self,
+        programs: Sequence[Program],
+        machine: Machine,
+        limit: int,
         sequences: Sequence[Sequence[int]] | None = None,
-    ) -> tuple[Plan, ...]:  # fmt: skip
+    ) -> tuple[Plan, ...]:
         """Plans jobs that share ``limit`` bytes by Algorithm 3; returns one plan per job.
 
         Args:

@@ -48,9 +48,14 @@ class Controlled:
 
 
 def control(
-    jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, until_ns: int, check_ns: int,
+    jobs: Sequence[Job],
+    machine: Machine,
+    limit: int,
+    planner: JobsPlanner,
+    until_ns: int,
+    check_ns: int,
     times: KernelTimes | None = None,
-) -> Controlled:  # fmt: skip
+) -> Controlled:
     """Simulates jobs whose plans ``planner`` makes and replans.
 
     Args:

@@ -30,11 +30,16 @@ def straight(gaps: list[tuple[int, int]], sizes: list[int], durations: list[int]
     """Builds a program whose tensor i is written by kernel gaps[i][0] and read by kernel gaps[i][1]."""
     kernels = tuple(
         Kernel(
-            f"k{k}", "other", "forward", tuple(i for i, g in enumerate(gaps) if g[1] == k),
-            tuple(i for i, g in enumerate(gaps) if g[0] == k), duration, workspaces[k],
+            f"k{k}",
+            "other",
+            "forward",
+            tuple(i for i, g in enumerate(gaps) if g[1] == k),
+            tuple(i for i, g in enumerate(gaps) if g[0] == k),
+            duration,
+            workspaces[k],
         )
         for k, duration in enumerate(durations)
-    )  # fmt: skip
+    )
     return Program("straight", tuple(Tensor(f"t{i}", s) for i, s in enumerate(sizes)), kernels)
 
 

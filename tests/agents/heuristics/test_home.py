@@ -95,8 +95,10 @@ def test_calls_are_a_bound_and_jobs_change_nothing(calls: int, monkeypatch: pyte
     monkeypatch.setattr(engine, "SHARE", 1)
     program = pyramid(12, 0)
     limit = int(0.6 * program.peak_bytes)
-    serial, threaded, unlimited = (agents.make("home", min_bytes=1, particles=30, **options) for options in (
-        {"calls": calls, "jobs": 1}, {"calls": calls, "jobs": 2}, {}))  # fmt: skip
+    serial, threaded, unlimited = (
+        agents.make("home", min_bytes=1, particles=30, **options)
+        for options in ({"calls": calls, "jobs": 1}, {"calls": calls, "jobs": 2}, {})
+    )
     assert serial.plan(program, MACHINE, limit) == threaded.plan(program, MACHINE, limit)
     assert (serial.history, serial.simulator_calls) == (threaded.history, threaded.simulator_calls)
     unlimited.plan(program, MACHINE, limit)

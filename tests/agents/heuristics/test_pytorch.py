@@ -30,8 +30,17 @@ def chain(
     forward, backward = [], [Kernel("loss", "reduce", "backward", (2 * n + 1,), (0,), 20)]
     for i in range(1, n + 1):
         tensors += [Tensor(f"h{i}", sizes[i - 1]), Tensor(f"a{i}", a)]
-        forward.append(Kernel(f"m{i}", "matmul", "forward", (2 * i - 1,), (2 * i,), times[i - 1] if times else 10,
-                              flops=flops[i - 1] if flops else 0))  # fmt: skip
+        forward.append(
+            Kernel(
+                f"m{i}",
+                "matmul",
+                "forward",
+                (2 * i - 1,),
+                (2 * i,),
+                times[i - 1] if times else 10,
+                flops=flops[i - 1] if flops else 0,
+            )
+        )
         forward.append(Kernel(f"r{i}", "activation", "forward", (2 * i,), (2 * i + 1,), 10))
     for i in range(n, 0, -1):
         backward.append(Kernel(f"s{i}", "activation", "backward", (2 * i, 0), (0,), 20))
@@ -136,8 +145,13 @@ def test_the_knapsack_saves_the_most_expensive_results() -> None:
 
 def test_the_budget_is_tuned_to_the_limit() -> None:
     # 60: nothing. Without a1 and a2, r3 sees h1 h2 h3 a3: 40. Without h1 too: 30.
-    for limit, dropped, extra in ((60, [], 0), (59, ["a1", "a2"], 20), (40, ["a1", "a2"], 20),
-                               (39, ["a1", "a2", "h1"], 50), (30, ["a1", "a2", "h1"], 50)):  # fmt: skip
+    for limit, dropped, extra in (
+        (60, [], 0),
+        (59, ["a1", "a2"], 20),
+        (40, ["a1", "a2"], 20),
+        (39, ["a1", "a2", "h1"], 50),
+        (30, ["a1", "a2", "h1"], 50),
+    ):
         plan = agents.make("activation_budget", min_bytes=1).plan(THREE, MACHINE, limit)
         assert names(THREE, plan) == dropped
         assert simulate(THREE, plan, MACHINE, limit).iteration_ns == THREE.ideal_ns + extra  # m1 takes 30

@@ -55,22 +55,31 @@ TWO = straight([(0, 1), (1, 2)], [10, 10], [1] * 3, [0] * 3)
 HOLES = straight([(1, 4), (3, 5), (1, 4), (0, 2), (0, 4)], [1, 2, 2, 7, 4], [10] * 6, [4, 0, 0, 0, 0, 0])
 
 
-@pytest.mark.parametrize(("program", "options", "least"), [
-    (TWO, {}, 20), (TWO, {"align": True}, 1024),
-    (HOLES, {"min_bytes": 100, "pool": "smartpool_first"}, HOLES.peak_bytes), (HOLES, {"min_bytes": 100}, 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "options", "least"),
+    [
+        (TWO, {}, 20),
+        (TWO, {"align": True}, 1024),
+        (HOLES, {"min_bytes": 100, "pool": "smartpool_first"}, HOLES.peak_bytes),
+        (HOLES, {"min_bytes": 100}, 16),
+    ],
+)
 def test_the_packing_decides_what_fits(program: Program, options: dict[str, object], least: int) -> None:
     assert make(**options).plan(program, MACHINE, least).decisions == ()
     with pytest.raises(agents.Infeasible):
         make(**options).plan(program, MACHINE, least - 1)
 
 
-@pytest.mark.parametrize(("nbytes", "pinned"), [
-    # Kernels of 10 ns; 12 and 6 bytes are both due at kernel 5, at 50. Of two with one access the higher tensor comes
-    # later: 1 starts at 44, after kernel 3 has ended at 40; 0 must end by 44: it starts at 32, after kernel 2.
-    (12, [2, 3]),
-    (60, [0, 3]),  # cannot be in time: at once
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nbytes", "pinned"),
+    [
+        # Kernels of 10 ns; 12 and 6 bytes are both due at kernel 5, at 50. Of two with one access the higher tensor
+        # comes later: 1 starts at 44, after kernel 3 has ended at 40; 0 must end by 44: it starts at 32,
+        # after kernel 2.
+        (12, [2, 3]),
+        (60, [0, 3]),  # cannot be in time: at once
+    ],
+)
 def test_swap_ins_are_just_in_time_and_one_at_a_time(nbytes: int, pinned: list[int]) -> None:
     program = straight([(0, 5), (0, 5)], [nbytes, 6], [10] * 6, [0] * 6)
     rows = np.array([(SWAP, 0, 0, 5, -1, -1), (SWAP, 1, 0, 5, -1, -1)])

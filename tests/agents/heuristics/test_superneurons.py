@@ -97,11 +97,16 @@ def test_speed_and_memory_centric_recomputation_by_hand() -> None:
 def test_table_1_alexnet() -> None:
     """AlexNet needs 14 (speed-centric), 23 (memory-centric) and 17 (cost-aware) extra recomputations, as in Table 1."""
     blocks = [  # layers, and C * H * W of each one's output (section 4.1.1)
-        ("conv activation lrn", 96 * 55 * 55), ("pool", 96 * 27 * 27),
-        ("conv activation lrn", 256 * 27 * 27), ("pool", 256 * 13 * 13),
-        ("conv activation conv activation", 384 * 13 * 13), ("conv activation", 256 * 13 * 13), ("pool", 256 * 6 * 6),
-        ("matmul activation dropout matmul activation dropout", 4096), ("matmul other", 1000),
-    ]  # fmt: skip
+        ("conv activation lrn", 96 * 55 * 55),
+        ("pool", 96 * 27 * 27),
+        ("conv activation lrn", 256 * 27 * 27),
+        ("pool", 256 * 13 * 13),
+        ("conv activation conv activation", 384 * 13 * 13),
+        ("conv activation", 256 * 13 * 13),
+        ("pool", 256 * 6 * 6),
+        ("matmul activation dropout matmul activation dropout", 4096),
+        ("matmul other", 1000),
+    ]
     layers = [(kind, size * 200 * 4) for kinds, size in blocks for kind in kinds.split()]  # a batch of 200, float32
     alexnet = network(layers, large_gradients=True)
     assert len(layers) == 23

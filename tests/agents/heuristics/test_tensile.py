@@ -18,10 +18,18 @@ def straight(tensors: list[Tensor], uses: list[tuple[str, str]], durations: list
     """Builds a program whose kernel k accesses the tensors in uses[k]; kernel ``peak`` has 50 bytes of workspace."""
     index = {t.name: i for i, t in enumerate(tensors)}
     kernels = tuple(
-        Kernel(f"k{k}", "other", "forward", tuple(index[c] for c in reads), tuple(index[c] for c in writes),
-               durations[k], workspace=50 * (k == peak), recomputable=False)
+        Kernel(
+            f"k{k}",
+            "other",
+            "forward",
+            tuple(index[c] for c in reads),
+            tuple(index[c] for c in writes),
+            durations[k],
+            workspace=50 * (k == peak),
+            recomputable=False,
+        )
         for k, (reads, writes) in enumerate(uses)
-    )  # fmt: skip
+    )
     return Program("straight", tuple(tensors), kernels)
 
 
@@ -89,9 +97,15 @@ def test_the_copy_on_the_host_serves_the_rest_of_the_accesses() -> None:
     assert agents.make("tensile", min_bytes=1).plan(program, BYTE_PER_NS, 50).decisions == plan.decisions[:1]
 
 
-@pytest.mark.parametrize(("ratio", "host", "swapped", "least"), [
-    (0.5, 10**9, {0}, 70), (0.0, 10**9, set(), 100), (1.0, 29, {1}, 80), (1.0, 10**9, {0, 1}, 50),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ratio", "host", "swapped", "least"),
+    [
+        (0.5, 10**9, {0}, 70),
+        (0.0, 10**9, set(), 100),
+        (1.0, 29, {1}, 80),
+        (1.0, 10**9, {0, 1}, 50),
+    ],
+)
 def test_the_ratio_and_the_host_bound_what_is_swapped(ratio: float, host: int, swapped: set, least: int) -> None:
     planner, machine = TENSILE(min_bytes=1, max_swap_ratio=ratio), replace(BYTE_PER_NS, host_bytes=host)
     assert {d.tensor for d in planner.plan(TWO, machine, least).decisions} == swapped

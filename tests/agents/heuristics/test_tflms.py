@@ -17,11 +17,18 @@ def test_n_tensors_count_from_the_input() -> None:
     assert [len(planner.plan(PROGRAM, MACHINE, limit).decisions) for limit in limits] == [0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize(("gap", "lower_bound", "trigger"), [
-    # b2 (6) consumes a1; the backward pass starts with b4 (4).
-    *((Gap(A1, 1, 6), bound, kernel) for bound, kernel in ((1, 5), (2, 4), (3, 4), (100, 4))),
-    (Gap(A2, 1, 4), 2, 3),  # no backward kernel comes before b4: the swap-in waits for f4 (3), the last one before it
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gap", "lower_bound", "trigger"),
+    [
+        # b2 (6) consumes a1; the backward pass starts with b4 (4).
+        *((Gap(A1, 1, 6), bound, kernel) for bound, kernel in ((1, 5), (2, 4), (3, 4), (100, 4))),
+        (
+            Gap(A2, 1, 4),
+            2,
+            3,
+        ),  # no backward kernel comes before b4: the swap-in waits for f4 (3), the last one before it
+    ],
+)
 def test_the_control_dependency_is_a_backward_kernel_at_that_distance(gap: Gap, lower_bound: int, trigger: int) -> None:
     assert rewrite(PROGRAM, [gap], lower_bound).tolist() == [[0, *gap, trigger, -1]]
 

@@ -58,13 +58,19 @@ def test_all_offloads_every_input_and_waits() -> None:
     timeline = simulate(NETWORK, planned, MACHINE, PLENTY, iterations=1)
     work = [(s.kind, s.index, s.start_ns, s.end_ns) for s in timeline.spans]
     assert work == [
-        ("kernel", 0, 0, 10), ("swap_out", A1, 10, 50), ("kernel", 1, 10, 20),  # beside pool, which reads it
-        ("swap_out", A2, 50, 60), ("kernel", 2, 50, 60),  # conv2 waits for the input of pool
+        ("kernel", 0, 0, 10),
+        ("swap_out", A1, 10, 50),
+        ("kernel", 1, 10, 20),  # beside pool, which reads it
+        ("swap_out", A2, 50, 60),
+        ("kernel", 2, 50, 60),  # conv2 waits for the input of pool
         ("kernel", 3, 60, 70),  # act need not wait: conv2 is no shorter than the copy of its input
-        ("swap_in", A2, 70, 80), ("kernel", 4, 70, 80),
-        ("swap_in", A1, 80, 120), ("kernel", 5, 80, 90),  # issued when conv2's backward pass starts
-        ("kernel", 6, 120, 130), ("kernel", 7, 130, 140),
-    ]  # fmt: skip
+        ("swap_in", A2, 70, 80),
+        ("kernel", 4, 70, 80),
+        ("swap_in", A1, 80, 120),
+        ("kernel", 5, 80, 90),  # issued when conv2's backward pass starts
+        ("kernel", 6, 120, 130),
+        ("kernel", 7, 130, 140),
+    ]
     assert timeline.breakdown == Breakdown(80, 0, 30, 30, 40)
 
 
@@ -92,14 +98,18 @@ def test_the_last_consumer_offloads_and_in_place_layers_do_not() -> None:
     assert offloads(program, "conv", 1) == []
 
 
-@pytest.mark.parametrize(("policy", "limit", "decisions", "iteration_ns"), [
-    ("all", 94, ALL, 140), ("all", 105, ALL, 140),  # static policies ignore the limit
-    ("conv", PLENTY, ALL[1:], 80),
-    ("dyn", 105, (), 80),  # the peak: nothing need leave
-    # conv: a2 leaves [20, 30); beside k4 (95) there is no room for it, so that k5 waits [50, 60). all: as above.
-    ("dyn", 100, ALL[1:], 90),
-    ("dyn", 94, ALL, 140),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "limit", "decisions", "iteration_ns"),
+    [
+        ("all", 94, ALL, 140),
+        ("all", 105, ALL, 140),  # static policies ignore the limit
+        ("conv", PLENTY, ALL[1:], 80),
+        ("dyn", 105, (), 80),  # the peak: nothing need leave
+        # conv: a2 leaves [20, 30); beside k4 (95) there is no room for it, so that k5 waits [50, 60). all: as above.
+        ("dyn", 100, ALL[1:], 90),
+        ("dyn", 94, ALL, 140),
+    ],
+)
 def test_policies(policy: str, limit: int, decisions: tuple[Swap, ...], iteration_ns: int) -> None:
     planned = plan(policy, limit)
     assert planned.decisions == decisions

@@ -72,24 +72,27 @@ RERUN, SWAPPED = Plan((Recompute(0, 1, 3),)), Plan((Swap(0, 0, 3),))
 FASTER = replace(SWAPPED, variants=((2, 0),))
 
 
-@pytest.mark.parametrize(("program", "plan", "limit", "machine", "variants", "iteration_ns"), [
-    # The first has 40 bytes left at a limit of 80, the second none; 60 and 20 at 100; 100 and 60 at 140.
-    (PAIR, Plan(), 80, MACHINE, (), 6 + 20 + 7),  # 6 ns in 30 bytes are the first's own
-    (PAIR, Plan(), 99, MACHINE, (), 6 + 20 + 7),
-    (PAIR, Plan(), 100, MACHINE, ((1, 0),), 6 + 10 + 7),
-    (PAIR, Plan(), 139, MACHINE, ((1, 0),), 6 + 10 + 7),
-    (PAIR, Plan(), 140, MACHINE, ((0, 2), (1, 1)), 2 + 5 + 7),
-    # Bytes left are the fewest of all runs.
-    (REPEATED, RERUN, 159, MACHINE, (), 50),
-    (REPEATED, RERUN, 160, MACHINE, ((0, 0),), 4 + 10 + 10 + 4 + 10),
-    (REPEATED, RERUN, 170, MACHINE, ((0, 1),), 3 + 10 + 10 + 3 + 10),
-    # Copies give way only where that is shorter. With 50 of workspace a cannot be back before k2 ends; k3 then waits
-    # for 5 ns, but k2 is 30 faster.
-    (EARLY, SWAPPED, 100, FAST, ((2, 0),), 10 + 100 + 10 + 5 + 10),
-    # Where the copy takes 50 ns it is not worth it, and a plan that has it so is undone: 10 + 100 + 10 + 50 + 10.
-    (EARLY, SWAPPED, 100, MACHINE, (), 10 + 100 + 40 + 10),
-    (EARLY, FASTER, 100, MACHINE, (), 10 + 100 + 40 + 10),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "plan", "limit", "machine", "variants", "iteration_ns"),
+    [
+        # The first has 40 bytes left at a limit of 80, the second none; 60 and 20 at 100; 100 and 60 at 140.
+        (PAIR, Plan(), 80, MACHINE, (), 6 + 20 + 7),  # 6 ns in 30 bytes are the first's own
+        (PAIR, Plan(), 99, MACHINE, (), 6 + 20 + 7),
+        (PAIR, Plan(), 100, MACHINE, ((1, 0),), 6 + 10 + 7),
+        (PAIR, Plan(), 139, MACHINE, ((1, 0),), 6 + 10 + 7),
+        (PAIR, Plan(), 140, MACHINE, ((0, 2), (1, 1)), 2 + 5 + 7),
+        # Bytes left are the fewest of all runs.
+        (REPEATED, RERUN, 159, MACHINE, (), 50),
+        (REPEATED, RERUN, 160, MACHINE, ((0, 0),), 4 + 10 + 10 + 4 + 10),
+        (REPEATED, RERUN, 170, MACHINE, ((0, 1),), 3 + 10 + 10 + 3 + 10),
+        # Copies give way only where that is shorter. With 50 of workspace a cannot be back before k2 ends; k3 then
+        # waits for 5 ns, but k2 is 30 faster.
+        (EARLY, SWAPPED, 100, FAST, ((2, 0),), 10 + 100 + 10 + 5 + 10),
+        # Where the copy takes 50 ns it is not worth it, and a plan that has it so is undone: 10 + 100 + 10 + 50 + 10.
+        (EARLY, SWAPPED, 100, MACHINE, (), 10 + 100 + 40 + 10),
+        (EARLY, FASTER, 100, MACHINE, (), 10 + 100 + 40 + 10),
+    ],
+)
 def test_the_fastest_that_fit_the_bytes_left(
     program: Program, plan: Plan, limit: int, machine: Machine, variants: tuple, iteration_ns: int
 ) -> None:

@@ -35,10 +35,23 @@ from tests.oracle import enumeration
 PROGRAM, MACHINE = small_task()
 LIMIT = round(0.6 * PROGRAM.peak_bytes)
 SMALL = Args(
-    iterations=8, min_bytes=1, width=16, walkers=8, passes=8, tries=3, neighbours=16, least_calls=40, most_calls=200,
-    buffer_size=40, learning_starts=2, batch_size=16, learning_rate=3e-3, target_every=30, greedy_calls=60,
+    iterations=8,
+    min_bytes=1,
+    width=16,
+    walkers=8,
+    passes=8,
+    tries=3,
+    neighbours=16,
+    least_calls=40,
+    most_calls=200,
+    buffer_size=40,
+    learning_starts=2,
+    batch_size=16,
+    learning_rate=3e-3,
+    target_every=30,
+    greedy_calls=60,
     checkpoint_every=2,
-)  # fmt: skip
+)
 Config = Args | PaperConfig
 
 
@@ -247,8 +260,10 @@ def test_weights_of_a_file(tmp_path: Path) -> None:
     program, (weights, cut_weights) = pyramid(24, 0), (tmp_path / "mine.pt", tmp_path / "other.pt")
     limit = int(0.6 * program.peak_bytes)
     save_weights(EditNet(**trained(WEIGHTS[True]).settings), weights)
-    custom, bundled = (agents.make("dqn", calls=100, min_bytes=1, **options).plan(program, LINK, limit) for options in
-                    ({"weights": weights}, {}))  # fmt: skip
+    custom, bundled = (
+        agents.make("dqn", calls=100, min_bytes=1, **options).plan(program, LINK, limit)
+        for options in ({"weights": weights}, {})
+    )
     assert custom != bundled
     cut_weights.write_bytes(weights.read_bytes()[:500])
     with pytest.raises(FormatError, match=r"other\.pt"):
@@ -308,8 +323,11 @@ def test_same_seed_same_run_and_resume(config: Config, fraction: float, stop: in
         assert repr(resumed.history[:n_done]) == repr(full.history[:n_done])
         extended = train(trainer(replace(config, iterations=10), limit, 3), resume=path)
         assert len(extended.history) == 10
-    for wrong, named in ((trainer(config, limit, 1), "seed"), (trainer(config, limit + 1, 3), "limit"),
-                         (trainer(replace(config, min_bytes=2), limit, 3), r"agent\.min_bytes")):  # fmt: skip
+    for wrong, named in (
+        (trainer(config, limit, 1), "seed"),
+        (trainer(config, limit + 1, 3), "limit"),
+        (trainer(replace(config, min_bytes=2), limit, 3), r"agent\.min_bytes"),
+    ):
         with pytest.raises(TrainingStateError, match=f"a different {named}"):
             train(wrong, resume=path)
     path.write_bytes(path.read_bytes()[:500])
@@ -329,13 +347,27 @@ def test_limits_below_reach_and_above_the_peak(small: Config) -> None:
         assert train(trainer(small, limit)).best.decisions == ()
 
 
-@pytest.mark.parametrize(("kind", "values"), [
-    (Args, {"init": "trained"}), (Args, {"walkers": 0}), (Args, {"n_step": 0}), (Args, {"most_calls": 99}),
-    (Args, {"greedy_calls": 3}), (Args, {"mode": "both"}), (Args, {"elites": 33}), (Args, {"features": 8}),
-    (Args, {"gamma": "0.9"}), (Args, {"message_passing": 1}), (PaperConfig, {"sise": 8}),
-    (PaperConfig, {"num_envs": "8"}), (PaperConfig, {"num_envs": 0}), (PaperConfig, {"pool": "max"}),
-    (PaperConfig, {"mode": "both"}), (PaperConfig, {"num_envs": None}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (Args, {"init": "trained"}),
+        (Args, {"walkers": 0}),
+        (Args, {"n_step": 0}),
+        (Args, {"most_calls": 99}),
+        (Args, {"greedy_calls": 3}),
+        (Args, {"mode": "both"}),
+        (Args, {"elites": 33}),
+        (Args, {"features": 8}),
+        (Args, {"gamma": "0.9"}),
+        (Args, {"message_passing": 1}),
+        (PaperConfig, {"sise": 8}),
+        (PaperConfig, {"num_envs": "8"}),
+        (PaperConfig, {"num_envs": 0}),
+        (PaperConfig, {"pool": "max"}),
+        (PaperConfig, {"mode": "both"}),
+        (PaperConfig, {"num_envs": None}),
+    ],
+)
 def test_bad_configs_are_named(kind: type[Config], values: dict[str, object]) -> None:
     with pytest.raises(cli.UsageError, match=r"agent(\.|: )" + next(iter(values))):
         cli.dataclass_from_config(kind, OmegaConf.create(values), "agent")

@@ -21,10 +21,25 @@ from experiments.common import cli
 PROGRAM, MACHINE = small_task()
 LIMIT = round(0.6 * PROGRAM.peak_bytes)
 SMALL = PaperConfig(
-    episodes=120, num_envs=4, features=8, embedding_size=8, message_passing_steps=3, pool="mean", mixing=True,
-    n_step=1000, double=True, target_every=100, optimizer="adam", learning_rate=2e-3, reward_scale=10.0,
-    buffer_size=2000, update_every=8, epsilon_end=0.02, explore=0.3, checkpoint_every=30,
-)  # fmt: skip
+    episodes=120,
+    num_envs=4,
+    features=8,
+    embedding_size=8,
+    message_passing_steps=3,
+    pool="mean",
+    mixing=True,
+    n_step=1000,
+    double=True,
+    target_every=100,
+    optimizer="adam",
+    learning_rate=2e-3,
+    reward_scale=10.0,
+    buffer_size=2000,
+    update_every=8,
+    epsilon_end=0.02,
+    explore=0.3,
+    checkpoint_every=30,
+)
 SWAPS = replace(SMALL, mode="swap")
 
 

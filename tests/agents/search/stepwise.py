@@ -22,9 +22,17 @@ def ticking(seconds: float) -> SimpleNamespace:
 
 
 def anneal(
-    moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
-    enough_ns: int = 0, deadline: float | None = None,
-) -> tuple[Rows, int]:  # fmt: skip
+    moves: Moves,
+    engine: Engine,
+    start: Rows,
+    start_ns: int,
+    calls: int | None,
+    hot: float,
+    cold: float,
+    seed: int,
+    enough_ns: int = 0,
+    deadline: float | None = None,
+) -> tuple[Rows, int]:
     """Repeats ``local_search.anneal`` step by step; checks the clock after every ``CLOCK`` calls."""
     ideal = max(engine.program.ideal_ns, 1)
     rng = np.random.default_rng(seed)

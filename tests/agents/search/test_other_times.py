@@ -79,11 +79,16 @@ def test_kernels_that_are_faster_hide_less() -> None:
     assert found == planner.plan(program, machine, limit)
 
 
-@pytest.mark.parametrize(("starts", "min_bytes"), [
-    ([Plan.of(PROGRAM, (Rerun(0, 6),))], 0), ([replace(SWAP_PLAN, decisions=(Swap(1, 1, 6, sync=True),))], 0),
-    ([Plan.of(PROGRAM, ())], 0), ([], 0),
-    ([SWAP_PLAN], 1000),  # tensors that are too small to move
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("starts", "min_bytes"),
+    [
+        ([Plan.of(PROGRAM, (Rerun(0, 6),))], 0),
+        ([replace(SWAP_PLAN, decisions=(Swap(1, 1, 6, sync=True),))], 0),
+        ([Plan.of(PROGRAM, ())], 0),
+        ([], 0),
+        ([SWAP_PLAN], 1000),  # tensors that are too small to move
+    ],
+)
 def test_infeasible_starts_and_too_few_calls_are_refused(starts: list[Plan], min_bytes: int) -> None:
     with pytest.raises(Infeasible, match="no start plan fits"):
         ForFaster(starts, ERROR, calls=50, min_bytes=min_bytes).plan(PROGRAM, MACHINE, LIMIT)

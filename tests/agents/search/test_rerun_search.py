@@ -68,16 +68,20 @@ def in_place() -> Program:
     """Builds a batch norm, its ReLU in place, a kernel that reads in between, and a non-recomputable kernel."""
     size = [("x", 10, True), ("a", 10, False), ("y", 40, False), ("m", 4, False), ("z", 40, False), ("r", 8, False)]
     tensors = tuple(Tensor(name, nbytes, "activation", lasts) for name, nbytes, lasts in size)
-    return Program("in place", tensors, (
-        Kernel("conv", "conv", "forward", (0,), (1,), 5),
-        Kernel("norm", "norm", "forward", (1,), (2,), 3),
-        Kernel("mean", "reduce", "forward", (2,), (3,), 2),
-        Kernel("relu_", "activation", "forward", (2,), (2,), 1),
-        Kernel("dropout", "dropout", "forward", (2,), (5,), 1, recomputable=False),
-        Kernel("up", "conv", "forward", (1,), (4,), 7),
-        Kernel("loss", "other", "forward", (4, 5), (5,), 2),
-        Kernel("back", "conv", "backward", (2, 3, 5), (5,), 4),
-    ))  # fmt: skip
+    return Program(
+        "in place",
+        tensors,
+        (
+            Kernel("conv", "conv", "forward", (0,), (1,), 5),
+            Kernel("norm", "norm", "forward", (1,), (2,), 3),
+            Kernel("mean", "reduce", "forward", (2,), (3,), 2),
+            Kernel("relu_", "activation", "forward", (2,), (2,), 1),
+            Kernel("dropout", "dropout", "forward", (2,), (5,), 1, recomputable=False),
+            Kernel("up", "conv", "forward", (1,), (4,), 7),
+            Kernel("loss", "other", "forward", (4, 5), (5,), 2),
+            Kernel("back", "conv", "backward", (2, 3, 5), (5,), 4),
+        ),
+    )
 
 
 def test_writers_of_a_tensor_are_recomputed_together() -> None:

@@ -46,12 +46,17 @@ def overhead(program: Program, limit: int, name: str, **options: object) -> floa
 
 
 SEARCHES: list[tuple[str, dict[str, object]]] = [
-    ("random_search", {"calls": 300}), ("home", {"particles": 30, "calls": 300}),
+    ("random_search", {"calls": 300}),
+    ("home", {"particles": 30, "calls": 300}),
     *((name, {"mode": mode, "calls": 300}) for name in ("annealing", "dqn") for mode in ("swap", "joint")),
-    ("dqn", {"mode": "recompute", "calls": 700}), ("dqn", {"ranks": "uniform", "calls": 300}),
-    ("lp_round", {"calls": 1000}), ("policy_search", {"calls": 20}),
-    ("policy_search", {"calls": 300, "jobs": 4}), ("rerun_search", {"kicks": 1}), ("best", {"calls": 300}),
-]  # fmt: skip
+    ("dqn", {"mode": "recompute", "calls": 700}),
+    ("dqn", {"ranks": "uniform", "calls": 300}),
+    ("lp_round", {"calls": 1000}),
+    ("policy_search", {"calls": 20}),
+    ("policy_search", {"calls": 300, "jobs": 4}),
+    ("rerun_search", {"kicks": 1}),
+    ("best", {"calls": 300}),
+]
 
 
 @pytest.mark.parametrize(
@@ -70,10 +75,20 @@ def test_same_seed_same_plan_within_the_budget(name: str, options: dict[str, obj
     assert all(p.simulator_calls <= calls for p in planners)
 
 
-@pytest.mark.parametrize(("name", "mode"), [
-    ("annealing", "swap"), ("annealing", "joint"), ("lp_round", "swap"), ("lp_round", "joint"), ("best", "joint"),
-    ("policy_search", "swap"), ("policy_search", "joint"), ("dqn", "swap"), ("dqn", "joint"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("annealing", "swap"),
+        ("annealing", "joint"),
+        ("lp_round", "swap"),
+        ("lp_round", "joint"),
+        ("best", "joint"),
+        ("policy_search", "swap"),
+        ("policy_search", "joint"),
+        ("dqn", "swap"),
+        ("dqn", "joint"),
+    ],
+)
 @pytest.mark.parametrize("program", [tiny.PROGRAM, *(pyramid(4, seed) for seed in range(3))], ids=lambda p: p.name)
 def test_no_enumerated_plan_is_faster(name: str, mode: str, program: Program) -> None:
     """Early copies and shifts may find plans that are faster still."""

@@ -33,8 +33,9 @@ def test_workspaces_by_hand() -> None:
         "Winograd": 4 * 36 * (8 * 3 + 3 * 5 + 8 * 5),  # 2 x 2 tiles in each of 2 images: 8
     }
     assert {conv_pass: by_name(SAME, conv_pass) == by_name(SAME) for conv_pass in ("images", "filters")} == {
-        "images": True, "filters": True
-    }  # fmt: skip
+        "images": True,
+        "filters": True,
+    }
 
 
 def test_winograd_tiles_what_a_pass_cuts() -> None:
@@ -136,9 +137,13 @@ def test_variants_of_a_captured_step() -> None:
     strided = Convolution(64, 32, (32, 32), 32, (3, 3), (0, 0), (2, 2))
     # The step's input needs no gradient. The backward pass has the reverse order.
     assert list(shapes.values()) == [
-        (first, ("forward",)), (second, ("forward",)), (strided, ("forward",)),
-        (strided, ("images", "filters")), (second, ("images", "filters")), (first, ("filters",)),
-    ]  # fmt: skip
+        (first, ("forward",)),
+        (second, ("forward",)),
+        (strided, ("forward",)),
+        (strided, ("images", "filters")),
+        (second, ("images", "filters")),
+        (first, ("filters",)),
+    ]
     convs = [k for k, kernel in enumerate(program.kernels) if kernel.kind == "conv"]
     assert len(convs) == 12
     for k in convs:

@@ -105,8 +105,11 @@ def eager_step(model, loss_fn, optimizer, batch) -> Tensor:
 
 def resident(program: Program) -> list[int]:
     """Returns the bytes of non-persistent tensors alive before each kernel."""
-    spans = [(u[0], u[-1], t.nbytes) for t, u in zip(program.tensors, program.accesses, strict=True)
-             if u and not t.persistent]  # fmt: skip
+    spans = [
+        (u[0], u[-1], t.nbytes)
+        for t, u in zip(program.tensors, program.accesses, strict=True)
+        if u and not t.persistent
+    ]
     return [sum(n for first, last, n in spans if first < k <= last) for k in range(len(program.kernels))]
 
 
@@ -125,8 +128,9 @@ def test_lifetimes_equal_allocator(model_type, batch):
         loss = eager_step(*training)
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())
     live, position, ended = 0, 0, 0
-    expected = [(k.name.split(".")[1], n) for k, n in zip(program.kernels, resident(program), strict=True)
-                if k.name != "marker"]  # fmt: skip
+    expected = [
+        (k.name.split(".")[1], n) for k, n in zip(program.kernels, resident(program), strict=True) if k.name != "marker"
+    ]
     for event in events:
         if event.name() == "[memory]":
             live += event.nbytes()
@@ -297,9 +301,14 @@ def test_capture_step_finds_state_of_any_callable():
     x = torch.randn(2, 4)
     captured = capture_step(step, x, machine=GPU)
     assert sorted(captured.names) == [
-        "TABLE", "input", "model.bias", "model.weight", "optimizer.model.bias.momentum_buffer",
-        "optimizer.model.weight.momentum_buffer", "running.sum",
-    ]  # fmt: skip
+        "TABLE",
+        "input",
+        "model.bias",
+        "model.weight",
+        "optimizer.model.bias.momentum_buffer",
+        "optimizer.model.weight.momentum_buffer",
+        "running.sum",
+    ]
     assert {k.phase for k in captured.program.kernels} == {"forward", "backward", "optimizer"}
     inputs = values(captured)
     (out,) = run_graph(captured, inputs)
@@ -326,6 +335,8 @@ def test_updates_of_many_parameters_are_in_buckets_of_64_mib() -> None:
         model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(9)))  # of 16 MiB each
         batch = torch.empty(1, 2048), torch.empty(1, 2048)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
-    captures = [capture(model, nn.MSELoss(), optimizer, batch, machine=GPU, **options).program
-             for options in ({}, {"bucket_bytes": None})]  # fmt: skip
+    captures = [
+        capture(model, nn.MSELoss(), optimizer, batch, machine=GPU, **options).program
+        for options in ({}, {"bucket_bytes": None})
+    ]
     assert [sum("_foreach_add_" in k.name for k in program.kernels) for program in captures] == [3, 1]

@@ -243,8 +243,9 @@ def test_statistics_of_layer_norm_are_float32() -> None:
     model, x = nn.LayerNorm(64).bfloat16(), torch.empty(32, 64, device="meta").bfloat16()
     for as_cuda, itemsize in ((False, 2), (True, 4)):
         program = captured(model, x, as_cuda=as_cuda).program
-        forward, backward = (next(k for k in program.kernels if f"layer_norm{part}." in k.name)
-                             for part in ("", "_backward"))  # fmt: skip
+        forward, backward = (
+            next(k for k in program.kernels if f"layer_norm{part}." in k.name) for part in ("", "_backward")
+        )
         assert [program.tensors[t].nbytes for t in forward.outputs[1:]] == [32 * itemsize, 32 * itemsize]
         assert forward.bytes == 2 * (2 * 32 * 64 + 2 * 64) + 2 * 32 * itemsize
         assert (backward.bytes - 2 * 32 * itemsize) % (2 * 64) == 0
@@ -273,9 +274,14 @@ def test_autocast_has_cudas_lists(device: str | None) -> None:
     def itemsizes(as_cuda: bool) -> dict[str, int]:
         """Returns the itemsize of each operator's first result."""
         step = capture(
-            model, lambda out, _: out.sum(), optimizer, (x, x), machine=H200, as_cuda=as_cuda,
+            model,
+            lambda out, _: out.sum(),
+            optimizer,
+            (x, x),
+            machine=H200,
+            as_cuda=as_cuda,
             autocast=None if device else torch.bfloat16,
-        ).program  # fmt: skip
+        ).program
         return {k.name.split(".")[1]: step.tensors[k.outputs[0]].nbytes // (32 * 64) for k in step.kernels if k.outputs}
 
     cuda_sizes = itemsizes(True)

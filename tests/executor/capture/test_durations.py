@@ -19,20 +19,47 @@ from simulator.kernel_times import KernelTimes
 
 BW = 10**12
 TIMES = KernelTimes(
-    source="made up", error=0.1, step_error=0.1, launch_ns=0, multiprocessors=100, elementwise=1.0, multi_tensor=0.5,
-    norm=0.5, norm_channels=1.0, pool=0.5, pool_backward=0.25, conv=0.5, conv_backward=0.25, conv_1x1=0.2,
-    conv_1x1_backward=0.1, conv_bandwidth=1.0, conv_channels=1e-9, conv_float32=0.8, conv_float32_backward=0.4,
-    winograd=1.6, matmul=0.5, matmul_float32=0.25, attention=0.2,
-)  # fmt: skip
+    source="made up",
+    error=0.1,
+    step_error=0.1,
+    launch_ns=0,
+    multiprocessors=100,
+    elementwise=1.0,
+    multi_tensor=0.5,
+    norm=0.5,
+    norm_channels=1.0,
+    pool=0.5,
+    pool_backward=0.25,
+    conv=0.5,
+    conv_backward=0.25,
+    conv_1x1=0.2,
+    conv_1x1_backward=0.1,
+    conv_bandwidth=1.0,
+    conv_channels=1e-9,
+    conv_float32=0.8,
+    conv_float32_backward=0.4,
+    winograd=1.6,
+    matmul=0.5,
+    matmul_float32=0.25,
+    attention=0.2,
+)
 GPU = Machine(
-    "round", 2**40, 1, 1, flops_per_s={"float32": 10**13, "tf32": 10**14, "bfloat16": 2 * 10**14},
-    memory_bytes_per_s=BW, kernel_times=TIMES,
-)  # fmt: skip
+    "round",
+    2**40,
+    1,
+    1,
+    flops_per_s={"float32": 10**13, "tf32": 10**14, "bfloat16": 2 * 10**14},
+    memory_bytes_per_s=BW,
+    kernel_times=TIMES,
+)
 
 
-MEASURED = replace(GPU, kernel_times=replace(
-    TIMES, attention_backward=0.1, unaligned=0.25, columns=0.125, row_ns=10**5, element_flops=200.0
-))  # fmt: skip
+MEASURED = replace(
+    GPU,
+    kernel_times=replace(
+        TIMES, attention_backward=0.1, unaligned=0.25, columns=0.125, row_ns=10**5, element_flops=200.0
+    ),
+)
 LAUNCHING = replace(GPU, kernel_times=replace(TIMES, launch_ns=1000))
 HALF, LAST, FIRST = torch.bfloat16, torch.channels_last, torch.contiguous_format
 
@@ -160,8 +187,12 @@ def cases():
     # Rows take 1 us a pass (100 us on each of 100 multiprocessors) or the bytes of a pass; not short ones, or columns.
     for length in (2048, 200_000):
         pass_seconds = max(1000 * 1e-6, 4 * 1000 * length / (0.5 * BW))
-        passes = {"native_layer_norm": 2, "native_layer_norm_backward": 5, "_log_softmax": 3,
-                  "_log_softmax_backward_data": 4}  # fmt: skip
+        passes = {
+            "native_layer_norm": 2,
+            "native_layer_norm_backward": 5,
+            "_log_softmax": 3,
+            "_log_softmax_backward_data": 4,
+        }
         expected = {name: n * pass_seconds for name, n in passes.items()}
         x = meta(1000, length)
         yield case(f"rows_{length}", partial(normed_rows, length), x, expected, machine=MEASURED, backward=True)
@@ -215,12 +246,20 @@ def test_group_norm_takes_no_time_per_row():
 
 @pytest.mark.parametrize(
     ("function", "name", "is_vectorized"),
-    [(lambda x: x + x, "add", True), (lambda x: x.t().contiguous(), "clone", False), (lambda x: x + x[0], "add", False),
-     (lambda x: x.to(HALF), "_to_copy", True), (lambda x: x.to(HALF).float(), "_to_copy", False),
-     (lambda x: x.new_empty(x.shape, dtype=HALF).copy_(x), "copy_", True), (lambda x: x.double(), "_to_copy", False),
-     (lambda x: torch.cat([x, x]), "cat", True), (lambda x: torch.cat([x.t(), x.t()]), "cat", False),
-     (lambda x: x[:, ::2].neg(), "neg", False), (lambda x: x.t() + x.t(), "add", True)],
-)  # fmt: skip
+    [
+        (lambda x: x + x, "add", True),
+        (lambda x: x.t().contiguous(), "clone", False),
+        (lambda x: x + x[0], "add", False),
+        (lambda x: x.to(HALF), "_to_copy", True),
+        (lambda x: x.to(HALF).float(), "_to_copy", False),
+        (lambda x: x.new_empty(x.shape, dtype=HALF).copy_(x), "copy_", True),
+        (lambda x: x.double(), "_to_copy", False),
+        (lambda x: torch.cat([x, x]), "cat", True),
+        (lambda x: torch.cat([x.t(), x.t()]), "cat", False),
+        (lambda x: x[:, ::2].neg(), "neg", False),
+        (lambda x: x.t() + x.t(), "add", True),
+    ],
+)
 def test_kernels_that_are_not_vectorised_take_a_time_per_element(function, name, is_vectorized):
     """200 FLOPs at 1e13 per second are 20 ns per 1,000 elements: more than their bytes take."""
     x = meta(1000, 1000)
@@ -266,9 +305,12 @@ def test_a_trace_of_another_network_is_refused(resnet50):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a,b\n1,2\n", "line 2: 'stage'"), ("stage,operator,us\nforward,aten::mm,fast\n", "line 2: .* 'fast'"),
-     ("stage,operator,us\nforward,aten::mm,1\nsideways,aten::mm,1\n", "line 3: expected a stage of forward")],
-)  # fmt: skip
+    [
+        ("a,b\n1,2\n", "line 2: 'stage'"),
+        ("stage,operator,us\nforward,aten::mm,fast\n", "line 2: .* 'fast'"),
+        ("stage,operator,us\nforward,aten::mm,1\nsideways,aten::mm,1\n", "line 3: expected a stage of forward"),
+    ],
+)
 def test_files_without_a_trace_are_refused(tmp_path, text, message):
     (tmp_path / "trace.csv").write_text(text)
     with pytest.raises(FormatError, match=message):

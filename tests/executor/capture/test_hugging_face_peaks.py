@@ -87,14 +87,31 @@ MODELS: dict[str, tuple[str, Callable[[Variant], Batch], dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", text, GROUPED | {"sliding_window": 256}),
     "gemma": ("GemmaForCausalLM", text, GROUPED | {"head_dim": 16}),
     "bert": ("BertForMaskedLM", text, LAYERS | SPECIAL | {"max_position_embeddings": 1024}),
-    "t5": ("T5ForConditionalGeneration", text, SPECIAL | {
-        "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
-    "whisper": ("WhisperForConditionalGeneration", audio, SPECIAL | {
-        "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "num_mel_bins": 16,
-        "decoder_start_token_id": 1, "begin_suppress_tokens": None}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        text,
+        SPECIAL
+        | {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        audio,
+        SPECIAL
+        | {
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "num_mel_bins": 16,
+            "decoder_start_token_id": 1,
+            "begin_suppress_tokens": None,
+        },
+    ),
     "vit": ("ViTForImageClassification", pictures, LAYERS | {"patch_size": 8}),
-}  # fmt: skip
+}
 SIZES = {"whisper": {"max_source_positions": (50, 400)}, "vit": {"image_size": (32, 128)}}  # small, large
 CACHELESS = {"bert", "vit"}
 
@@ -187,10 +204,13 @@ def differences(name: str, variant: Variant) -> list[str]:
 FAST = [("llama", Variant(cache=True, mask="ones", checkpoint="non-reentrant"))]
 
 
-@pytest.mark.parametrize(("name", "chosen"), [
-    *(pytest.param(name, [variant], id=f"{name}-{variant}") for name, variant in FAST),
-    *(pytest.param(name, list(variants(name)), id=name, marks=pytest.mark.nightly) for name in MODELS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        *(pytest.param(name, [variant], id=f"{name}-{variant}") for name, variant in FAST),
+        *(pytest.param(name, list(variants(name)), id=name, marks=pytest.mark.nightly) for name in MODELS),
+    ],
+)
 def test_peak_and_bits_equal_eager(name: str, chosen: list[Variant]) -> None:
     problems = [f"{name}, {variant}: {problem}" for variant in chosen for problem in differences(name, variant)]
     assert not problems, "\n" + "\n".join(problems)

@@ -27,10 +27,13 @@ from simulator import Kernel, Machine, Program, Tensor
 from tests.executor.networks import NETWORKS, adamw, images, small
 
 PROGRAM = Program(
-    "two", (Tensor("w", 8, "parameter", True), Tensor("x", 4)),
-    (Kernel("a", "conv", "forward", (0,), (1,), 5, workspace=7, variants=((5, 7), (9, 0))),
-     Kernel("b", "conv", "backward", (0, 1), (0,), 6)),
-)  # fmt: skip
+    "two",
+    (Tensor("w", 8, "parameter", True), Tensor("x", 4)),
+    (
+        Kernel("a", "conv", "forward", (0,), (1,), 5, workspace=7, variants=((5, 7), (9, 0))),
+        Kernel("b", "conv", "backward", (0, 1), (0,), 6),
+    ),
+)
 PROFILE = Profile("two", shape_of(PROGRAM).fingerprint, "m", "some device", "2.0", (30, 40), (1, 2))
 
 
@@ -111,8 +114,11 @@ def test_tied_tensors_stay_tied():
     model.forward = lambda x: x @ model.twin @ model.weight
     step = capture(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), (torch.ones(2, 4), torch.ones(2, 4)))
     runner = step_runner(step)
-    places = {runner.start[n].untyped_storage().data_ptr() for n, s in zip(step.placeholders, step.sources, strict=True)
-              if s is model.weight or s is model.twin}  # fmt: skip
+    places = {
+        runner.start[n].untyped_storage().data_ptr()
+        for n, s in zip(step.placeholders, step.sources, strict=True)
+        if s is model.weight or s is model.twin
+    }
     assert len(places) == 1 and model.weight.untyped_storage().data_ptr() not in places
 
 
@@ -134,9 +140,11 @@ def test_equal_kernels_are_measured_once():
 
 @pytest.mark.parametrize(
     ("cache", "fails", "ends"),
-    [("cold", r"^kernel \d+ \(aten.addmm.default\) cannot be run alone: ", "was over at kernel 0 of "),
-     ("step", "^the step cannot be run to profile it: ", "was over before a step was measured$")],
-)  # fmt: skip
+    [
+        ("cold", r"^kernel \d+ \(aten.addmm.default\) cannot be run alone: ", "was over at kernel 0 of "),
+        ("step", "^the step cannot be run to profile it: ", "was over before a step was measured$"),
+    ],
+)
 def test_unrunnable_kernels_and_timeouts_are_reported(cache, fails, ends):
     step = captured()
     node = next(n[0] for n in step.nodes if n and str(n[0].target) == "aten.addmm.default")
@@ -178,8 +186,10 @@ def test_attention_runs_backward_with_what_its_forward_pass_has_drawn():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = capture(model, lambda out, y: out.sum(), optimizer, (x, x), as_cuda=True)
     nodes = [n[0] for n in step.nodes if n]
-    forward, backward = (next(n for n in nodes if str(n.target) == f"aten._scaled_dot_product_efficient_attention{end}")
-                         for end in (".default", "_backward.default"))  # fmt: skip
+    forward, backward = (
+        next(n for n in nodes if str(n.target) == f"aten._scaled_dot_product_efficient_attention{end}")
+        for end in (".default", "_backward.default")
+    )
     random_state = torch.tensor(7), torch.tensor(11)
     forward.target = lambda q, *args, **options: (q, q, *random_state)
     args, _ = _Runner(step, CPU, 1)._inputs(backward)

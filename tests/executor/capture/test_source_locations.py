@@ -45,19 +45,34 @@ def kernels_of(captured: Captured, phase: str) -> list[tuple[str, str, str]]:
 
 
 FORWARD = [
-    ("convolution", "stem", STEM), ("add_", "norm", STEM), ("native_batch_norm", "norm", STEM),
-    ("convolution", "body.0", BODY), ("relu", "body.1", BODY), ("add", "", HEAD), ("mean", "", HEAD),
-    ("addmm", "head", HEAD), ("_log_softmax", "loss_fn", LOSS), ("nll_loss_forward", "loss_fn", LOSS),
-]  # fmt: skip
+    ("convolution", "stem", STEM),
+    ("add_", "norm", STEM),
+    ("native_batch_norm", "norm", STEM),
+    ("convolution", "body.0", BODY),
+    ("relu", "body.1", BODY),
+    ("add", "", HEAD),
+    ("mean", "", HEAD),
+    ("addmm", "head", HEAD),
+    ("_log_softmax", "loss_fn", LOSS),
+    ("nll_loss_forward", "loss_fn", LOSS),
+]
 FROM_LOSS = [
-    ("ones_like", "loss_fn", ""), ("nll_loss_backward", "loss_fn", LOSS),
-    ("_log_softmax_backward_data", "loss_fn", LOSS), ("mm", "head", HEAD), ("mm", "head", HEAD), ("sum", "head", HEAD),
+    ("ones_like", "loss_fn", ""),
+    ("nll_loss_backward", "loss_fn", LOSS),
+    ("_log_softmax_backward_data", "loss_fn", LOSS),
+    ("mm", "head", HEAD),
+    ("mm", "head", HEAD),
+    ("sum", "head", HEAD),
     ("div", "", HEAD),
-]  # fmt: skip
+]
 BACKWARD = [
-    *FROM_LOSS, ("threshold_backward", "body.1", BODY), ("convolution_backward", "body.0", BODY),
-    ("add_", "body.0", BODY), ("native_batch_norm_backward", "norm", STEM), ("convolution_backward", "stem", STEM),
-]  # fmt: skip
+    *FROM_LOSS,
+    ("threshold_backward", "body.1", BODY),
+    ("convolution_backward", "body.0", BODY),
+    ("add_", "body.0", BODY),
+    ("native_batch_norm_backward", "norm", STEM),
+    ("convolution_backward", "stem", STEM),
+]
 
 
 def captured_net(mode: str = "", **options: object) -> Captured:
@@ -80,8 +95,11 @@ def test_tensors_belong_to_modules() -> None:
     captured = captured_net()
     owners = dict(zip((t.name for t in captured.program.tensors), captured.owners, strict=True))
     assert {name: owners[name] for name in ("stem.weight", "norm.running_mean", "head.bias", "input0")} == {
-        "stem.weight": "stem", "norm.running_mean": "norm", "head.bias": "head", "input0": "inputs",
-    }  # fmt: skip
+        "stem.weight": "stem",
+        "norm.running_mean": "norm",
+        "head.bias": "head",
+        "input0": "inputs",
+    }
     assert owners["optimizer.body.0.weight.momentum_buffer"] == "body.0"
     assert owners["relu"] == "body.1"
 
@@ -125,8 +143,11 @@ def test_autocast_and_micro_batches_change_no_place() -> None:
     expected = [(module, line) for _, module, line in FORWARD]
     sources = [(module, line) for _, module, line in kernels_of(captured, "forward")]
     assert set(expected) <= set(sources) <= {*expected, ("loss_fn", "")}  # dividing the loss
-    sums = [(place.module, place.line) for k, place in zip(captured.program.kernels, captured.places, strict=True)
-            if k.phase == "backward" and k.name == "aten.add_.Tensor" and not place.line]  # fmt: skip
+    sums = [
+        (place.module, place.line)
+        for k, place in zip(captured.program.kernels, captured.places, strict=True)
+        if k.phase == "backward" and k.name == "aten.add_.Tensor" and not place.line
+    ]
     assert sorted(set(sums)) == [("body.0", ""), ("head", ""), ("norm", ""), ("stem", "")]  # gradients add up
 
 

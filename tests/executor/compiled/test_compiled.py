@@ -280,8 +280,13 @@ def test_the_key_of_a_cache_names_all_that_a_plan_depends_on() -> None:
 
     same = Partitioner(0.5, "h100").uuid()
     assert same == Partitioner(0.5, "h100").uuid()
-    others = [Partitioner(0.6, "h100"), Partitioner(0.5, "h200"), Partitioner(0.5, "h100", "capuchin"),
-              Partitioner(0.5, "h100", planner), Partitioner(0.5, "h100", planner)]  # fmt: skip
+    others = [
+        Partitioner(0.6, "h100"),
+        Partitioner(0.5, "h200"),
+        Partitioner(0.5, "h100", "capuchin"),
+        Partitioner(0.5, "h100", planner),
+        Partitioner(0.5, "h100", planner),
+    ]
     assert len({same, *(p.uuid() for p in others)}) == 6
 
 

@@ -93,8 +93,12 @@ def test_lightnings_trainer_trains_as_without_a_plan(make: Any, tmp_path: Path) 
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     data = torch.randn(4 * STEPS, 64, 32, generator=torch.Generator().manual_seed(0))
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-             "enable_model_summary": False}  # fmt: skip
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trained = []
     for memory in (1.0, 0.8):
         torch._dynamo.reset()

@@ -50,9 +50,15 @@ class Pair:
     """A planned Trainer and an equivalent plain one, whose class has the same user-defined methods."""
 
     def __init__(
-        self, out: Path, make: Callable[[], nn.Module] = model, lengths: tuple[int, ...] = (40,), samples: int = 12,
-        mixin: type = object, collate: Callable[[Any], dict[str, Tensor]] = padded, **chosen: Any,
-    ) -> None:  # fmt: skip
+        self,
+        out: Path,
+        make: Callable[[], nn.Module] = model,
+        lengths: tuple[int, ...] = (40,),
+        samples: int = 12,
+        mixin: type = object,
+        collate: Callable[[Any], dict[str, Tensor]] = padded,
+        **chosen: Any,
+    ) -> None:
         self.trainers: list[Trainer] = []
         self.logs: list[Logs] = []
         set_seed(0)
@@ -60,16 +66,34 @@ class Pair:
         planned = {"memory": 0.6, "options": {"planner": "capuchin"}}
         for name, base, more in (("ours", PlannedTrainer, planned), ("own", Trainer, {})):
             set_seed(0)
-            arguments = TrainingArguments(str(out / name), **{
-                "num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1,
-                "lr_scheduler_type": "cosine", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
-                "max_grad_norm": 0.5, "use_cpu": True, **chosen,
-            })  # fmt: skip
+            arguments = TrainingArguments(
+                str(out / name),
+                **{
+                    "num_train_epochs": 2,
+                    "per_device_train_batch_size": 4,
+                    "learning_rate": 1e-2,
+                    "logging_steps": 1,
+                    "lr_scheduler_type": "cosine",
+                    "save_strategy": "no",
+                    "report_to": "none",
+                    "disable_tqdm": True,
+                    "max_grad_norm": 0.5,
+                    "use_cpu": True,
+                    **chosen,
+                },
+            )
             self.logs.append(Logs())
-            self.trainers.append(type("Mine", (mixin, base) if mixin is not object else (base,), {})(
-                model=make(), args=arguments, train_dataset=self.data, eval_dataset=self.data[:4],
-                data_collator=collate, callbacks=[self.logs[-1]], **more,
-            ))  # fmt: skip
+            self.trainers.append(
+                type("Mine", (mixin, base) if mixin is not object else (base,), {})(
+                    model=make(),
+                    args=arguments,
+                    train_dataset=self.data,
+                    eval_dataset=self.data[:4],
+                    data_collator=collate,
+                    callbacks=[self.logs[-1]],
+                    **more,
+                )
+            )
         self.ours, self.own = self.trainers
 
     def train(self, **options: Any) -> Pair:
@@ -171,8 +195,10 @@ def classifier() -> nn.Module:
 
 
 def of_texts(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {"input_ids": torch.stack([s["input_ids"] for s in samples]),
-            "labels": torch.stack([s["labels"][0] % 2 for s in samples])}  # fmt: skip
+    return {
+        "input_ids": torch.stack([s["input_ids"] for s in samples]),
+        "labels": torch.stack([s["labels"][0] % 2 for s in samples]),
+    }
 
 
 @pytest.mark.nightly

@@ -21,9 +21,11 @@ def nvml(uuid, used):
 
     processes = [SimpleNamespace(pid=pid, usedGpuMemory=nbytes) for pid, nbytes in used.items()]
     return SimpleNamespace(
-        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handle,
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=handle,
         nvmlDeviceGetComputeRunningProcesses=lambda gpu: processes,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

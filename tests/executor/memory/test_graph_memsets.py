@@ -86,10 +86,15 @@ class Double:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Double:
     """A graph 1 -> 2 (memset) -> {3, 4 (two rows)} -> 5 (memset)."""
-    double = Double({
-        1: Node(KERNEL), 2: Node(MEMSET, [1], (4096, 7, 4, 1, 1)), 3: Node(KERNEL, [2]),
-        4: Node(MEMSET, [2], (512, 0, 1, 8, 2)), 5: Node(MEMSET, [3, 4], (8192, 0, 1, 1000, 1)),
-    })  # fmt: skip
+    double = Double(
+        {
+            1: Node(KERNEL),
+            2: Node(MEMSET, [1], (4096, 7, 4, 1, 1)),
+            3: Node(KERNEL, [2]),
+            4: Node(MEMSET, [2], (512, 0, 1, 8, 2)),
+            5: Node(MEMSET, [3, 4], (8192, 0, 1, 1000, 1)),
+        }
+    )
     monkeypatch.setattr(graph_memsets, "Driver", lambda device: double)
     monkeypatch.setattr(graph_memsets, "_fill", lambda index: SimpleNamespace(func=ctypes.c_void_p(99)))
     return double
@@ -98,8 +103,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Double:
 def test_kernels_take_the_place_of_memsets(driver: Double) -> None:
     assert replace_memsets(GPU, 1) == 2
     assert {h: (node.kind, node.parents) for h, node in driver.nodes.items()} == {
-        1: (KERNEL, []), 3: (KERNEL, [6]), 4: (MEMSET, [6]), 6: (KERNEL, [1]), 7: (KERNEL, [3, 4]),
-    }  # fmt: skip
+        1: (KERNEL, []),
+        3: (KERNEL, [6]),
+        4: (MEMSET, [6]),
+        6: (KERNEL, [1]),
+        7: (KERNEL, [3, 4]),
+    }
     assert driver.nodes[6].launch == ((4096, 7, 4, 1), [1, 1, 1], [THREADS, 1, 1])
     assert driver.nodes[7].launch == ((8192, 0, 1, 1000), [4, 1, 1], [THREADS, 1, 1])
 

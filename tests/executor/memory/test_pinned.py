@@ -92,15 +92,38 @@ def tree(folder: Path, files: dict[str, str]) -> Path:
     ("files", "left", "source"),
     [
         ({}, 614_400, "MemAvailable"),
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/memory.max": "5000",
-          "sys/fs/cgroup/a/b/memory.current": "3", "sys/fs/cgroup/a/memory.current": "1800",
-          "sys/fs/cgroup/a/memory.stat": "anon 1000\ninactive_file 800\n"}, 4000, "cgroup/a/memory.max"),
-        ({"proc/self/cgroup": "3:cpu,memory:/x\n1:cpu:/x\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "900",
-          "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000"}, 0, "memory.limit_in_bytes"),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "9999999999",
-          "sys/fs/cgroup/memory.current": "1"}, 614_400, "MemAvailable"),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/memory.max": "max",
+                "sys/fs/cgroup/a/memory.max": "5000",
+                "sys/fs/cgroup/a/b/memory.current": "3",
+                "sys/fs/cgroup/a/memory.current": "1800",
+                "sys/fs/cgroup/a/memory.stat": "anon 1000\ninactive_file 800\n",
+            },
+            4000,
+            "cgroup/a/memory.max",
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,memory:/x\n1:cpu:/x\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "900",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000",
+            },
+            0,
+            "memory.limit_in_bytes",
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": "9999999999",
+                "sys/fs/cgroup/memory.current": "1",
+            },
+            614_400,
+            "MemAvailable",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_available_by_hand(tmp_path, files, left, source):
     nbytes, origin = available(tree(tmp_path, TREE | files))
     assert nbytes == left and source in origin

@@ -63,15 +63,17 @@ def shorter(stream, device, host, nbytes):
 @pytest.mark.parametrize(
     ("method", "tasks", "change", "match"),
     [
-        *(("wait", tasks, None, NO_ORDER) for tasks in (
-            "swap-out of tensor 1", "kernel 3", "swap-in of tensor 1", "kernel 6")),  # kernel 3: a4 reuses a1's memory
+        *(
+            ("wait", tasks, None, NO_ORDER)
+            for tasks in ("swap-out of tensor 1", "kernel 3", "swap-in of tensor 1", "kernel 6")
+        ),  # kernel 3: a4 reuses a1's memory
         ("copy", "swap-out of tensor 1", None, BEFORE_B2),
         ("copy", "swap-in of tensor 1", None, BEFORE_B2),
         ("copy", "swap-out of tensor 1", shifted, f"{BEFORE_B2}|in the arena|{NO_ORDER}"),
         ("copy", "swap-in of tensor 1", shifted, f"{BEFORE_B2}|{NO_ORDER}"),
         ("copy", "swap-in of tensor 1", shorter, r"tensor 1 .*: byte 39,999 of 40,000 is wrong"),
     ],
-)  # fmt: skip
+)
 def test_every_wait_and_every_byte_counts(method, tasks, change, match):
     times, wrong = broken(LARGE, LARGE_SWAP, 150_000, method, tasks, change)
     assert times == 3 and re.search(match, wrong)

@@ -83,8 +83,14 @@ def test_the_timed_graph_has_kernels_copies_and_the_events_that_another_stream_w
 
 def test_calibration_recovers_the_costs_of_the_double(monkeypatch):
     """Copies take the machine's times, the kernels' clock advances by 1 us per read, and the queue is unlimited."""
-    machine = replace(LINK, memory_bytes=2**28, d2h_bytes_per_s=4 * 10**9, h2d_bytes_per_s=5 * 10**9,
-                      d2h_latency_ns=9 * US, h2d_latency_ns=7 * US)  # fmt: skip
+    machine = replace(
+        LINK,
+        memory_bytes=2**28,
+        d2h_bytes_per_s=4 * 10**9,
+        h2d_bytes_per_s=5 * 10**9,
+        d2h_latency_ns=9 * US,
+        h2d_latency_ns=7 * US,
+    )
     monkeypatch.setattr(calibrate, "MOST_LAUNCHES", 5)
     monkeypatch.setattr(calibrate, "LAUNCHES", 20)
     monkeypatch.setattr(calibrate, "NODES", 20)

@@ -116,9 +116,13 @@ def test_unrolling_by_hand():
     assert set(plan.decisions) == {Swap(0, 2, 5, prefetch=3), Swap(0, 5, 2, prefetch=0), Swap(1, 0, 3), Swap(1, 3, 0)}
     plan = Plan((Swap(1, 0, 0, copy=2), Recompute(2, 0, 2, at=1), Rerun(0, 2)))
     assert set(unrolled(ALTERNATING, plan, 2)[1].decisions) == {
-        Swap(1, 0, 3, copy=5), Swap(1, 3, 0, copy=2), Recompute(2, 0, 2, at=1), Recompute(3, 3, 5, at=4), Rerun(0, 2),
+        Swap(1, 0, 3, copy=5),
+        Swap(1, 3, 0, copy=2),
+        Recompute(2, 0, 2, at=1),
+        Recompute(3, 3, 5, at=4),
+        Rerun(0, 2),
         Rerun(3, 5),
-    }  # fmt: skip
+    }
 
 
 def test_a_plan_that_never_becomes_steady_is_refused(monkeypatch):
@@ -133,8 +137,10 @@ def cases(seed):
     """Returns a random program, a plan with all kinds of decisions, a machine and a feasible limit."""
     rng = Random(seed)
     program, plan, machine, *_ = random_case(seed)
-    kernels = [replace(k, variants=tuple((rng.randint(0, 30), rng.randint(0, 30)) for _ in range(rng.randint(0, 2))))
-               for k in program.kernels]  # fmt: skip
+    kernels = [
+        replace(k, variants=tuple((rng.randint(0, 30), rng.randint(0, 30)) for _ in range(rng.randint(0, 2))))
+        for k in program.kernels
+    ]
     program = replace(program, kernels=tuple(kernels))
     chosen = [(k, rng.randrange(len(x.variants))) for k, x in enumerate(kernels) if x.variants and rng.random() < 0.5]
     plan = replace(plan, variants=tuple(chosen), fingerprint="")
@@ -180,9 +186,12 @@ def test_a_plan_that_does_not_fit_by_bytes_is_out_of_memory():
 
 @pytest.mark.parametrize(
     ("options", "match"),
-    [({"iterations": 1}, "iterations >= 2"), ({"warmup": 0}, "warmup >= 1"), ({"mode": "fast"}, "time or check"),
-],
-)  # fmt: skip
+    [
+        ({"iterations": 1}, "iterations >= 2"),
+        ({"warmup": 0}, "warmup >= 1"),
+        ({"mode": "fast"}, "time or check"),
+    ],
+)
 def test_bad_options(options, match):
     with pytest.raises(ValueError, match=match):
         replay(PROGRAM, SWAP_PLAN, BYTES, LIMIT, HostBackend(BYTES), **options)

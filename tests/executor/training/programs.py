@@ -67,9 +67,13 @@ class Loop:
 
 
 def standard(
-    model: nn.Module, loss_fn: Any, optimizer: Optimizer, batch: Callable[[int], tuple[Any, ...]],
-    loss: Callable[..., Any] | None = None, **options: Any,
-) -> Loop:  # fmt: skip
+    model: nn.Module,
+    loss_fn: Any,
+    optimizer: Optimizer,
+    batch: Callable[[int], tuple[Any, ...]],
+    loss: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Loop:
     """Builds a loop for ``capture(model, loss_fn, optimizer, batch, **options)``.
 
     Args:
@@ -109,22 +113,28 @@ def standard(
 
 
 def custom(
-    step: Callable[..., Any], models: list[nn.Module], optimizers: list[Optimizer],
-    batch: Callable[[int], tuple[Any, ...]], **fields: Any,
-) -> Loop:  # fmt: skip
+    step: Callable[..., Any],
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    batch: Callable[[int], tuple[Any, ...]],
+    **fields: Any,
+) -> Loop:
     """Builds a loop for ``capture_step(step, *batch)``."""
     return Loop((step, None, None), models, optimizers, lambda i, *batch: step(*batch), batch, **fields)
 
 
 def network(
-    name: str | tuple[Callable[[], nn.Module], Callable[[], Any]], make_optimizer: Callable[..., Optimizer] = sgd,
-    device: str = "cpu", **options: Any,
-) -> Loop:  # fmt: skip
+    name: str | tuple[Callable[[], nn.Module], Callable[[], Any]],
+    make_optimizer: Callable[..., Optimizer] = sgd,
+    device: str = "cpu",
+    **options: Any,
+) -> Loop:
     """Builds a loop for a tiny network by name, or by functions that create a network and its batches."""
     make, batch = (NETWORKS | SMALL)[name] if isinstance(name, str) else name
     model = make().to(device)
-    return standard(model, nn.CrossEntropyLoss(), make_optimizer(model),
-                    lambda _: tuple(t.to(device) for t in batch()), **options)  # fmt: skip
+    return standard(
+        model, nn.CrossEntropyLoss(), make_optimizer(model), lambda _: tuple(t.to(device) for t in batch()), **options
+    )
 
 
 class Twins:

@@ -63,13 +63,19 @@ CASES: dict[str, tuple[Any, Callable[[dict[str, Tensor]], Any], Callable[[Any, A
     "dict": (of_entry, dict, lambda m, b: of_entry(m(**b), b)),
     "UserDict": (of_entry, UserDict, lambda m, b: of_entry(m(**b), b)),
     "BatchEncoding": (None, BatchEncoding, lambda m, b: m(**b)["loss"]),
-    "dataclass": (lambda out, b: F.cross_entropy(out, b.y), lambda p: Example(**p),
-                  lambda m, b: F.cross_entropy(m(b), b.y)),
-    "inputs and a target": (F.cross_entropy, lambda p: tuple(p.values()),
-                            lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2])),
+    "dataclass": (
+        lambda out, b: F.cross_entropy(out, b.y),
+        lambda p: Example(**p),
+        lambda m, b: F.cross_entropy(m(b), b.y),
+    ),
+    "inputs and a target": (
+        F.cross_entropy,
+        lambda p: tuple(p.values()),
+        lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]),
+    ),
     "named tuple": (F.cross_entropy, lambda p: Pair(p["x"], p["y"]), lambda m, b: F.cross_entropy(m(b.x), b.y)),
     "list, and the model's loss": (None, lambda p: list(p.values()), lambda m, b: m(*b)["loss"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)

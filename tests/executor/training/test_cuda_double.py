@@ -13,8 +13,12 @@ import pytest
 from tests.executor.training import test_equal_to_eager, test_faults, test_micro_batches, test_planned_step
 from tests.fake_device.graphs import GraphDouble
 
-SAMPLE = {"small", "test_a_failed_kernel_undoes_the_step", "test_without_a_barrier_between_steps",
-          "test_one_memory_for_two_swapped_micro_batches_is_refused"}  # fmt: skip
+SAMPLE = {
+    "small",
+    "test_a_failed_kernel_undoes_the_step",
+    "test_without_a_barrier_between_steps",
+    "test_one_memory_for_two_swapped_micro_batches_is_refused",
+}
 ROWS = ("small", "resnet", "gpt2", "accumulated")  # of the table
 
 
@@ -59,9 +63,12 @@ def test_on_the_double(function: Callable[..., None], given, double):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", ["out", "in"])
-@pytest.mark.parametrize("function", [
-    test_faults.test_a_failed_copy_undoes_the_step,
-    test_faults.test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        test_faults.test_a_failed_copy_undoes_the_step,
+        test_faults.test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing,
+    ],
+)
 def test_a_copy_that_fails_when_it_is_issued(function, way, double):
     function(way, lambda fails: setattr(double, "fails", fails))

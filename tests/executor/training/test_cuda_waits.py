@@ -236,11 +236,21 @@ def replays_on_another_stream(case: Case) -> None:
 
 
 SCENARIOS: list[Callable[[Case], None]] = [
-    what_is_shown_is_whole, copies_over_the_boundary, a_fault, another_compute_stream, a_loaders_batch,
-    another_stream_for_each_micro_batch, tensors_that_are_replaced, host_memory_that_serves_another,
-    host_memory_that_is_unpinned, what_is_on_the_host_anyway, an_arena_of_a_thread_without_a_context,
-    a_capture_that_fails, replays, replays_on_another_stream,
-]  # fmt: skip
+    what_is_shown_is_whole,
+    copies_over_the_boundary,
+    a_fault,
+    another_compute_stream,
+    a_loaders_batch,
+    another_stream_for_each_micro_batch,
+    tensors_that_are_replaced,
+    host_memory_that_serves_another,
+    host_memory_that_is_unpinned,
+    what_is_on_the_host_anyway,
+    an_arena_of_a_thread_without_a_context,
+    a_capture_that_fails,
+    replays,
+    replays_on_another_stream,
+]
 
 
 def three_layers() -> Loop:

@@ -23,12 +23,35 @@ from tests.executor.training.programs import Loop, Twins, custom, network, stand
 
 CASES: dict[str, Callable[[], Loop]] = {}
 NIGHTLY = {
-    "vgg16", "unet", "rnn", "lstm_both_ways", "checkpoint", "reentrant_checkpoint", "accumulated_gpt2", "scaler_resnet",
-    "scaler_gpt2", "warm_up", "foreach_gpt2", "fused_gpt2", "gradients_kept_in_bfloat16", "one_cycle_of_momentum",
-    "numbers_of_rmsprop", "numbers_of_nadam", "numbers_of_adamax", "numbers_of_adadelta", "numbers_of_rprop",
-    "foreach_adamw", "foreach_adagrad", "foreach_rmsprop", "fused_adam", "fused_adagrad", "skipped_foreach",
-    "foreach_adamw_from_zero", "fused_sgd_from_zero", "distillation",
-}  # fmt: skip
+    "vgg16",
+    "unet",
+    "rnn",
+    "lstm_both_ways",
+    "checkpoint",
+    "reentrant_checkpoint",
+    "accumulated_gpt2",
+    "scaler_resnet",
+    "scaler_gpt2",
+    "warm_up",
+    "foreach_gpt2",
+    "fused_gpt2",
+    "gradients_kept_in_bfloat16",
+    "one_cycle_of_momentum",
+    "numbers_of_rmsprop",
+    "numbers_of_nadam",
+    "numbers_of_adamax",
+    "numbers_of_adadelta",
+    "numbers_of_rprop",
+    "foreach_adamw",
+    "foreach_adagrad",
+    "foreach_rmsprop",
+    "fused_adam",
+    "fused_adagrad",
+    "skipped_foreach",
+    "foreach_adamw_from_zero",
+    "fused_sgd_from_zero",
+    "distillation",
+}
 CHECKED = {"small", "metrics", "accumulated", "gradients_kept", "skipped_at_first", "muon"}  # the others by night
 
 
@@ -170,9 +193,10 @@ CASES |= {
     "skipped_at_first": partial(mixed, "small", sgd, (0, 2, 5)),
     "skipped_foreach": partial(mixed, "mlp", lambda m: torch.optim.AdamW(m.parameters(), foreach=True), (0, 2, 5)),
     "skipped_foreach_sgd": partial(
-        mixed, "mlp", lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=True), (1, 3)),
+        mixed, "mlp", lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=True), (1, 3)
+    ),
     "skipped_fused": partial(mixed, "mlp", lambda m: torch.optim.AdamW(m.parameters(), fused=True), (0, 2, 5)),
-}  # fmt: skip
+}
 
 
 @case
@@ -215,11 +239,15 @@ CASES |= {
     "one_cycle": partial(scheduled, "mlp", adamw, lambda o: S.OneCycleLR(o, 0.1, total_steps=20)),  # beta1, too
     "one_cycle_of_momentum": partial(scheduled, "mlp", sgd, lambda o: S.OneCycleLR(o, 0.1, total_steps=20)),
     "warm_up": partial(
-        scheduled, "gpt2", adamw, lambda o: S.SequentialLR(o, [S.LinearLR(o, 0.1, 1.0, 2), S.StepLR(o, 1)], [2])),
+        scheduled, "gpt2", adamw, lambda o: S.SequentialLR(o, [S.LinearLR(o, 0.1, 1.0, 2), S.StepLR(o, 1)], [2])
+    ),
     "rate_in_a_tensor": partial(
-        scheduled, "mlp", lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1), momentum=0.9),
-        lambda o: S.ExponentialLR(o, 0.5)),
-}  # fmt: skip
+        scheduled,
+        "mlp",
+        lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1), momentum=0.9),
+        lambda o: S.ExponentialLR(o, 0.5),
+    ),
+}
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p, **form: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True, **form),
@@ -227,9 +255,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda p, **form: torch.optim.AdamW(p, lr=0.01, **form),
     "adagrad": lambda p, **form: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1, **form),
     "rmsprop": lambda p, **form: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, weight_decay=0.1, **form),
-    "nadam": torch.optim.NAdam, "adamax": torch.optim.Adamax, "adadelta": torch.optim.Adadelta,
+    "nadam": torch.optim.NAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
     "rprop": torch.optim.Rprop,
-}  # fmt: skip
+}
 
 
 def numbers(
@@ -264,28 +294,33 @@ def numbers(
 
 
 CASES |= {f"numbers_of_{name}": partial(numbers, name) for name in OPTIMIZERS}
-CASES |= {f"foreach_{name}": partial(numbers, name, parts=4, foreach=True)
-          for name in ("sgd", "adam", "adamw", "adagrad", "rmsprop")}  # fmt: skip
+CASES |= {
+    f"foreach_{name}": partial(numbers, name, parts=4, foreach=True)
+    for name in ("sgd", "adam", "adamw", "adagrad", "rmsprop")
+}
 CASES |= {f"fused_{name}": partial(numbers, name, parts=4, fused=True) for name in ("sgd", "adam", "adamw", "adagrad")}
 CASES |= {
-    "adafactor": partial(network, (lambda: net(8, 32), pairs),
-                         lambda m: torch.optim.Adafactor(m.parameters(), 0.05, weight_decay=0.01)),
+    "adafactor": partial(
+        network, (lambda: net(8, 32), pairs), lambda m: torch.optim.Adafactor(m.parameters(), 0.05, weight_decay=0.01)
+    ),
     "foreach_gpt2": partial(numbers, "adam", "gpt2", parts=4, foreach=True),
     "fused_gpt2": partial(numbers, "sgd", "gpt2", parts=4, fused=True),
     "adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), foreach=False),
     "foreach_adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), foreach=True),
     "fused_adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), fused=True),
     "fused_sgd_from_zero": partial(numbers, "sgd", factors=(0, 1, 0.5), fused=True),
-}  # fmt: skip
+}
 
 
 # ---------------------------------------------------------------------------------------------- steps of the user's own
 
 
 def trained(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], loss: Callable[[Tensor, Tensor], Any] | None = None,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    loss: Callable[[Tensor, Tensor], Any] | None = None,
     **fields: Any,
-) -> Loop:  # fmt: skip
+) -> Loop:
     """Builds a loop of ``zero_grad``, ``loss``, ``backward`` and a step of each optimizer.
 
     ``loss`` returns the loss and further results of the step.

@@ -22,8 +22,11 @@ from tests.executor.training.programs import GPU, Bytes, Twins, planned, random_
 
 def break_kernel(step: PlannedStep, phase: str, action: Callable[[], object], fraction: float = 0.5) -> int:
     """Runs ``action`` before the operator of a kernel in the middle of a phase."""
-    items = [i for i, item in enumerate(step.order.items)
-             if step.program.kernels[item.step.kernel].phase == phase and step.state.work[i].calls]  # fmt: skip
+    items = [
+        i
+        for i, item in enumerate(step.order.items)
+        if step.program.kernels[item.step.kernel].phase == phase and step.state.work[i].calls
+    ]
     i = items[int(fraction * len(items))]
     work = step.state.work
     (out, function, get, options), *rest = work[i].calls
@@ -75,12 +78,16 @@ def fails(twins: Twins, step: PlannedStep, error: type[BaseException], message: 
     assert seen.bytes() <= whole
 
 
-@pytest.mark.parametrize(("phase", "steps", "make_action", "error", "message"), [
-    ("forward", 0, lambda: once(RuntimeError("bad\nluck")), StepError, UNDONE),
-    ("backward", 2, lambda: once(RuntimeError("bad\nluck")), StepError, UNDONE),
-    ("backward", 1, ctrl_c, KeyboardInterrupt, "^$"),
-    ("backward", 1, lambda: once(SystemExit(3)), SystemExit, "^3$"),
-], ids=["forward", "backward", "Ctrl-C", "SystemExit"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("phase", "steps", "make_action", "error", "message"),
+    [
+        ("forward", 0, lambda: once(RuntimeError("bad\nluck")), StepError, UNDONE),
+        ("backward", 2, lambda: once(RuntimeError("bad\nluck")), StepError, UNDONE),
+        ("backward", 1, ctrl_c, KeyboardInterrupt, "^$"),
+        ("backward", 1, lambda: once(SystemExit(3)), SystemExit, "^3$"),
+    ],
+    ids=["forward", "backward", "Ctrl-C", "SystemExit"],
+)
 def test_a_failed_kernel_undoes_the_step(phase, steps, make_action, error, message):
     twins, step = planned()
     twins.train(step, steps)
@@ -109,8 +116,11 @@ def moves(monkeypatch) -> Fails:
 
 def a_copy_fails(way: str, hosts: set[int], install: Fails, armed: list[int]) -> None:
     """Lets one copy to or from these host slots fail once ``armed`` is not empty."""
-    install(lambda target, source: (target if way == "out" else source).data_ptr() in hosts and bool(armed)
-            and not armed.pop())  # fmt: skip
+    install(
+        lambda target, source: (
+            (target if way == "out" else source).data_ptr() in hosts and bool(armed) and not armed.pop()
+        )
+    )
 
 
 @pytest.mark.parametrize("way", ["out", "in"])
@@ -211,8 +221,11 @@ def test_an_unreferenced_step_frees_its_memory_at_once(failed):
             except StepError:
                 pass
         memory = {StorageWeakRef(b.host.untyped_storage()) for b in step.state.blocks.blocks.values()}
-        away = {StorageWeakRef(b.user.untyped_storage()) for b in step.state.bindings
-                if b.block and b.block.place is memory_source.Place.HOST}  # fmt: skip
+        away = {
+            StorageWeakRef(b.user.untyped_storage())
+            for b in step.state.bindings
+            if b.block and b.block.place is memory_source.Place.HOST
+        }
         assert away and away < memory
         del step
         assert {s for s in memory if not s.expired()} == away

@@ -83,9 +83,12 @@ def graphed(
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [("small", by_tensor), ("mlp", sgd), *(pytest.param(*row, marks=pytest.mark.nightly) for row in (
-        ("gpt2", by_tensor), ("vgg16", sgd)))],
-)  # fmt: skip
+    [
+        ("small", by_tensor),
+        ("mlp", sgd),
+        *(pytest.param(*row, marks=pytest.mark.nightly) for row in (("gpt2", by_tensor), ("vgg16", sgd))),
+    ],
+)
 def test_equal_to_eager_with_other_batches_and_learning_rates(name, optimizer, double):
     """Rates that are tensors need one capture; numbers are constants of a graph, which is captured again."""
     twins, step = graphed(name, optimizer)
@@ -230,15 +233,26 @@ def test_wrong_addresses_are_found(wrong, double, monkeypatch):
     step(*twins.next_batch())
     if wrong == "packing":
         pack = graph.pack_within
-        monkeypatch.setattr(graph, "pack_within", lambda blocks, *rest: replace(
-            pack(blocks, *rest), offsets=np.zeros(len(blocks), np.int64)))  # fmt: skip
+        monkeypatch.setattr(
+            graph,
+            "pack_within",
+            lambda blocks, *rest: replace(pack(blocks, *rest), offsets=np.zeros(len(blocks), np.int64)),
+        )
     elif wrong == "lifetimes":
         found = graph.requests_of
-        monkeypatch.setattr(graph, "requests_of", lambda *given: replace(
-            made := found(*given), end=np.minimum(made.end, made.begin + 1)))  # fmt: skip
+        monkeypatch.setattr(
+            graph,
+            "requests_of",
+            lambda *given: replace(made := found(*given), end=np.minimum(made.end, made.begin + 1)),
+        )
     else:
-        monkeypatch.setattr(graph.Dry, "intervals", property(lambda dry: Intervals(
-            dry.requests.begin, dry.requests.end, dry.requests.nbytes, dry.requests.length)))  # fmt: skip
+        monkeypatch.setattr(
+            graph.Dry,
+            "intervals",
+            property(
+                lambda dry: Intervals(dry.requests.begin, dry.requests.end, dry.requests.nbytes, dry.requests.length)
+            ),
+        )
     with contextlib.suppress(StepError, KeyError):
         for _ in range(3):
             step(*twins.next_batch())
@@ -256,9 +270,14 @@ def by_default(double, monkeypatch):
     return double
 
 
-@pytest.mark.parametrize(("optimizer", "options", "reason"), [
-    (adamw, {}, "the host reads the number"), (sgd, {"accumulate": 2}, "micro-batches may arrive one by one"),
-], ids=["numbers", "micro-batches"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "options", "reason"),
+    [
+        (adamw, {}, "the host reads the number"),
+        (sgd, {"accumulate": 2}, "micro-batches may arrive one by one"),
+    ],
+    ids=["numbers", "micro-batches"],
+)
 def test_a_step_that_cannot_be_a_graph_runs_kernel_by_kernel_and_says_why(optimizer, options, reason, by_default):
     twins = Twins("mlp", optimizer)
     captured = twins.captured(**options)
@@ -336,9 +355,10 @@ def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default
     with capturable(True):
         steps = fit(*twins.ours.capture_args, twins.next_batch(), 0.9, machine=slow, planner=planner)
         twins.train(steps, 5)
-    assert steps.report().iteration_ns == simulate(
-        steps.present.program, steps.present.plan, slow.in_graph(), steps.limit
-    ).iteration_ns  # fmt: skip
+    assert (
+        steps.report().iteration_ns
+        == simulate(steps.present.program, steps.present.plan, slow.in_graph(), steps.limit).iteration_ns
+    )
     assert steps.present.not_graph is None and steps.present.graph.peak_bytes <= steps.limit, steps.report()
     assert 0 < steps.present.replans < fit_module.REPLANS and steps.present.packed_bytes < steps.limit == max(limits)
     assert f"runs as one CUDA graph, which takes {steps.present.graph.peak_bytes:,} bytes" in str(steps.report())
@@ -373,9 +393,14 @@ def test_fit_goes_on_kernel_by_kernel_if_no_plan_does_with_less(by_default):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-@pytest.mark.parametrize(("name", "optimizer"), [
-    ("small", sgd), ("vgg16", sgd), ("gpt2", lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, capturable=True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("small", sgd),
+        ("vgg16", sgd),
+        ("gpt2", lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, capturable=True)),
+    ],
+)
 def test_a_graph_on_a_gpu(name, optimizer, monkeypatch):
     """The step is bit-identical to eager where cuDNN is deterministic; closing the graph frees its device memory."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)

@@ -33,8 +33,13 @@ def test_an_order_is_sound(seeds, graph):
         limit = max(limit, lower(program, plan).required_bytes)
         follow(ordered(program, plan, replace(machine, host_bytes=10**6), limit, graph))
         kinds |= {(type(d), getattr(d, "copy", None) is None, getattr(d, "at", None) is None) for d in plan.decisions}
-    assert kinds == {(Swap, True, True), (Swap, False, True), (Recompute, True, True), (Recompute, True, False),
-                     (Rerun, True, True)}  # fmt: skip
+    assert kinds == {
+        (Swap, True, True),
+        (Swap, False, True),
+        (Recompute, True, True),
+        (Recompute, True, False),
+        (Rerun, True, True),
+    }
 
 
 def test_a_graph_ends_with_no_copy_in_flight_that_is_over_in_the_simulation():
@@ -67,8 +72,13 @@ def follow(out: Order) -> None:
     begin = dict(place)
     used = peak = sum(blocks[b].nbytes for b in place if place[b] != "host")
     peaks = [0] * len(program.kernels)
-    steps = {"in": ("host", "in"), "reclaim": ("out", "host"), "wait": ("in", "device"), "out": ("device", "out"),
-             "release": ("device", "host")}  # fmt: skip
+    steps = {
+        "in": ("host", "in"),
+        "reclaim": ("out", "host"),
+        "wait": ("in", "device"),
+        "out": ("device", "out"),
+        "release": ("device", "host"),
+    }
 
     def move(kind: str, b: int) -> int:
         t = blocks[b].owner
@@ -116,8 +126,11 @@ def test_an_early_copy_by_hand():
     """Copies a1 once f1 ends, in parallel with its reader f2; f4 takes its memory for a4 (130 bytes fit)."""
     out = ordered(tiny.PROGRAM, Plan((Swap(tiny.A1, 1, 6, copy=0),)), tiny.MACHINE, tiny.LIMIT)
     follow(out)
-    moves = {item.step.kernel: ([kind for kind, _ in item.before], [kind for kind, _ in item.after])
-             for item in out.items if item.before or item.after}  # fmt: skip
+    moves = {
+        item.step.kernel: ([kind for kind, _ in item.before], [kind for kind, _ in item.after])
+        for item in out.items
+        if item.before or item.after
+    }
     assert moves == {0: ([], ["out"]), 3: (["reclaim"], []), 5: (["in"], []), 6: (["wait"], [])}
 
 
@@ -126,19 +139,29 @@ def vgg() -> Program:
     return Twins("vgg16").captured().program
 
 
-@pytest.mark.parametrize(("part", "early"), [
-    (0.75, False), (0.65, True), *(pytest.param(*case, marks=pytest.mark.nightly) for case in (
-        (0.9, False), (0.9, True), (0.75, True), (0.65, False))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "early"),
+    [
+        (0.75, False),
+        (0.65, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in ((0.9, False), (0.9, True), (0.75, True), (0.65, False))
+        ),
+    ],
+)
 def test_an_order_takes_no_longer_than_simulated(part, early):
     """On streams with the simulated speeds, an iteration takes the simulated time within one percent."""
     program = vgg()
     plan = agents.make("autoswap_swdoa", min_bytes=256).plan(program, GPU, int(part * program.peak_bytes))
     if early:  # copies start right after the write
-        plan = replace(plan, decisions=tuple(
-            replace(d, copy=max([w for w in program.writes[d.tensor] if w <= d.after], default=d.after))
-            for d in plan.decisions
-        ))  # fmt: skip
+        plan = replace(
+            plan,
+            decisions=tuple(
+                replace(d, copy=max([w for w in program.writes[d.tensor] if w <= d.after], default=d.after))
+                for d in plan.decisions
+            ),
+        )
     predicted = simulate(program, plan, GPU, plan.limit)
     assert [*itertools.islice(clock(ordered(program, plan, GPU, plan.limit), GPU), 8)][-1] == pytest.approx(
         predicted.iteration_ns, rel=0.01

@@ -65,12 +65,15 @@ def test_a_parameter_that_is_part_of_other_memory():
     assert step.differing == {"0.weight": (8192, 4096)}
 
 
-@pytest.mark.parametrize(("factor", "within", "retries", "warned"), [
-    (1, 0, 0, None),
-    (100, 0, 0, "bytes in use on the device, and .* in the program"),
-    (1, 5, 0, "999,999,005 bytes"),  # a peak within kernels
-    (1, 0, 3, "out of memory 3 times .*1,000 bytes of other memory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("factor", "within", "retries", "warned"),
+    [
+        (1, 0, 0, None),
+        (100, 0, 0, "bytes in use on the device, and .* in the program"),
+        (1, 5, 0, "999,999,005 bytes"),  # a peak within kernels
+        (1, 0, 3, "out of memory 3 times .*1,000 bytes of other memory"),
+    ],
+)
 def test_the_allocators_statistics(factor, within, retries, warned, monkeypatch):
     """Only the first step is observed; 1,000 bytes belong to others."""
     (_, step), used_bytes = unplanned(), []

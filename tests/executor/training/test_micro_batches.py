@@ -59,11 +59,14 @@ def test_a_later_batch_goes_where_the_plan_has_it(where, monkeypatch):
     program, end = captured.program, captured.micro[0].end
     second = [t for t, tensor in enumerate(program.tensors) if tensor.kind == "input"][2]
     first, *_, last = program.accesses[second]
-    step = tight(captured, {
-        "away": Plan((Swap(second, last, first),)),
-        "copied": Plan((Swap(second, last, first, prefetch=3), Swap(second, first, last))),
-        "leaving": Plan((Swap(second, end - 1, first, copy=end - 1),)),
-    }[where])  # fmt: skip
+    step = tight(
+        captured,
+        {
+            "away": Plan((Swap(second, last, first),)),
+            "copied": Plan((Swap(second, last, first, prefetch=3), Swap(second, first, last))),
+            "leaving": Plan((Swap(second, end - 1, first, copy=end - 1),)),
+        }[where],
+    )
     copied = []
     move = engines.move
     monkeypatch.setattr(engines, "move", lambda a, b: (copied.append(a.nbytes), move(a, b)))
@@ -108,16 +111,20 @@ def test_a_micro_batch_that_fails_undoes_all_of_the_step(which):
     twins, step = accumulated(3)
     twins.train(step)
     before, kernels, work = copy.deepcopy(twins.ours.state()), step.program.kernels, step.state.work
-    backward = [j for j, item in enumerate(step.order.items)
-                if kernels[item.step.kernel].phase == "backward" and work[j].calls]  # fmt: skip
+    backward = [
+        j for j, item in enumerate(step.order.items) if kernels[item.step.kernel].phase == "backward" and work[j].calls
+    ]
     first = sum(j < step.state.parts[which].begin for j in backward)
     break_kernel(step, "backward", once(RuntimeError("bad luck")), (first + 0.5) / len(backward))
     torch.manual_seed(77)
     rng = torch.get_rng_state()
     for _ in range(which):
         step(*twins.next_batch())
-    with pytest.raises(StepError, match=rf"micro-batch {which + 1} of 3 failed: RuntimeError: bad luck; the model "
-                                        "is as before the step, .*micro-batch 1"):  # fmt: skip
+    with pytest.raises(
+        StepError,
+        match=rf"micro-batch {which + 1} of 3 failed: RuntimeError: bad luck; the model "
+        "is as before the step, .*micro-batch 1",
+    ):
         step(*twins.next_batch())
     assert torch.equal(rng, torch.get_rng_state())
     equal_states(twins.ours.state(), before)

@@ -18,19 +18,23 @@ X, W = torch.empty(2, 1, 4, 4, device="meta"), torch.empty(3, 1, 3, 3, device="m
 CONVOLUTION = X, W, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
 
 
-@pytest.mark.parametrize(("target", "args", "options", "function"), [
-    (aten.convolution.default, CONVOLUTION, {}, torch.convolution),
-    (aten.add_.Tensor, (X, X), {"alpha": 2}, torch.Tensor.add_),
-    (aten._foreach_add_.Scalar, ([X, W], 1), {}, torch._foreach_add_),
-    (aten.gelu.default, (X,), {"approximate": "tanh"}, torch._C._nn.gelu),
-    (aten.zeros.default, ([2],), {"device": torch.device("cpu"), "pin_memory": False}, torch.zeros),
-    (aten.div_.Scalar, (X, 2.0), {}, torch.Tensor.div_),  # calls div_.Tensor
-    # Another overload; a default device that could be set later; no binding; no ATen operator.
-    (aten.floor_divide.Scalar, (X, 2.0), {}, None),
-    (aten.zeros.default, ([2],), {}, None),
-    (aten.threshold_backward.default, (X, X, 0), {}, None),
-    (torch.ops.prims.sin.default, (X,), {}, None),
-], ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("target", "args", "options", "function"),
+    [
+        (aten.convolution.default, CONVOLUTION, {}, torch.convolution),
+        (aten.add_.Tensor, (X, X), {"alpha": 2}, torch.Tensor.add_),
+        (aten._foreach_add_.Scalar, ([X, W], 1), {}, torch._foreach_add_),
+        (aten.gelu.default, (X,), {"approximate": "tanh"}, torch._C._nn.gelu),
+        (aten.zeros.default, ([2],), {"device": torch.device("cpu"), "pin_memory": False}, torch.zeros),
+        (aten.div_.Scalar, (X, 2.0), {}, torch.Tensor.div_),  # calls div_.Tensor
+        # Another overload; a default device that could be set later; no binding; no ATen operator.
+        (aten.floor_divide.Scalar, (X, 2.0), {}, None),
+        (aten.zeros.default, ([2],), {}, None),
+        (aten.threshold_backward.default, (X, X, 0), {}, None),
+        (torch.ops.prims.sin.default, (X,), {}, None),
+    ],
+    ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
+)
 def test_an_operator_is_called_by_the_function_that_dispatches_to_it(
     target: Any, args: Any, options: Any, function: Any
 ) -> None:

@@ -212,9 +212,12 @@ def test_an_x_and_a_y_that_are_pairs():
     def loop() -> Any:
         model = Sum()
         return standard(
-            model, lambda out, pair: nn.functional.mse_loss(out, pair[0] - pair[1]), adamw(model),
-            lambda _: ((torch.randn(5, 8), torch.randn(5, 8)), (torch.randn(5, 4), torch.randn(5, 4))), accumulate=2,
-        )  # fmt: skip
+            model,
+            lambda out, pair: nn.functional.mse_loss(out, pair[0] - pair[1]),
+            adamw(model),
+            lambda _: ((torch.randn(5, 8), torch.randn(5, 8)), (torch.randn(5, 4), torch.randn(5, 4))),
+            accumulate=2,
+        )
 
     twins = Twins(loop)
     steps = twins.steps_under(lambda *_: Plan(), 1.0)

@@ -94,11 +94,15 @@ def test_unread_values_and_kept_tensors_may_change() -> None:
     twins.train(step)
 
 
-@pytest.mark.parametrize(("act", "named"), [
-    (lambda net, x: setattr(net, "epoch", net.epoch + 1), "epoch from 0 to 1"),
-    (lambda net, x: random.random(), "Python's random"),
-    (lambda net, x: np.random.rand(), "numpy.random"),  # noqa: NPY002 (what users do)
-], ids=["counts", "random", "numpy"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("act", "named"),
+    [
+        (lambda net, x: setattr(net, "epoch", net.epoch + 1), "epoch from 0 to 1"),
+        (lambda net, x: random.random(), "Python's random"),
+        (lambda net, x: np.random.rand(), "numpy.random"),  # noqa: NPY002 (what users do)
+    ],
+    ids=["counts", "random", "numpy"],
+)
 def test_unrepeatable_values_are_refused(act: Any, named: str) -> None:
     class Counts(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -120,17 +120,34 @@ AFTER_BACKWARD = {
 }
 # Initial values of the attributes of ``self`` that a body uses.
 ATTRIBUTES = {
-    "layer": "nn.Linear(WIDTH, WIDTH)", "mean": "nn.Buffer(torch.zeros(WIDTH))", "hidden": "torch.zeros(WIDTH)",
-    "scale": "nn.Buffer(torch.ones(WIDTH))", "pair": "torch.zeros(WIDTH), torch.ones(WIDTH)", "late": "None",
-    "kept": "[]", "table": "{}", "log": "{'steps': torch.zeros(())}", "recent": "deque(maxlen=2)", "calls": "0",
-    "box": "Box(torch.zeros(WIDTH))", "running_mean": "make_running_mean()", "norm": "nn.BatchNorm1d(WIDTH)",
-    "spectral": "nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))", "state": "torch.zeros(1, WIDTH)",
-    "cell": "nn.GRUCell(WIDTH, WIDTH)", "generator": "torch.Generator().manual_seed(3)",
-    "two": "[torch.zeros(WIDTH), torch.ones(WIDTH)]", "lstm": "nn.LSTMCell(WIDTH, WIDTH)", "unordered": "set()",
-    "memory": "(torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH))", "grown": "torch.zeros(1)",
-    "tabled": "make_tabled()", "recording": "make_hooked(True)", "scaling": "make_hooked(False)",
+    "layer": "nn.Linear(WIDTH, WIDTH)",
+    "mean": "nn.Buffer(torch.zeros(WIDTH))",
+    "hidden": "torch.zeros(WIDTH)",
+    "scale": "nn.Buffer(torch.ones(WIDTH))",
+    "pair": "torch.zeros(WIDTH), torch.ones(WIDTH)",
+    "late": "None",
+    "kept": "[]",
+    "table": "{}",
+    "log": "{'steps': torch.zeros(())}",
+    "recent": "deque(maxlen=2)",
+    "calls": "0",
+    "box": "Box(torch.zeros(WIDTH))",
+    "running_mean": "make_running_mean()",
+    "norm": "nn.BatchNorm1d(WIDTH)",
+    "spectral": "nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))",
+    "state": "torch.zeros(1, WIDTH)",
+    "cell": "nn.GRUCell(WIDTH, WIDTH)",
+    "generator": "torch.Generator().manual_seed(3)",
+    "two": "[torch.zeros(WIDTH), torch.ones(WIDTH)]",
+    "lstm": "nn.LSTMCell(WIDTH, WIDTH)",
+    "unordered": "set()",
+    "memory": "(torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH))",
+    "grown": "torch.zeros(1)",
+    "tabled": "make_tabled()",
+    "recording": "make_hooked(True)",
+    "scaling": "make_hooked(False)",
     "phases": "iter([1.0, 0.5, 0.25] * 5)",
-}  # fmt: skip
+}
 WRAPPERS = {name for name, body in FORWARD.items() if "self.inner" in body}
 # Rarely drawn, because a program with one of them is refused as a whole.
 REFUSED = ("branch on an activation", "counted calls", "data of a buffer", "data of a parameter", "iterator")
@@ -415,9 +432,14 @@ def program(seed: int) -> Program:
     if rng.random() < 0.1:
         names[rng.randrange(len(names))] = rng.choice(REFUSED)
     return Program(
-        seed, tuple(names), rng.choice(list(OPTIMIZERS)), rng.choice((1.0, 0.8, 0.7)),
-        rng.choice(("lp_round", "capuchin")), seed % 2 == 0, rng.choice((0, 0, 1)),
-    )  # fmt: skip
+        seed,
+        tuple(names),
+        rng.choice(list(OPTIMIZERS)),
+        rng.choice((1.0, 0.8, 0.7)),
+        rng.choice(("lp_round", "capuchin")),
+        seed % 2 == 0,
+        rng.choice((0, 0, 1)),
+    )
 
 
 SOME = 6, 13, 26, 30, 35, 43, 86, 93, 104, 115, 130, 175  # of both kinds; between them they have half of the blocks

@@ -32,9 +32,14 @@ HERE = r"\(test_refusals\.py:\d+\)"
 
 
 def step_of(
-    model: nn.Module, optimizer: Any = None, batch: Any = None, loss_fn: Any = F.cross_entropy,
-    plan: Plan = Plan(), limit: int | None = None, **options: Any,  # noqa: B008
-) -> PlannedStep:  # fmt: skip
+    model: nn.Module,
+    optimizer: Any = None,
+    batch: Any = None,
+    loss_fn: Any = F.cross_entropy,
+    plan: Plan = Plan(),  # noqa: B008
+    limit: int | None = None,
+    **options: Any,
+) -> PlannedStep:
     captured = capture(model, loss_fn, optimizer or sgd(model), batch or pairs(), machine=GPU, **options)
     return PlannedStep(captured, plan, GPU, limit)
 
@@ -87,8 +92,11 @@ class Counting(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        table: dict[str, Any] = {"state": self.state[self.param_groups[0]["params"][0]], "option": self.param_groups[0],
-                                 "attribute": vars(self)}[self.where]  # fmt: skip
+        table: dict[str, Any] = {
+            "state": self.state[self.param_groups[0]["params"][0]],
+            "option": self.param_groups[0],
+            "attribute": vars(self),
+        }[self.where]
         table["steps"] = table.get("steps", 0) + 1
         for p in self.param_groups[0]["params"]:
             p.sub_(p.grad, alpha=0.1 / table["steps"])
@@ -142,65 +150,113 @@ def steps_of_net(*batch: Any, **options: Any) -> Any:
 SCALER = torch.amp.GradScaler("cpu")
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     # operations of a step
-    "sparse gradients": (CaptureError, "0 is sparse", lambda: step_of(
-        nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Flatten(), nn.Linear(32, 5)),
-        batch=(torch.randint(20, (6, 4)), torch.randint(5, (6,))))),
-    "a tensor that is nowhere": (CaptureError, rf"aten\.mul\.Tensor .*{HERE}.*register_buffer", lambda: step_of(
-        Acts(lambda layer, out: out * next(iter(layer._scales))))),
-    "a shape that depends on data": (CaptureError, rf"shape .*{HERE}", lambda: step_of(
-        Acts(lambda _, out: out[out[:, 0] > 0]))),
+    "sparse gradients": (
+        CaptureError,
+        "0 is sparse",
+        lambda: step_of(
+            nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Flatten(), nn.Linear(32, 5)),
+            batch=(torch.randint(20, (6, 4)), torch.randint(5, (6,))),
+        ),
+    ),
+    "a tensor that is nowhere": (
+        CaptureError,
+        rf"aten\.mul\.Tensor .*{HERE}.*register_buffer",
+        lambda: step_of(Acts(lambda layer, out: out * next(iter(layer._scales)))),
+    ),
+    "a shape that depends on data": (
+        CaptureError,
+        rf"shape .*{HERE}",
+        lambda: step_of(Acts(lambda _, out: out[out[:, 0] > 0])),
+    ),
     "a branch on data": (CaptureError, rf"values of a tensor.*{HERE}.*torch.where", lambda: step_of(Acts(branch))),
     "an average that counts": (CaptureError, rf"values of a tensor.*{HERE}.*after the step", lambda: own_step(average)),
-    "a schedule in the step": (StepError, "lr of SGD", lambda: own_step(
-        lambda _, optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step)),
-    "a number is returned": (CaptureError, "int", lambda: step_of(
-        net(8), loss_fn=lambda out, y: (F.cross_entropy(out, y), 3))),
-    "metrics of micro-batches": (CaptureError, "loss_fn .*micro-batches", lambda: step_of(
-        net(8), loss_fn=metrics, accumulate=2)),
+    "a schedule in the step": (
+        StepError,
+        "lr of SGD",
+        lambda: own_step(lambda _, optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step),
+    ),
+    "a number is returned": (
+        CaptureError,
+        "int",
+        lambda: step_of(net(8), loss_fn=lambda out, y: (F.cross_entropy(out, y), 3)),
+    ),
+    "metrics of micro-batches": (
+        CaptureError,
+        "loss_fn .*micro-batches",
+        lambda: step_of(net(8), loss_fn=metrics, accumulate=2),
+    ),
     "no loss": (CaptureError, "list and no loss", lambda: capture(nn.Sequential(), None, None, ([[1.0]],))),
     "a hook of the optimizer that runs no operator": (StepError, "optimizer .*count", lambda: hooked("optimizer")),
     "a hook of a tensor that runs no operator": (StepError, r"0\.weight .*count", lambda: hooked("weight")),
-    "a compiled model": (CaptureError, "the model is compiled.*_orig_mod", lambda: step_of(
-        torch.compile(net(8)), sgd(net(8)))),
-    "a compiled part": (CaptureError, "0 is compiled.*_orig_mod", lambda: step_of(
-        nn.Sequential(torch.compile(net(8))))),
+    "a compiled model": (
+        CaptureError,
+        "the model is compiled.*_orig_mod",
+        lambda: step_of(torch.compile(net(8)), sgd(net(8))),
+    ),
+    "a compiled part": (
+        CaptureError,
+        "0 is compiled.*_orig_mod",
+        lambda: step_of(nn.Sequential(torch.compile(net(8)))),
+    ),
     "a part compiled in place": (CaptureError, r"0 is compiled.*compile\(\)", lambda: step_of(in_place(net(8)))),
-    "a compiled loss": (CaptureError, "part of the step is compiled", lambda: step_of(
-        net(8), loss_fn=torch.compile(F.cross_entropy))),
+    "a compiled loss": (
+        CaptureError,
+        "part of the step is compiled",
+        lambda: step_of(net(8), loss_fn=torch.compile(F.cross_entropy)),
+    ),
     "DataParallel": (CaptureError, "DataParallel", lambda: step_of(nn.DataParallel(net(8)))),
     # optimizers
     "a count in an optimizer's state": (StepError, "Counting has steps", lambda: counting("state")),
     "a count in its options": (StepError, "Counting has steps", lambda: counting("option")),
     "a count in an attribute": (StepError, "Counting has steps", lambda: counting("attribute")),
-    "Adafactor of transformers": (StepError, "Adafactor has step", lambda: step_of(
-        model := net(8), Adafactor(model.parameters(), 0.01, scale_parameter=False, relative_step=False))),
+    "Adafactor of transformers": (
+        StepError,
+        "Adafactor has step",
+        lambda: step_of(
+            model := net(8), Adafactor(model.parameters(), 0.01, scale_parameter=False, relative_step=False)
+        ),
+    ),
     "LBFGS": (CaptureError, "LBFGS", lambda: step_of(model := net(8), torch.optim.LBFGS(model.parameters()))),
-    "dampening": (StepError, "dampening", lambda: step_of(
-        model := net(8), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5))),
+    "dampening": (
+        StepError,
+        "dampening",
+        lambda: step_of(model := net(8), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)),
+    ),
     # plans and graphs
     "a plan of another program": (PlanError, "another program", lambda: step_of(net(8), plan=Plan((), "0" * 64))),
     "no memory": (OutOfMemory, "", lambda: step_of(net(8), limit=1000)),
-    "tensors without content": (StepError, "weight has device meta", lambda: step_of(
-        nn.Linear(8, 5, device="meta"), batch=tuple(t.to("meta") for t in pairs()))),
-    "what is returned is swapped": (StepError, r"0\.weight, which the step returns", lambda: own_step(
-        lambda model, _: lambda: model[0].weight, moving)),
+    "tensors without content": (
+        StepError,
+        "weight has device meta",
+        lambda: step_of(nn.Linear(8, 5, device="meta"), batch=tuple(t.to("meta") for t in pairs())),
+    ),
+    "what is returned is swapped": (
+        StepError,
+        r"0\.weight, which the step returns",
+        lambda: own_step(lambda model, _: lambda: model[0].weight, moving),
+    ),
     "a graph with a number": (StepError, "graph: .*optimizer.*step", lambda: graph(optimizer=adamw)),
     "a graph that recomputes dropout": (StepError, "graph: .*random", lambda: graph(recomputing_dropout)),
-    "a graph that can be undone": (StepError, "graph: .*undone", lambda: tight(
-        Twins("small").captured(), Plan(), graph=True, undo=True)),
+    "a graph that can be undone": (
+        StepError,
+        "graph: .*undone",
+        lambda: tight(Twins("small").captured(), Plan(), graph=True, undo=True),
+    ),
     "a graph with a scaler": (StepError, "graph: .*GradScaler", lambda: graph(scaler=SCALER)),
     "a graph that keeps gradients": (StepError, "graph: .*gradients", lambda: graph(keep_grads=True)),
     # batches and options
-    "an object in a batch": (StepError, "SimpleNamespace", lambda: steps_of_net(
-        SimpleNamespace(x=torch.randn(2, 8)))),
+    "an object in a batch": (StepError, "SimpleNamespace", lambda: steps_of_net(SimpleNamespace(x=torch.randn(2, 8)))),
     "a set in a batch": (StepError, "set", lambda: steps_of_net((torch.randn(2, 8), {1}), torch.zeros(2).long())),
     "no batch": (StepError, "1 to 1 micro-batches", lambda: steps_of_net(())),
     "accumulate": (ValueError, "accumulate.*got 0", lambda: steps_of_net(accumulate=0)),
     "keep": (ValueError, "keep.*got 0", lambda: steps_of_net(keep=0)),
-    "options of a custom step": (ValueError, "clip_norm", lambda: fit(
-        torch.sum, example_batch=(torch.randn(16, 8),), memory=0.8, clip_norm=1.0)),
+    "options of a custom step": (
+        ValueError,
+        "clip_norm",
+        lambda: fit(torch.sum, example_batch=(torch.randn(16, 8),), memory=0.8, clip_norm=1.0),
+    ),
     "no limit": (ValueError, "memory", lambda: fit(torch.sum, example_batch=(torch.randn(16, 8),))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -271,22 +327,30 @@ REFUSED_CHANGES: dict[str, tuple[Callable[[Loop], Any], str]] = {
     "strides": (to_data(lambda t: t.transpose(2, 3)), "weight has stride"),
     "type": (to_data(torch.Tensor.double), "weight has type torch.float64"),
     "frozen": (lambda loop: stem(loop).weight.requires_grad_(False), r"stem\.0\.weight was frozen"),
-    "gradient": (lambda loop: setattr(stem(loop).weight, "grad", torch.zeros_like(stem(loop).weight)),
-                 r"stem\.0\.weight has a gradient"),
-    "parameter": (lambda loop: setattr(stem(loop), "weight", nn.Parameter(stem(loop).weight.detach())),
-                  r"stem\.0\.weight was replaced"),
+    "gradient": (
+        lambda loop: setattr(stem(loop).weight, "grad", torch.zeros_like(stem(loop).weight)),
+        r"stem\.0\.weight has a gradient",
+    ),
+    "parameter": (
+        lambda loop: setattr(stem(loop), "weight", nn.Parameter(stem(loop).weight.detach())),
+        r"stem\.0\.weight was replaced",
+    ),
     "no buffer": (lambda loop: loop.model.stem[1]._buffers.pop("running_mean"), r"stem\.1\.running_mean"),
     "mode": (lambda loop: loop.model.stem[1].eval(), "BatchNorm2d is in eval mode"),
     "module": (lambda loop: loop.model.stem.append(nn.Identity()), "Sequential has other parts"),
     "other module": (lambda loop: loop.model.stem.__setitem__(2, nn.Identity()), "Sequential has other parts"),
     "option": (lambda loop: loop.optimizer.param_groups[0].update(nesterov=True), "optimizer's nesterov was False"),
-    "group": (lambda loop: loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
-              "other parameter groups"),
+    "group": (
+        lambda loop: loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+        "other parameter groups",
+    ),
     "hook of a parameter": (lambda loop: stem(loop).weight.register_hook(lambda grad: grad), "hooks of the model"),
     "hook of a module": (lambda loop: stem(loop).register_forward_hook(lambda *_: None), "hooks of the model"),
-    "memory": (lambda loop: [setattr(p, "data", torch.cat([p.data, p.data])[: len(p)])
-                             for p in loop.model.parameters()], "part of other memory"),
-}  # fmt: skip
+    "memory": (
+        lambda loop: [setattr(p, "data", torch.cat([p.data, p.data])[: len(p)]) for p in loop.model.parameters()],
+        "part of other memory",
+    ),
+}
 
 
 def small_step(kind: str) -> tuple[Twins, PlannedStep]:
@@ -332,12 +396,15 @@ def test_state_that_becomes_shared_is_refused_wherever_it_is(on_device: bool) ->
     twins.train(step, 2)
 
 
-@pytest.mark.parametrize(("make", "values"), [
-    (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), {"momentum": 0.0, "lr": torch.tensor(0.1)}),
-    (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"momentum": 0.9}),
-    (lambda m: torch.optim.Adam(m.parameters()), {"amsgrad": True, "weight_decay": 0.1, "maximize": True}),
-    (lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.0, fused=True), {"weight_decay": 0.1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), {"momentum": 0.0, "lr": torch.tensor(0.1)}),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"momentum": 0.9}),
+        (lambda m: torch.optim.Adam(m.parameters()), {"amsgrad": True, "weight_decay": 0.1, "maximize": True}),
+        (lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.0, fused=True), {"weight_decay": 0.1}),
+    ],
+)
 def test_a_number_that_would_give_another_graph_is_refused(make: Any, values: dict[str, Any]) -> None:
     twins = Twins("mlp", make)
     step = PlannedStep(twins.captured(), Plan())

@@ -29,18 +29,42 @@ from tests.executor.training.test_equal_to_eager import net, trained
 from tests.executor.training.test_random_steps import Program, Twin
 
 CARRIED = {  # blocks of test_random_steps.py that rebind a tensor -> its holder
-    "rebound buffer": "mean", "carried state": "hidden", "carried pair": "pair", "exchanged entries": "two",
-    "state of an LSTM": "memory", "nonlocal mean": "running_mean", "boxed state": "box",
-}  # fmt: skip
-BLOCKS = (*CARRIED, "appended list", "cleared list", "recent tensors", "table of features", "late loss",
-          "late record", "own generator", "table by parameter", "gradient hooks", "average of weights")  # fmt: skip
+    "rebound buffer": "mean",
+    "carried state": "hidden",
+    "carried pair": "pair",
+    "exchanged entries": "two",
+    "state of an LSTM": "memory",
+    "nonlocal mean": "running_mean",
+    "boxed state": "box",
+}
+BLOCKS = (
+    *CARRIED,
+    "appended list",
+    "cleared list",
+    "recent tensors",
+    "table of features",
+    "late loss",
+    "late record",
+    "own generator",
+    "table by parameter",
+    "gradient hooks",
+    "average of weights",
+)
 CASES = {name: (name, "adamw") for name in BLOCKS} | {
     "optimizer around another": ("layer", "lookahead of adamw"),
     "optimizer with lists and tables": ("layer", "preconditioned"),
 }
 
-NIGHTLY = {"rebound buffer", "carried pair", "exchanged entries", "cleared list", "late record", "table of features",
-           "table by parameter", "average of weights"}  # fmt: skip
+NIGHTLY = {
+    "rebound buffer",
+    "carried pair",
+    "exchanged entries",
+    "cleared list",
+    "late record",
+    "table of features",
+    "table by parameter",
+    "average of weights",
+}
 
 
 def loop_of(block: str, optimizer: str = "adamw") -> Loop:
@@ -247,9 +271,14 @@ _jittered.register_fake(lambda x, size: torch.empty_like(x))
 _jittered.register_autograd(lambda context, gradient: (gradient, None))
 
 
-@pytest.mark.parametrize(("exact", "hidden", "message"), [
-    (False, False, None), (True, False, "from the eager step"), (False, True, "from the eager step"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("exact", "hidden", "message"),
+    [
+        (False, False, None),
+        (True, False, "from the eager step"),
+        (False, True, "from the eager step"),
+    ],
+)
 def test_kernels_that_do_not_repeat_themselves_may_differ_as_much_as_eager_steps(
     monkeypatch: pytest.MonkeyPatch, exact: bool, hidden: bool, message: str | None
 ) -> None:

@@ -84,6 +84,8 @@ def test_the_cost_of_a_step_is_per_kernel_and_per_move(monkeypatch: pytest.Monke
     plain, moving = seen
     moves = sum(len(item.before) + len(item.after) for item in moving.order.items)
     assert moves and found == {
-        "step_kernel_us": round(6e6 / len(plain.order.items), 3), "step_move_us": round(6e6 / moves, 3),
-        "step_binding_us": round(1e6 / len(plain.state.bindings), 4), "step_fixed_us": 4e6,
-    }  # fmt: skip
+        "step_kernel_us": round(6e6 / len(plain.order.items), 3),
+        "step_move_us": round(6e6 / moves, 3),
+        "step_binding_us": round(1e6 / len(plain.state.bindings), 4),
+        "step_fixed_us": 4e6,
+    }

@@ -22,14 +22,23 @@ GPU = Machine.load("gtx1080ti")
 
 
 ONE_TASK = {  # values of agent=dqn for one task; the defaults are for many tasks (experiments.pretrain)
-    "iterations": 50, "init": "pretrained", "most_calls": 1000, "learning_starts": 4, "learning_rate": 4e-4,
-}  # fmt: skip
+    "iterations": 50,
+    "init": "pretrained",
+    "most_calls": 1000,
+    "learning_starts": 4,
+    "learning_rate": 4e-4,
+}
 
 
 TUNED = {
-    "episodes": 60, "pool": "mean", "mixing": True, "n_step": 1000, "optimizer": "adam", "learning_rate": 1e-3,
+    "episodes": 60,
+    "pool": "mean",
+    "mixing": True,
+    "n_step": 1000,
+    "optimizer": "adam",
+    "learning_rate": 1e-3,
     "reward_scale": 100.0,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -53,8 +62,12 @@ SMOKE = {
     "pack": "{program} algorithms=[smartpool]",
     "train_dqn": "program={program} limit=0.6 agent=dqn_paper agent.episodes=2 planners=null",
     "train_sb3": "steps=64 algo.n_steps=8 planners=null",
-    "reproduce": "--help", "benchmark": "--help", "pretrain": "--help", "measured": "--help", "validate_gpu": "--help",
-}  # fmt: skip
+    "reproduce": "--help",
+    "benchmark": "--help",
+    "pretrain": "--help",
+    "measured": "--help",
+    "validate_gpu": "--help",
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n != "evaluate")) for n in SMOKE])
@@ -72,8 +85,11 @@ def test_evaluate_scores_planners(run: Run, program: Program, program_file: Path
     rows = rows_in(out)
     check_rows(rows)
     assert [(r["planner"], r["feasible"]) for r in rows] == [
-        ("none", False), ("autoswap_swdoa", True), ("none", False), ("autoswap_swdoa", False)
-    ]  # fmt: skip
+        ("none", False),
+        ("autoswap_swdoa", True),
+        ("none", False),
+        ("autoswap_swdoa", False),
+    ]
     limit = int(0.8 * program.peak_bytes)
     assert rows[0]["limit_bytes"] == limit and json.loads((out / "summary.json").read_text())["results"] == rows
     overhead = floor(program, GPU, limit).overhead
@@ -120,7 +136,10 @@ def test_a_sweep_ends_with_a_common_table_and_keeps_it(run: Run, program_file: P
     assert len(list((tmp_path / "work" / "runs").glob("evaluate-chain-*"))) == 4
     folder = tmp_path / "work" / done.stdout.splitlines()[-1]
     assert folder.parent.name == "runs" and {f.name for f in folder.iterdir()} == {
-        "multirun.yaml", "table.txt", "results.jsonl"}  # fmt: skip
+        "multirun.yaml",
+        "table.txt",
+        "results.jsonl",
+    }
     lines = [line.split() for line in (folder / "table.txt").read_text().splitlines() if line.strip()]
     swept = [row for row in lines if row[0] in ("0.8", "0.9")]
     assert [row[:2] for row in swept] == [["0.8", "0"], ["0.8", "5"], ["0.9", "0"], ["0.9", "5"]]
@@ -135,16 +154,43 @@ def test_a_sweep_ends_with_a_common_table_and_keeps_it(run: Run, program_file: P
 
 def test_train_writes_its_run_directory(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "runs" / "out"
-    words = (f"program={program_file}", "limit=0.5", "seed=1", "agent.iterations=5", "agent.greedy_calls=300",
-             "greedy_every=200", "planners=[autoswap_doa,annealing]")  # fmt: skip
+    words = (
+        f"program={program_file}",
+        "limit=0.5",
+        "seed=1",
+        "agent.iterations=5",
+        "agent.greedy_calls=300",
+        "greedy_every=200",
+        "planners=[autoswap_doa,annealing]",
+    )
     done = run("train_dqn", *words, f"out={out}").ok()
-    files = {"program.json", "summary.json", "results.jsonl", "plan.json", "checkpoint.pt", "weights.pt", "tb",
-             "learning_curve.png", "memory_curve.png", "timeline.json", "curve.json", ".hydra"}  # fmt: skip
+    files = {
+        "program.json",
+        "summary.json",
+        "results.jsonl",
+        "plan.json",
+        "checkpoint.pt",
+        "weights.pt",
+        "tb",
+        "learning_curve.png",
+        "memory_curve.png",
+        "timeline.json",
+        "curve.json",
+        ".hydra",
+    }
     assert {f.name for f in out.iterdir()} == files
     rows = rows_in(out)
     check_rows(rows)
-    names = ["autoswap_doa", "annealing", "uniform edits, equal calls", "uniform edits, equal seconds",
-             "uniform edits, 300 calls", "dqn, before training", "dqn", "dqn_greedy"]  # fmt: skip
+    names = [
+        "autoswap_doa",
+        "annealing",
+        "uniform edits, equal calls",
+        "uniform edits, equal seconds",
+        "uniform edits, 300 calls",
+        "dqn, before training",
+        "dqn",
+        "dqn_greedy",
+    ]
     assert [r["planner"] for r in rows] == names
     equal, _, few, before, dqn, greedy = rows[2:]
     assert 0 < equal["simulator_calls"] <= dqn["simulator_calls"]

@@ -39,8 +39,17 @@ def test_a_point_is_made_when_it_is_time_and_kept(tmp_path: Path) -> None:
     logged: list[tuple[int, Mapping[str, float]]] = []
 
     def made(resumed: Path | None = None) -> Curve:
-        return Curve(tmp_path / "curve.json", PROGRAM, MACHINE, LIMIT, "swap", {"agent": "a", "seed": 3}, 100,
-                     lambda calls, values: logged.append((calls, values)), resumed)  # fmt: skip
+        return Curve(
+            tmp_path / "curve.json",
+            PROGRAM,
+            MACHINE,
+            LIMIT,
+            "swap",
+            {"agent": "a", "seed": 3},
+            100,
+            lambda calls, values: logged.append((calls, values)),
+            resumed,
+        )
 
     curve = made()
     curve.add_episode(0.5)

@@ -55,7 +55,13 @@ def test_a_reader_may_end_first() -> None:
     """Closes the pipe early, as ``--help | head`` does."""
     ours, theirs = os.pipe()
     os.close(ours)
-    done = subprocess.run([sys.executable, "-m", "experiments", "--help"], cwd=ROOT, stdout=theirs,
-                          stderr=subprocess.PIPE, timeout=60, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments", "--help"],
+        cwd=ROOT,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
     os.close(theirs)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")

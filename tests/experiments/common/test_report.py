@@ -69,9 +69,10 @@ def test_a_plan_of_another_mode_does_not_count(program: Program) -> None:
 
 def with_workspaces(program: Program) -> Program:
     """Gives every kernel an algorithm of twice the time that avoids its workspace of 40 MiB."""
-    return replace(program, kernels=tuple(
-        replace(k, workspace=40 * 2**20, variants=((2 * k.duration_ns, 0),)) for k in program.kernels
-    ))  # fmt: skip
+    return replace(
+        program,
+        kernels=tuple(replace(k, workspace=40 * 2**20, variants=((2 * k.duration_ns, 0),)) for k in program.kernels),
+    )
 
 
 def test_rows_of_the_three_workspaces(program: Program) -> None:

@@ -58,8 +58,10 @@ def test_wandb_logs_the_same(tmp_path, monkeypatch) -> None:
     write("wandb", tmp_path)
     assert said == [
         {"project": "headroom", "name": tmp_path.name, "dir": str(tmp_path), "config": CONFIG},
-        (0, {"overhead": 0.5}), (7, {"overhead": 0.25, "best": 0.25}), "finished",
-    ]  # fmt: skip
+        (0, {"overhead": 0.5}),
+        (7, {"overhead": 0.25, "best": 0.25}),
+        "finished",
+    ]
 
 
 def test_no_tracker_and_a_missing_tracker(tmp_path, monkeypatch) -> None:

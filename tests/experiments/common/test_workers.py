@@ -121,9 +121,14 @@ def test_a_missing_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("launcher", "planner"), [
-    ("joblib", "lp_round"), ("submitit_local", "autoswap_doa"), ("ray", "lp_round"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("launcher", "planner"),
+    [
+        ("joblib", "lp_round"),
+        ("submitit_local", "autoswap_doa"),
+        ("ray", "lp_round"),
+    ],
+)
 def test_a_sweep_on_other_launchers(
     launcher: str, planner: str, start: Run, program_file: Path, tmp_path: Path
 ) -> None:

@@ -12,8 +12,18 @@ from experiments.common import cli
 from experiments.figures import compiled
 from tests.executor.compiled.test_compiled import graphs
 
-TASK = {"network": "MLP", "workload": {}, "limits": [0.8, 0.2], "budgets": [0.4], "solvers": [], "swaps": [0.7],
-        "device": "cpu", "rounds": 2, "planner": "capuchin", "seconds": 1}  # fmt: skip
+TASK = {
+    "network": "MLP",
+    "workload": {},
+    "limits": [0.8, 0.2],
+    "budgets": [0.4],
+    "solvers": [],
+    "swaps": [0.7],
+    "device": "cpu",
+    "rounds": 2,
+    "planner": "capuchin",
+    "seconds": 1,
+}
 
 
 def small() -> tuple[nn.Module, Tensor, Tensor]:

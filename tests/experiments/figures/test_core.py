@@ -18,12 +18,21 @@ MLP = "gtx1080ti"
 def settings(**changes: Any) -> DictConfig:
     pin = program("mlp", Machine.load(MLP)).fingerprint[:12]
     task = {"workload": "mlp", "machine": MLP, "limit": 0.8, "split": "test", "fingerprint": pin}
-    return DictConfig({
-        "tasks": {"small": task},
-        "agents": {"annealing": {"planner": "annealing", "min_bytes": 1}, "capuchin": {"planner": "capuchin"},
-                   "published": {"planner": "published"}},
-        "calls": [50], "seconds": [0.05], "seeds": [0, 1], "beside": False, **changes,
-    })  # fmt: skip
+    return DictConfig(
+        {
+            "tasks": {"small": task},
+            "agents": {
+                "annealing": {"planner": "annealing", "min_bytes": 1},
+                "capuchin": {"planner": "capuchin"},
+                "published": {"planner": "published"},
+            },
+            "calls": [50],
+            "seconds": [0.05],
+            "seeds": [0, 1],
+            "beside": False,
+            **changes,
+        }
+    )
 
 
 def test_a_task_as_a_user_runs_it() -> None:
@@ -31,10 +40,14 @@ def test_a_task_as_a_user_runs_it() -> None:
     row = {**task, **core.Core().run(task, Machine.load("h100"))}
     runs = row["runs"]
     assert [(run["agent"], run["calls"], run["seconds"], run["seed"]) for run in runs] == [
-        ("annealing", 50, None, 0), ("annealing", 50, None, 1),
-        ("annealing", None, 0.05, 0), ("annealing", None, 0.05, 1),
-        ("capuchin", None, None, 0), ("capuchin", None, None, 1), ("published", None, None, 0),
-    ]  # fmt: skip
+        ("annealing", 50, None, 0),
+        ("annealing", 50, None, 1),
+        ("annealing", None, 0.05, 0),
+        ("annealing", None, 0.05, 1),
+        ("capuchin", None, None, 0),
+        ("capuchin", None, None, 1),
+        ("published", None, None, 0),
+    ]
     assert all(run["gap"] >= 0 for run in runs if run["gap"] is not None)
     assert all(0 < run["simulator_calls"] <= 50 for run in runs[:2]) and not any(run["late"] for run in runs[:2])
     assert runs[-1]["gap"] <= runs[-2]["gap"]  # Capuchin is among the published heuristics
@@ -45,14 +58,28 @@ def test_a_task_as_a_user_runs_it() -> None:
 
 
 def row(split: str, gaps: dict[str, list[float | None]]) -> core.Row:
-    runs = [{"agent": agent, "calls": 100, "seconds": None, "seed": i, "gap": gap, "late": False, "plan_s": 0.5,
-             "simulator_calls": 120} for agent, values in gaps.items() for i, gap in enumerate(values)]  # fmt: skip
+    runs = [
+        {
+            "agent": agent,
+            "calls": 100,
+            "seconds": None,
+            "seed": i,
+            "gap": gap,
+            "late": False,
+            "plan_s": 0.5,
+            "simulator_calls": 120,
+        }
+        for agent, values in gaps.items()
+        for i, gap in enumerate(values)
+    ]
     return {"task": split, "split": split, "fingerprint": "0123456789ab", "runs": runs}
 
 
 def test_scores() -> None:
-    rows = [row("train", {"annealing": [1.0, 2.0], "dqn": [None, 5.0]}),
-            row("test", {"annealing": [3.0, 400.0], "dqn": [7.0, 9.0]})]  # fmt: skip
+    rows = [
+        row("train", {"annealing": [1.0, 2.0], "dqn": [None, 5.0]}),
+        row("test", {"annealing": [3.0, 400.0], "dqn": [7.0, 9.0]}),
+    ]
     by_key = core.scores(rows)
     np.testing.assert_array_equal(by_key["annealing", (100, None)], [[1, 2], [3, core.WITHOUT]])
     np.testing.assert_array_equal(by_key["dqn", (100, None)], [[core.WITHOUT, 5], [7, 9]])
@@ -82,8 +109,10 @@ def test_an_agent_of_ones_own_beside_the_results_that_are_there(tmp_path, monkey
     monkeypatch.setattr(core, "RESULTS", tmp_path)
     runs = core.Core().run(task, Machine.load("h100"))["runs"]
     assert [(run["agent"], run["calls"]) for run in runs] == [
-        ("ownagent:Mine", 50), ("annealing", 100), ("annealing", 100),
-    ]  # fmt: skip
+        ("ownagent:Mine", 50),
+        ("annealing", 100),
+        ("annealing", 100),
+    ]
     assert runs[0]["simulator_calls"] == 50 and runs[0]["gap"] >= 0
 
 

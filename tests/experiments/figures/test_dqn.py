@@ -13,10 +13,14 @@ from simulator import simulate
 
 PROGRAM, MACHINE = small_task()
 SETTINGS = {
-    "groups": [["kmeans"], ["vgg16", "vgg19"]], "changes": {"vgg19": {"batch_size": 8}}, "limits": [0.6, 0.9],
-    "seeds": [3, 5], "min_bytes": 2**20, "floor_kernels": 100,
+    "groups": [["kmeans"], ["vgg16", "vgg19"]],
+    "changes": {"vgg19": {"batch_size": 8}},
+    "limits": [0.6, 0.9],
+    "seeds": [3, 5],
+    "min_bytes": 2**20,
+    "floor_kernels": 100,
     "calls": 60,
-}  # fmt: skip
+}
 
 
 def points(*pairs):
@@ -29,8 +33,15 @@ def row(seed, swap, joint, floor=()):
     """Returns one network's row; TFLMS has plans at 90, 60 and 55 % of the peak, memonger at 90 and 60 %."""
     baselines = {"tflms": [[0.9, 0.0], [0.6, 0.04], [0.55, 0.5]], "memonger": [[0.9, 0.2], [0.6, 0.2]]}
     empty = {key: [] for key in fig.BASELINES if key not in baselines}
-    result = {"peak": 2**30, "ideal_ns": 1000, "kernels": 10, "transfer_ns": 250, "baselines": {**baselines, **empty},
-              "dqn": {"swap": points(*swap), "joint": points(*joint)}, "floor": list(floor)}  # fmt: skip
+    result = {
+        "peak": 2**30,
+        "ideal_ns": 1000,
+        "kernels": 10,
+        "transfer_ns": 250,
+        "baselines": {**baselines, **empty},
+        "dqn": {"swap": points(*swap), "joint": points(*joint)},
+        "floor": list(floor),
+    }
     return {"networks": ["vgg16"], "seed": seed, "limits": [0.9, 0.6], "calls": 60, "found": {"vgg16": result}}
 
 
@@ -70,8 +81,11 @@ def test_run_on_a_small_program(monkeypatch):
     monkeypatch.setattr(figures, "program", lambda name, machine, **changes: PROGRAM)
     tasks = fig.Fig5().tasks(OmegaConf.create(SETTINGS))
     assert [(t["networks"], t["seed"]) for t in tasks] == [
-        (["kmeans"], 3), (["vgg16", "vgg19"], 3), (["kmeans"], 5), (["vgg16", "vgg19"], 5)
-    ]  # fmt: skip
+        (["kmeans"], 3),
+        (["vgg16", "vgg19"], 3),
+        (["kmeans"], 5),
+        (["vgg16", "vgg19"], 5),
+    ]
     assert [t["floor_kernels"] for t in tasks] == [100, 100, 0, 0]  # the floor does not depend on the seed
     task = fig.Fig5().tasks(OmegaConf.create({**SETTINGS, "groups": [["vgg16"]]}))[0]
     out = fig.Fig5().run(task, MACHINE)

@@ -48,8 +48,16 @@ def test_texts() -> None:
 
 
 def test_numbers_in_templates() -> None:
-    values = {"bytes": 3 * 2**20, "ns": 2_500_000, "d": {"k": [0.5, None]}, "none": None, "list": [1.0, 2.5],
-              "range": Range([0.25, 0.1]), "one": Range([0.101, 0.099]), "sizes": Range([1e9, 3e9])}  # fmt: skip
+    values = {
+        "bytes": 3 * 2**20,
+        "ns": 2_500_000,
+        "d": {"k": [0.5, None]},
+        "none": None,
+        "list": [1.0, 2.5],
+        "range": Range([0.25, 0.1]),
+        "one": Range([0.101, 0.099]),
+        "sizes": Range([1e9, 3e9]),
+    }
     assert fill("{bytes!M:.1f} MiB, {ns!t:g} ms, {sizes!B:.0f} GB", values) == "3.0 MiB, 2.5 ms, 1 to 3 GB"
     assert fill("{d[k][0]:.0%}, {list:.1f}, {range:.0%}, {one:.0%}", values) == "50%, 1.0, 2.5, 10% to 25%, 10%"
     assert {fill(missing, values) for missing in ("{none}", "{d[k][1]:.0f}", "{none[a]}")} == {None}

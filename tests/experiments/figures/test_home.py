@@ -136,10 +136,19 @@ def test_fig7_parts_of_the_tiny_plan() -> None:
 
 def history(seed: int, best: list[int | None], mean: list[int | None]) -> dict[str, Any]:
     return {
-        "network": "squeezenet", "share": 2.0, "update": "tensors", "seed": seed, **SEARCH, "batch": 20,
-        "ideal_ns": 100, "worst": mean,
-        "mean": mean, "best": best, "fit": [0 if ns is None else 20 for ns in best], "calls": 10 * len(best),
-    }  # fmt: skip
+        "network": "squeezenet",
+        "share": 2.0,
+        "update": "tensors",
+        "seed": seed,
+        **SEARCH,
+        "batch": 20,
+        "ideal_ns": 100,
+        "worst": mean,
+        "mean": mean,
+        "best": best,
+        "fit": [0 if ns is None else 20 for ns in best],
+        "calls": 10 * len(best),
+    }
 
 
 def test_fig8_of_hand_made_searches() -> None:
@@ -186,8 +195,12 @@ def test_tensile_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 def test_kernel_times_of_networks_held_out() -> None:
-    settings = {"networks": ["squeezenet", "mobilenet", "resnet18_cifar"], "sources": ["model", "measured"],
-                "batch": 2, "repeats": 1}  # fmt: skip
+    settings = {
+        "networks": ["squeezenet", "mobilenet", "resnet18_cifar"],
+        "sources": ["model", "measured"],
+        "batch": 2,
+        "repeats": 1,
+    }
     figure = tensile_times.Times()
     rows = [{**task, **figure.run(task, GPU)} for task in figure.tasks(OmegaConf.create(settings))]
     model, measured = rows

@@ -57,14 +57,31 @@ def test_a_recorded_iteration() -> None:
     assert change == [64, 0]  # the momentum persists
     # The batch (0) and labels (1), the product (2) of batch and weight (3), the loss (4), which frees the product.
     assert second[:10] == [
-        ("malloc", 64, 0), ("malloc", 16, 1), ("malloc", 64, 2), ("read", 64, 0), ("read", 64, 3), ("write", 64, 2),
-        ("malloc", 4, 4), ("read", 64, 2), ("write", 4, 4), ("free", 64, 2),
-    ]  # fmt: skip
+        ("malloc", 64, 0),
+        ("malloc", 16, 1),
+        ("malloc", 64, 2),
+        ("read", 64, 0),
+        ("read", 64, 3),
+        ("write", 64, 2),
+        ("malloc", 4, 4),
+        ("read", 64, 2),
+        ("write", 4, 4),
+        ("free", 64, 2),
+    ]
     # The optimizer: momentum (7) times 0.9, plus the gradient (6); then the weight. All others are freed.
     assert second[19:] == [
-        ("read", 64, 7), ("write", 64, 7), ("read", 64, 7), ("read", 64, 6), ("write", 64, 7), ("read", 64, 3),
-        ("read", 64, 7), ("write", 64, 3), ("free", 64, 6), ("free", 64, 0), ("free", 16, 1),
-    ]  # fmt: skip
+        ("read", 64, 7),
+        ("write", 64, 7),
+        ("read", 64, 7),
+        ("read", 64, 6),
+        ("write", 64, 7),
+        ("read", 64, 3),
+        ("read", 64, 7),
+        ("write", 64, 3),
+        ("free", 64, 6),
+        ("free", 64, 0),
+        ("free", 16, 1),
+    ]
 
 
 def test_load_min() -> None:

@@ -32,8 +32,13 @@ def rows_of(figure: Figure, **changes: Any) -> list[dict[str, Any]]:
 
 def test_a_tiny_network_by_hand() -> None:
     # Batch 1, 256 numbers = 1 KiB: CONV a (1 KiB), RELU b (1), POOL c (0.5), CONV d (0.5), softmax e (0.5).
-    layers = [Layer("a", "conv", 256, ()), Layer("b", "activation", 256, (0,)), Layer("c", "pool", 128, (1,)),
-              Layer("d", "conv", 128, (2,)), Layer("e", "other", 128, (3,))]  # fmt: skip
+    layers = [
+        Layer("a", "conv", 256, ()),
+        Layer("b", "activation", 256, (0,)),
+        Layer("c", "pool", 128, (1,)),
+        Layer("d", "conv", 128, (2,)),
+        Layer("e", "other", 128, (3,)),
+    ]
     program = layerwise.program("tiny", layers, 1, image=64)
     # Outputs a 1024, b 1024, c 512, d 512, e 512; gradients of the inputs of d 512, c 1024 (in which b's is, too), and
     # a 256, the images'. e's gradient is in e.
@@ -60,9 +65,13 @@ def test_a_tiny_network_by_hand() -> None:
 def test_forks_and_joins_by_hand() -> None:
     # fork(CONV a) -> CONV l, BN r -> join -> softmax. Forward: right branch first, as listed.
     layers = [
-        Layer("a", "conv", 256, ()), Layer("f", "copy", 256, (0,)), Layer("r", "norm", 256, (1,)),
-        Layer("l", "conv", 256, (1,)), Layer("j", "elementwise", 256, (3, 2)), Layer("e", "other", 256, (4,)),
-    ]  # fmt: skip
+        Layer("a", "conv", 256, ()),
+        Layer("f", "copy", 256, (0,)),
+        Layer("r", "norm", 256, (1,)),
+        Layer("l", "conv", 256, (1,)),
+        Layer("j", "elementwise", 256, (3, 2)),
+        Layer("e", "other", 256, (4,)),
+    ]
     assert [layers[i].name for i in layerwise.backward_order(layers)] == ["e", "j", "r", "l", "f", "a"]
     program = layerwise.program("branches", layers, 1)
     names = [t.name for t in program.tensors]
@@ -221,8 +230,14 @@ def test_the_largest_size_of_each_method(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_table2_by_hand() -> None:
     # ResNet50, 16 images: cudaMalloc adds 16 / 21.5 - 16 / 32.9 s = 257.9 ms.
-    row = {"network": "resnet50_imagenet", "batch": 16, "blocks": 500, "allocated": 4 * 10**9, "roofline_ns": 10**8,
-           "allocation_ns": {"cudamalloc": 486_322_188 + 10**6, "superneurons": 10**6}}  # fmt: skip
+    row = {
+        "network": "resnet50_imagenet",
+        "batch": 16,
+        "blocks": 500,
+        "allocated": 4 * 10**9,
+        "roofline_ns": 10**8,
+        "allocation_ns": {"cudamalloc": 486_322_188 + 10**6, "superneurons": 10**6},
+    }
     (facts,) = captured.table2_facts([row])
     assert facts["added"]["paper"] == pytest.approx(257.86, abs=0.01)
     # 16 / 32.9 s are 486.3 ms: the same amount added gives a speedup of 2; the paper's cost gives the paper's speedup.

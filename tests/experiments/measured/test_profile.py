@@ -117,10 +117,14 @@ def test_the_command_measures_a_step(tmp_path, monkeypatch, network, cache):
         ("tiny_gpt2", ("--cache", "warm"), "--cache: expected"),
         ("tiny_gpt2", ("--repeats", "0"), "--repeats: expected"),
         ("tiny_gpt2", ("--rates", "none.yaml"), "none.yaml"),
-        pytest.param("tiny_gpt2", ("--device", "cuda"), "--device cpu",
-                     marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a computer without a GPU")),
+        pytest.param(
+            "tiny_gpt2",
+            ("--device", "cuda"),
+            "--device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a computer without a GPU"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_the_command_refuses(tmp_path, capsys, network, more, named):
     assert main(["profile", network, str(tmp_path / "step.json"), *WORDS, *more]) == 2
     assert named in capsys.readouterr().err and not (tmp_path / "step.json").exists()

@@ -29,8 +29,9 @@ def test_the_published_trace():
     assert off < 0.15 < 0.35 < old
     captured, machine = trace.captured(), Machine.load("h100")  # control: one roofline and 5 us per launch
     k, kernel = next((k, kernel) for k, kernel in enumerate(captured.program.kernels) if kernel.kind == "conv")
-    by_hand = max(kernel.flops / (0.7 * machine.flops_per_s["float32"]),
-                  kernel.bytes / (0.7 * machine.memory_bytes_per_s))  # fmt: skip
+    by_hand = max(
+        kernel.flops / (0.7 * machine.flops_per_s["float32"]), kernel.bytes / (0.7 * machine.memory_bytes_per_s)
+    )
     assert steps.control_durations(captured, machine)[k] == pytest.approx(5000 + 1e9 * by_hand, rel=0.01)
 
 
@@ -60,18 +61,27 @@ def captured_on_meta(*layers: nn.Module):
         return capture(model, nn.CrossEntropyLoss(), optimizer, batch, machine=Machine.load("h100"))
 
 
-POOLED = (nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(196, 8), nn.ReLU(True), nn.Dropout(),
-          nn.Linear(8, 4))  # fmt: skip
+POOLED = (
+    nn.Conv2d(3, 4, 3),
+    nn.AdaptiveAvgPool2d(7),
+    nn.Flatten(),
+    nn.Linear(196, 8),
+    nn.ReLU(True),
+    nn.Dropout(),
+    nn.Linear(8, 4),
+)
 
 
 def test_operators_of_a_trace_and_their_kernels():
     captured = captured_on_meta(*POOLED)
     expected = {
-        ("forward", "aten::adaptive_avg_pool2d"): ["_adaptive_avg_pool2d"], ("forward", "aten::linear"): ["addmm"],
-        ("forward", "aten::dropout"): ["bernoulli_", "div_", "mul"], ("forward", "aten::flatten"): [],  # a view
+        ("forward", "aten::adaptive_avg_pool2d"): ["_adaptive_avg_pool2d"],
+        ("forward", "aten::linear"): ["addmm"],
+        ("forward", "aten::dropout"): ["bernoulli_", "div_", "mul"],
+        ("forward", "aten::flatten"): [],  # a view
         ("backward", "AdaptiveAvgPool2DBackward0"): ["_adaptive_avg_pool2d_backward"],
         ("backward", "NativeDropoutBackward0"): ["mul"],
-    }  # fmt: skip
+    }
     rows = [Operator(stage, name, 0.0 if name == "aten::flatten" else 1.0, 10**6) for stage, name in expected]
     names = [kernel.name.removeprefix("aten.").split(".")[0] for kernel in captured.program.kernels]
     assert [[names[k] for k in indices] for _, indices in steps.paired(captured, rows)] == list(expected.values())
@@ -106,8 +116,12 @@ def test_a_trace_that_is_wrong_is_refused(tmp_path, name, old, new, named):
 
 def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
     h100, v100, h200 = fit.h100(), fit.fit_v100(), fit.h200()
-    values = [(key, value, group.written[key], found is h200) for found in (h100, v100, h200) for group in found.groups
-              for key, value in group.found.items()]  # fmt: skip
+    values = [
+        (key, value, group.written[key], found is h200)
+        for found in (h100, v100, h200)
+        for group in found.groups
+        for key, value in group.found.items()
+    ]
     assert len(values) == 13 + len(fit.KINDS) + len(fit.STEP_STARTS)
     for key, fitted, written, steps_of_h200 in values:
         if key in BETWEEN:

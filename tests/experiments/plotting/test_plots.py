@@ -22,8 +22,15 @@ MACHINE = Machine("m", 2**40, 4 * 10**9, 4 * 10**9)
 
 def result(planner: str, limit: float, overhead: float | None, bound: float | None) -> dict:
     """Returns a row with the keys that plots read; no plan fits below 35 % of the peak."""
-    return {"planner": planner, "feasible": overhead is not None, "overhead": overhead, "limit_fraction": limit,
-            "limit_bytes": int(1000 * limit), "bound_overhead": bound, "bound_bytes": 350}  # fmt: skip
+    return {
+        "planner": planner,
+        "feasible": overhead is not None,
+        "overhead": overhead,
+        "limit_fraction": limit,
+        "limit_bytes": int(1000 * limit),
+        "bound_overhead": bound,
+        "bound_bytes": 350,
+    }
 
 
 @pytest.fixture
@@ -65,11 +72,15 @@ def test_pictures_of_nothing_feasible(tmp_path: Path, program: Program) -> None:
 
 def test_a_training_of_the_dqn(tmp_path: Path, saved: list[Figure]) -> None:
     """Plots by simulator calls: greedy policy and controls, hit rates, errors from the first update on."""
-    history = [{"calls": 100, "hits": 0.1, "hits_random": 0.05},
-               {"calls": 200, "hits": 0.2, "hits_random": 0.05, "td": 0.3, "loss": 0.2, "overhead": 0.04}]  # fmt: skip
+    history = [
+        {"calls": 100, "hits": 0.1, "hits_random": 0.05},
+        {"calls": 200, "hits": 0.2, "hits_random": 0.05, "td": 0.3, "loss": 0.2, "overhead": 0.04},
+    ]
     points = [{"calls": 0, GREEDY: 0.05}, {"calls": 120, GREEDY: None}, {"calls": 200, GREEDY: 0.03}]
-    rows = [result(name, 0.5, overhead, 0.0) for name, overhead in
-            (("annealing", 0.01), ("uniform edits, equal calls", 0.035), ("dqn", 0.03))]  # fmt: skip
+    rows = [
+        result(name, 0.5, overhead, 0.0)
+        for name, overhead in (("annealing", 0.01), ("uniform edits, equal calls", 0.035), ("dqn", 0.03))
+    ]
     plots.edit_learning(tmp_path / "p.png", history, points, rows, "title")
     overhead, hits, error = saved[0].axes
     greedy, control = overhead.lines
@@ -89,8 +100,11 @@ def test_every_planner_has_its_colour() -> None:
 
 
 def test_a_few_planners_share_one_picture(tmp_path: Path, saved: list[Figure]) -> None:
-    rows = [result(p, x, y + 0.001 * (p == "home"), floor) for p in ("annealing", "home") for x, y, floor in
-            ((0.8, 0.0, 0.0), (0.6, 0.02, 0.01), (0.4, 0.2, 0.1))] + [result("home", 0.3, None, None)]  # fmt: skip
+    rows = [
+        result(p, x, y + 0.001 * (p == "home"), floor)
+        for p in ("annealing", "home")
+        for x, y, floor in ((0.8, 0.0, 0.0), (0.6, 0.02, 0.01), (0.4, 0.2, 0.1))
+    ] + [result("home", 0.3, None, None)]
     plots.overhead_by_limit(tmp_path / "p.png", rows, "title")
     (axes,) = saved[0].axes
     assert axes.get_xlim()[0] > 0.8 > 0.3 > axes.get_xlim()[1]  # tighter to the right
@@ -112,13 +126,21 @@ def test_every_kind_of_mark(tmp_path: Path, saved: list[Figure]) -> None:
     marks = [*pairs(look, [1, 2], [3, None])]
     marks += [Rule(1, 2), Rule(3, text="x"), Words(1, 0, "words")]
     bars = groups([("p", "#0000ff", [1, None], ["one", "none"]), ("q", "#00ffff", [2, 3], ())])
-    lines = [Line([1, 2, 3], [0.1, None, 0.3], label="p", band=(0, [0.2, 0.2, 0.4]), end="end", texts=["s"]),
-             Bars([1], [0.2], horizontal=False, hollow=True), Rule(0.2, horizontal=True, text="level")]  # fmt: skip
-    chart = Chart("title", [
-        Panel("first", marks, Axis("x"), rows), Panel("second", marks, Axis("x"), rows),
-        Panel("third", bars, columns, Axis("y")),
-        Panel("fourth", lines, Axis("x", scale="log"), Axis("y", "%", (0, 0.5), ticks=[0, 0.25, 0.5])),
-    ], columns=2)  # fmt: skip
+    lines = [
+        Line([1, 2, 3], [0.1, None, 0.3], label="p", band=(0, [0.2, 0.2, 0.4]), end="end", texts=["s"]),
+        Bars([1], [0.2], horizontal=False, hollow=True),
+        Rule(0.2, horizontal=True, text="level"),
+    ]
+    chart = Chart(
+        "title",
+        [
+            Panel("first", marks, Axis("x"), rows),
+            Panel("second", marks, Axis("x"), rows),
+            Panel("third", bars, columns, Axis("y")),
+            Panel("fourth", lines, Axis("x", scale="log"), Axis("y", "%", (0, 0.5), ticks=[0, 0.25, 0.5])),
+        ],
+        columns=2,
+    )
     charts.draw(tmp_path / "a.png", chart)
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     (fig,) = saved

@@ -14,9 +14,14 @@ from experiments.validate_gpu.conditions import deterministic, report, sampled_c
 def test_a_summary_by_hand():
     samples = [(1980, 2619, 300.0, 41, 0x0), (1200, 2619, 700.0, 83, 0x24), (1500, None, None, 60, 0x4)]
     assert summary(samples) == {
-        "samples": 3, "sm_mhz": 1560, "least_sm_mhz": 1200, "least_memory_mhz": 2619, "watt": 500, "celsius": 83,
+        "samples": 3,
+        "sm_mhz": 1560,
+        "least_sm_mhz": 1200,
+        "least_memory_mhz": 2619,
+        "watt": 500,
+        "celsius": 83,
         "slowed": {"power cap": 2 / 3, "software thermal": 1 / 3},
-    }  # fmt: skip
+    }
     assert summary([(None,) * 5]) == {"samples": 1, "slowed": {}}
 
 
@@ -34,11 +39,17 @@ def test_the_gpu_is_watched_while_the_block_runs(monkeypatch):
         return (1980 if len(asked) < 3 else 1500) if kind == 1 else 2619
 
     nvml = SimpleNamespace(
-        NVMLError=NVMLError, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None,
+        NVMLError=NVMLError,
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-a-b": 7}[uuid],
-        nvmlDeviceGetClockInfo=clock, nvmlDeviceGetPowerUsage=lambda gpu: 310_500, nvmlDeviceGetTemperature=missing,
+        nvmlDeviceGetClockInfo=clock,
+        nvmlDeviceGetPowerUsage=lambda gpu: 310_500,
+        nvmlDeviceGetTemperature=missing,
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x4,
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="a-b"))
     monkeypatch.setattr(conditions, "PERIOD_S", 1e-4)
@@ -70,9 +81,13 @@ def test_a_gpu_is_watched():
 
 
 def state():
-    return (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.backends.cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory,
-            torch.is_warn_always_enabled())  # fmt: skip
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.is_warn_always_enabled(),
+    )
 
 
 def test_settings_are_applied_and_restored():

@@ -49,9 +49,11 @@ def test_the_committed_plans_are_for_the_committed_programs(tmp_path):
     trial = Probe("replays", tmp_path, "cuda", time.monotonic() + 600)
     found = list(islice(probe._plans(trial, Machine.load(COMMITTED / "machine.yaml")), 4))
     assert [name for name, *_ in found] == [
-        "plan-gpt2_medium_bf16-0.7", "plan-llama_bf16-0.7", "plan-resnet50_imagenet_bf16-0.5",
+        "plan-gpt2_medium_bf16-0.7",
+        "plan-llama_bf16-0.7",
+        "plan-resnet50_imagenet_bf16-0.5",
         "plan-resnet50_imagenet_bf16-0.7",
-    ]  # fmt: skip
+    ]
     for _, program, plan, limit in found:
         assert plan.decisions and lower(program, plan).required_bytes <= limit < program.peak_bytes
 

@@ -100,14 +100,25 @@ def test_rms_norm_is_an_operator_like_torchs_own():
 def test_llama_is_that_of_transformers():
     """With the library's weights the logits agree: norms, rotary positions, grouped heads, SwiGLU."""
     torch.manual_seed(0)
-    theirs = LlamaForCausalLM(LlamaConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=24, rms_norm_eps=1e-5,
-    ))  # fmt: skip
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=24,
+            rms_norm_eps=1e-5,
+        )
+    )
     names = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-    inside = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attention.project": "self_attn.o_proj",
-              **{f"attention.{part}": f"self_attn.{part}_proj" for part in "qkv"},
-              **{f"feed.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}}  # fmt: skip
+    inside = {
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+        "attention.project": "self_attn.o_proj",
+        **{f"attention.{part}": f"self_attn.{part}_proj" for part in "qkv"},
+        **{f"feed.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    }
     names |= {f"blocks.0.{ours}": f"model.layers.0.{name}" for ours, name in inside.items()}
     ours, weights = llama.Llama(1, 16, 4, 2, 32, 5, lambda: llama.SwiGLU(16, 24)), theirs.state_dict()
     missing, unexpected = ours.load_state_dict({f"{a}.weight": weights[f"{b}.weight"] for a, b in names.items()}, False)

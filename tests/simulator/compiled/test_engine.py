@@ -14,12 +14,22 @@ from tests import random_cases, tiny
 
 
 def test_rows_and_decisions_are_inverse():
-    decisions = (Swap(1, 1, 6), Recompute(2, 2, 5, True), Swap(3, 2, 5, 4, sync=True), Swap(1, 1, 6, copy=0),
-                 Recompute(2, 2, 5, at=4), Rerun(2, 5))  # fmt: skip
+    decisions = (
+        Swap(1, 1, 6),
+        Recompute(2, 2, 5, True),
+        Swap(3, 2, 5, 4, sync=True),
+        Swap(1, 1, 6, copy=0),
+        Recompute(2, 2, 5, at=4),
+        Rerun(2, 5),
+    )
     assert rows_of(decisions).tolist() == [
-        [SWAP, 1, 1, 6, -1, -1], [RECOMPUTE, 2, 2, 5, 1, -1], [SYNC_SWAP, 3, 2, 5, 4, -1], [SWAP, 1, 1, 6, -1, 0],
-        [RECOMPUTE, 2, 2, 5, 0, 4], [RERUN, -1, 2, 5, 0, -1],
-    ]  # fmt: skip
+        [SWAP, 1, 1, 6, -1, -1],
+        [RECOMPUTE, 2, 2, 5, 1, -1],
+        [SYNC_SWAP, 3, 2, 5, 4, -1],
+        [SWAP, 1, 1, 6, -1, 0],
+        [RECOMPUTE, 2, 2, 5, 0, 4],
+        [RERUN, -1, 2, 5, 0, -1],
+    ]
     assert decisions_of(rows_of(decisions)) == decisions
     with pytest.raises(ValueError, match="expected 6 columns, got 5"):
         Engine(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT).score(rows_of(decisions)[:, :5])

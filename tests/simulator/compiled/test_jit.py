@@ -54,9 +54,10 @@ class Workshop:
         (self.folder / "workshop" / "costs.py").write_text(COSTS.format(factor=factor))
         (self.folder / "workshop" / "rules.py").write_text(RULES.format(more=more))
         env = os.environ | {
-            "NUMBA_CACHE_DIR": str(self.folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1",
+            "NUMBA_CACHE_DIR": str(self.folder / "cache"),
+            "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONPATH": os.pathsep.join([str(self.folder), str(ROOT)]),
-        }  # fmt: skip
+        }
         done = subprocess.run([sys.executable, "-c", RUN], env=env, capture_output=True, text=True, check=True)
         return [int(word) for word in done.stdout.split()]
 
@@ -89,8 +90,23 @@ def test_a_stamp_is_of_values_and_not_of_names_elsewhere():
         return scaled
 
     assert stamp(made(2)) == stamp(made(2))
-    values = [2, 3, 2.0, True, (2, 3), (3, 2), np.int32(2), np.arange(2), np.arange(3), np.arange(2.0), np.dtype("i4"),
-              copied_at, call, namedtuple("Pair", "a b"), namedtuple("Pair", "b a")]  # fmt: skip
+    values = [
+        2,
+        3,
+        2.0,
+        True,
+        (2, 3),
+        (3, 2),
+        np.int32(2),
+        np.arange(2),
+        np.arange(3),
+        np.arange(2.0),
+        np.dtype("i4"),
+        copied_at,
+        call,
+        namedtuple("Pair", "a b"),
+        namedtuple("Pair", "b a"),
+    ]
     assert len({stamp(made(value)) for value in values}) == len(values)
 
 
@@ -142,7 +158,8 @@ import numpy as np
 print(copied_at(np.zeros((1, 6), np.int64), 0))
 """
     env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True,
-                          timeout=300, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
+    )
     said = "" if where == "full" else "compiled code is not cached: set NUMBA_CACHE_DIR to a writable folder\n"
     assert done.stdout == "0\n" and done.stderr == said

@@ -77,9 +77,13 @@ def output(folder: Path, script: str) -> list[str]:
     """Returns the words that a process prints after START and ``script``, with an empty cache in ``folder``."""
     (folder / "sitecustomize.py").write_text(STAND_IN)
     done = subprocess.run(
-        [sys.executable, "-c", START + script], env=environment(folder), cwd=folder, capture_output=True, text=True,
+        [sys.executable, "-c", START + script],
+        env=environment(folder),
+        cwd=folder,
+        capture_output=True,
+        text=True,
         timeout=120,
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split()
 

@@ -113,26 +113,51 @@ def test_log(write: Write) -> None:
 def event(action: str, addr: int, size: int) -> dict[str, Any]:
     """Builds an entry of a device's trace as _snapshot() does."""
     frames = [{"filename": "train.py", "line": 12, "name": "step"}]
-    return {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1_700_000_000_000_000,
-            "frames": frames, "pool_id": (0, 0), "compile_context": "N/A", "user_metadata": ""}  # fmt: skip
+    return {
+        "action": action,
+        "addr": addr,
+        "size": size,
+        "stream": 0,
+        "time_us": 1_700_000_000_000_000,
+        "frames": frames,
+        "pool_id": (0, 0),
+        "compile_context": "N/A",
+        "user_metadata": "",
+    }
 
 
 def segment(address: int, blocks: list[tuple[int, int, str]], device: int = 0) -> dict[str, Any]:
     """Builds a segment from blocks of (size, requested_size, state)."""
     total, table = 0, []
     for size, requested, state in blocks:
-        table.append({"address": address + total, "size": size, "requested_size": requested, "state": state,
-                      "frames": []})  # fmt: skip
+        table.append(
+            {"address": address + total, "size": size, "requested_size": requested, "state": state, "frames": []}
+        )
         total += size
-    return {"device": device, "address": address, "total_size": total, "allocated_size": total, "active_size": total,
-            "requested_size": total, "stream": 0, "segment_type": "small", "segment_pool_id": (0, 0),
-            "is_expandable": False, "frames": [], "blocks": table}  # fmt: skip
+    return {
+        "device": device,
+        "address": address,
+        "total_size": total,
+        "allocated_size": total,
+        "active_size": total,
+        "requested_size": total,
+        "stream": 0,
+        "segment_type": "small",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": table,
+    }
 
 
 def snapshot(*traces: list[dict[str, Any]], segments: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "garbage_collection_threshold": 0.0}
-    return {"segments": list(segments), "device_traces": list(traces), "allocator_settings": settings,
-            "external_annotations": []}  # fmt: skip
+    return {
+        "segments": list(segments),
+        "device_traces": list(traces),
+        "allocator_settings": settings,
+        "external_annotations": [],
+    }
 
 
 def freed(addr: int, size: int) -> list[dict[str, Any]]:
@@ -156,17 +181,26 @@ def test_snapshot(write: Write) -> None:
     ]
     held = segment(
         0x1000,
-        [(512, 8, "active_allocated"), (512, 30, "active_allocated"), (1024, 0, "inactive"),
-         (512, 300, "active_allocated"), (512, 500, "active_awaiting_free")],
-    )  # fmt: skip
+        [
+            (512, 8, "active_allocated"),
+            (512, 30, "active_allocated"),
+            (1024, 0, "inactive"),
+            (512, 300, "active_allocated"),
+            (512, 500, "active_awaiting_free"),
+        ],
+    )
     other = segment(0x1000, [(512, 1, "active_allocated")], device=1)
     path = write("s.pickle", pickle.dumps(snapshot(trace, [event("alloc", 1, 1)], segments=(held, other))))
     # Before: 0x1800 and 0x1a00, which the trace does not name, stay; 0x9000. Operations 3 to 7: alloc 0x1000, free
     # 0x9000, alloc 0x1200, free 0x1000, alloc 0x1000.
     assert rows(load(path)) == [
-        ("0x1800", 0, 8, 300), ("0x1a00", 1, 8, 500), ("0x9000", 2, 4, 70),
-        ("0x1000@3", 3, 6, 100), ("0x1200", 5, 8, 30), ("0x1000@7", 7, 8, 8),
-    ]  # fmt: skip
+        ("0x1800", 0, 8, 300),
+        ("0x1a00", 1, 8, 500),
+        ("0x9000", 2, 4, 70),
+        ("0x1000@3", 3, 6, 100),
+        ("0x1200", 5, 8, 30),
+        ("0x1000@7", 7, 8, 8),
+    ]
     assert load(path).intervals.period == NEVER
     with pytest.raises(FormatError, match=r"s.pickle: no iteration"):
         load(path, iteration=True)

@@ -106,17 +106,20 @@ def test_under_a_plan() -> None:
     assert under_plan(replace(card, memory_bytes=None), timeline) == (32 * MIB, True)
 
 
-@pytest.mark.parametrize(("copies", "returns", "nbytes", "period", "alignment", "spans", "offsets", "footprint"), [
-    # Tensor 0 is copied at 2 and returns by 4 and, from the same copy, by 6; 1 is out over the boundary.
-    ({0: [2], 1: [8]}, {0: [4, 6], 1: [1]}, [40, 10, 7], 10, 1, [(2, 6), (8, 11)], {0: 0, 1: 0}, 40),
-    ({0: [2], 1: [3]}, {0: [5], 1: [8]}, [40, 10], 10, 16, [(2, 5), (3, 8)], {0: 0, 1: 48}, 64),  # side by side
-    # Copied twice it has one place, of which its longest time without a copy is free: from 9 to 1; from 3 to 8.
-    ({0: [1, 6]}, {0: [3, 9]}, [5], 12, 1, [(1, 9)], {0: 0}, 5),
-    ({0: [1, 8]}, {0: [3, 9]}, [5], 12, 1, [(8, 15)], {0: 0}, 5),
-    ({}, {0: [3]}, [7], 10, 1, [(0, 10)], {0: 0}, 7),  # never copied out: held permanently
-    ({}, {0: [3]}, [0], 10, 1, [(0, 10)], {}, 0),
-    ({}, {}, [3], 1, 512, [], {}, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("copies", "returns", "nbytes", "period", "alignment", "spans", "offsets", "footprint"),
+    [
+        # Tensor 0 is copied at 2 and returns by 4 and, from the same copy, by 6; 1 is out over the boundary.
+        ({0: [2], 1: [8]}, {0: [4, 6], 1: [1]}, [40, 10, 7], 10, 1, [(2, 6), (8, 11)], {0: 0, 1: 0}, 40),
+        ({0: [2], 1: [3]}, {0: [5], 1: [8]}, [40, 10], 10, 16, [(2, 5), (3, 8)], {0: 0, 1: 48}, 64),  # side by side
+        # Copied twice it has one place, of which its longest time without a copy is free: from 9 to 1; from 3 to 8.
+        ({0: [1, 6]}, {0: [3, 9]}, [5], 12, 1, [(1, 9)], {0: 0}, 5),
+        ({0: [1, 8]}, {0: [3, 9]}, [5], 12, 1, [(8, 15)], {0: 0}, 5),
+        ({}, {0: [3]}, [7], 10, 1, [(0, 10)], {0: 0}, 7),  # never copied out: held permanently
+        ({}, {0: [3]}, [0], 10, 1, [(0, 10)], {}, 0),
+        ({}, {}, [3], 1, 512, [], {}, 0),
+    ],
+)
 def test_a_place_is_held_while_its_copy_is_needed(
     copies, returns, nbytes, period, alignment, spans, offsets, footprint
 ):

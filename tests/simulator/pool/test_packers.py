@@ -128,8 +128,9 @@ def least_footprint(blocks: Intervals) -> int:
     return best
 
 
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 8), st.integers(1, 6)), min_size=1, max_size=6),
-       st.booleans())  # fmt: skip
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(1, 8), st.integers(1, 6)), min_size=1, max_size=6), st.booleans()
+)
 def test_no_smaller_footprint_exists(found: list, circle: bool) -> None:
     blocks = table([(a, a + length, nbytes) for a, length, nbytes in found], **({"period": 8} if circle else {}))
     packing = optimal.pack(blocks, seconds=20, workers=1)
@@ -139,9 +140,11 @@ def test_no_smaller_footprint_exists(found: list, circle: bool) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(file, marks=[pytest.mark.nightly] * (file.name[0] != "A"), id=file.name[0])
-     for file in sorted(BENCHMARK.glob("*.csv"))],
-)  # fmt: skip
+    [
+        pytest.param(file, marks=[pytest.mark.nightly] * (file.name[0] != "A"), id=file.name[0])
+        for file in sorted(BENCHMARK.glob("*.csv"))
+    ],
+)
 def test_benchmark(file: Path) -> None:
     blocks = load(file).intervals
     if file.name[0] in "DJ":  # their loads are 6 % below the capacity, and what is between is not known

@@ -49,9 +49,13 @@ def places(name: str) -> Iterator[object]:
 
 DRIVER = replace(tiny.MACHINE, malloc_ns=100, free_ns=10, malloc_bytes_per_s=10**9)  # 1 ns a byte
 DIGESTS = {
-    "cudamalloc": "c68bbc9c80f920b5", "caching": "d75e0b269fb1a31f", "cnmem": "4e4d0fac530a5e32",
-    "superneurons": "ee47287738fca198", "smartpool": "b1220223017e8468", "smartpool_first": "3bce98307dc6c50f",
-}  # fmt: skip
+    "cudamalloc": "c68bbc9c80f920b5",
+    "caching": "d75e0b269fb1a31f",
+    "cnmem": "4e4d0fac530a5e32",
+    "superneurons": "ee47287738fca198",
+    "smartpool": "b1220223017e8468",
+    "smartpool_first": "3bce98307dc6c50f",
+}
 
 
 @pytest.mark.parametrize("name", DIGESTS)
@@ -109,8 +113,11 @@ def test_run_by_name(name: str) -> None:
     assert len(packing.offsets) == len(blocks) == (3 if blocks is circle else 7)
     assert overlaps(blocks, packing.offsets) == []
     assert packing.footprint == {
-        "cudamalloc": 700, "caching": 2 * MB, "cnmem": 1024 + 512, "superneurons": 2048,
-    }.get(name, 768 + 256)  # fmt: skip
+        "cudamalloc": 700,
+        "caching": 2 * MB,
+        "cnmem": 1024 + 512,
+        "superneurons": 2048,
+    }.get(name, 768 + 256)
 
 
 def test_what_is_refused() -> None:

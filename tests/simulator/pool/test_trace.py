@@ -45,19 +45,30 @@ def replay(recorded: Stream, found: Iteration) -> None:
             assert all(end <= begin for (_, end), (begin, _) in zip(held, held[1:], strict=False))
 
 
-@pytest.mark.parametrize(("text", "where", "held", "block"), [
-    # The set-up is operations 0 and 1. An iteration is 6 operations; its blocks lie at other ids each time. w and v
-    # stay; a is held from operation 0 to 4, b from 3 to 5.
-    ("+w9 +v7  +a4 <w >a +b8 -a -b  +c4 <w >c +a8 -c -a  +b4 <w >b +c8 -b -c", (2, 6, 3),
-     [(0, 6, 9), (0, 6, 7), (0, 4, 4), (3, 5, 8)], [2, 0, 2, 3, 2, 3]),
-    # Of 4 operations, a and c are held from 0 to 3, b and d from 2 to operation 1 of the next iteration. Of the begins
-    # that leave two repetitions, operation 6, before "+d8", is where c alone is held.
-    ("+w9  +a4 +b8 -a  +c4 -b +d8 -c  +a4 -d +b8 -a  +c4 -b +d8 -c", (6, 4, 2),
-     [(0, 4, 9), (0, 3, 8), (2, 5, 4)], None),
-    # Operations 0 to 11 equal the 6 before or after them but for ids, yet x, operation 5, is freed by none of them.
-    # Operations 6 to 15 repeat every 5.
-    ("+a2 -a +b2 >b -b +x2 +c2 -c +d2 >d -d +e2 -e +f2 >f -f", (6, 5, 2), [(0, 5, 2), (0, 1, 2), (2, 4, 2)], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "where", "held", "block"),
+    [
+        # The set-up is operations 0 and 1. An iteration is 6 operations; its blocks lie at other ids each time. w and v
+        # stay; a is held from operation 0 to 4, b from 3 to 5.
+        (
+            "+w9 +v7  +a4 <w >a +b8 -a -b  +c4 <w >c +a8 -c -a  +b4 <w >b +c8 -b -c",
+            (2, 6, 3),
+            [(0, 6, 9), (0, 6, 7), (0, 4, 4), (3, 5, 8)],
+            [2, 0, 2, 3, 2, 3],
+        ),
+        # Of 4 operations, a and c are held from 0 to 3, b and d from 2 to operation 1 of the next iteration. Of the
+        # begins that leave two repetitions, operation 6, before "+d8", is where c alone is held.
+        (
+            "+w9  +a4 +b8 -a  +c4 -b +d8 -c  +a4 -d +b8 -a  +c4 -b +d8 -c",
+            (6, 4, 2),
+            [(0, 4, 9), (0, 3, 8), (2, 5, 4)],
+            None,
+        ),
+        # Operations 0 to 11 equal the 6 before or after them but for ids, yet x, operation 5, is freed by none of them.
+        # Operations 6 to 15 repeat every 5.
+        ("+a2 -a +b2 >b -b +x2 +c2 -c +d2 >d -d +e2 -e +f2 >f -f", (6, 5, 2), [(0, 5, 2), (0, 1, 2), (2, 4, 2)], None),
+    ],
+)
 def test_what_is_found(text: str, where: tuple, held: list, block: list[int] | None) -> None:
     recorded = stream(text)
     found = detect(recorded)
@@ -108,15 +119,18 @@ def test_two_buffers_in_turn_make_an_iteration_of_two() -> None:
         ("+w4 +a4 <w >a -a", "in the middle of 3 operations"),  # a counts as set-up
         ("+a1 -a +a2 -a +a3 -a +a4 -a +a5 -a +a6 -a", "no two consecutive subsequences"),  # sizes grow
         # A list of losses that is never emptied: 5 iterations of 4.
-        ("".join(f"+a4 >a -a +{x}1 " for x in "vwxyz"),
-         "5 times 4 operations repeat from operation 0 on, but the 1 bytes of operation 11 are held for 9 operations"),
+        (
+            "".join(f"+a4 >a -a +{x}1 " for x in "vwxyz"),
+            "5 times 4 operations repeat from operation 0 on, "
+            "but the 1 bytes of operation 11 are held for 9 operations",
+        ),
         # Of one epoch and as many iterations of the next, 30 of the 66 operations are training iterations in a row.
         (EPOCH + 6 * TRAIN, r"2 times 3 operations, is 9% of 66 operations and must be half of them"),
         ("+w1 " + OTHER + TWICE + "+f6 >f -f <w", "2 times 5 operations, is 45% of 22 operations and must be half"),
         # An optimizer that repeats after a network that does not: 6 of 16 operations.
         ("+w4 +a1 <a +b2 <b +c3 <c +d5 <d -d -c -b -a +t9 -t +t9 -t +t9 -t", "no iteration"),
     ],
-)  # fmt: skip
+)
 def test_nothing_repeats(text: str, reason: str) -> None:
     with pytest.raises(NoIteration, match=reason):
         detect(stream(text))
