@@ -38,7 +38,8 @@ def within(seconds: float | None) -> Iterator[None]:
             frame = frame.f_back
         raise TimeUp
 
-    begin, outer_seconds = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
+    begin = time.monotonic()
+    outer_seconds = signal.getitimer(signal.ITIMER_REAL)[0]
     old_handler = signal.signal(signal.SIGALRM, on_alarm)
     try:
         signal.setitimer(signal.ITIMER_REAL, max(min(seconds, outer_seconds or seconds), 1e-3), REPEAT)

@@ -33,7 +33,8 @@ def _required_bytes(program: IdentityKey, machine: IdentityKey, limit: int, mode
     """Returns the smallest host memory (bytes) used by the plans of QUICK; 0 if none of them finds a plan."""
     import agents
 
-    unlimited, host_bytes = replace(machine.value, host_bytes=ENDLESS), []
+    unlimited = replace(machine.value, host_bytes=ENDLESS)
+    host_bytes = []
     for name in QUICK:
         values = {"mode": mode, "min_bytes": small(program.value)}
         planner = agents.make(name, **{key: values[key] for key in values.keys() & set(agents.options(name))})

@@ -42,7 +42,8 @@ def jobs_of(programs: Sequence[Program], plans: Sequence[Plan | None]) -> tuple[
 
     The longest job has ``ROUNDS`` iterations, and the others an equal share of time.
     """
-    longest_ns, jobs = max(program.ideal_ns for program in programs), []
+    longest_ns = max(program.ideal_ns for program in programs)
+    jobs = []
     for i, (program, plan) in enumerate(zip(programs, plans, strict=True)):
         count = max(1, round(ROUNDS * longest_ns / max(program.ideal_ns, 1)))
         plan = plan or Plan((), program.fingerprint, "none")
@@ -58,14 +59,17 @@ class Split:
     """
 
     def __init__(self, planner: str, **options: object) -> None:
-        self.name, self.simulator_calls = planner, 0
+        self.name = planner
+        self.simulator_calls = 0
         self._make: Callable[[], Planner] = lambda: agents.make(planner, **options)
 
     def plan_jobs(self, programs: Sequence[Program], machine: Machine, limit: int) -> tuple[Plan, ...]:
         """Plans each job within its share of ``limit`` (bytes); raises Infeasible if a share is too small."""
         peaks = [program.peak_bytes for program in programs]
         shares = [min(peak, limit * peak // sum(peaks)) for peak in peaks]
-        planner, plans, calls = self._make(), [], 0
+        planner = self._make()
+        plans = []
+        calls = 0
         for program, share in zip(programs, shares, strict=True):
             plans.append(planner.plan(program, machine, share))
             calls += planner.simulator_calls

@@ -30,7 +30,8 @@ def saved_plan(run: str | Path) -> Callable[[Program, Machine, int], Plan]:
     Raises:
         FormatError: a file is missing or malformed.
     """
-    plan, planned_program = Plan.load(Path(run) / "plan.json"), Program.load(Path(run) / "program.json")
+    plan = Plan.load(Path(run) / "plan.json")
+    planned_program = Program.load(Path(run) / "program.json")
 
     def adapt_plan(program: Program, machine: Machine, limit: int) -> Plan:
         mapped = transfer_plan(plan, planned_program, program)

@@ -72,7 +72,8 @@ def _gap_table(task: Task) -> NDArray[Any]:
     table = np.full(len(task.tensor), -1, columns.GAP)
     for name in ("tensor", "after", "before", "wraps", "nbytes", "copy_at", "first_since"):
         table[name] = getattr(task, name)
-    table["offload_node"][task.offload_gap], table["remove_node"][task.removal_gap] = task.offloads, task.removals
+    table["offload_node"][task.offload_gap] = task.offloads
+    table["remove_node"][task.removal_gap] = task.removals
     table["by_after"] = np.lexsort((task.after, task.wraps))
     table["by_before"] = np.argsort(task.before, kind="stable")
     return table
@@ -83,7 +84,8 @@ class _WorkArrays:
 
     def __init__(self, ints: int, size: int, gaps: int):
         self.ints = np.zeros(ints, np.int64)
-        self.scratch, self.shares = np.zeros(2 * size), np.zeros(size, np.float32)
+        self.scratch = np.zeros(2 * size)
+        self.shares = np.zeros(size, np.float32)
         self.gaps = np.empty(max(gaps, 1), encoding.GAP)
         self.steps = np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64)
 
@@ -140,7 +142,8 @@ class Batch(EnvBatch):
         _, by_segment, _, by_row, states = map(prod, encoding.work_shapes(kernels, 0, gaps, iterations))
         self._tables(by_segment + by_row + states + encoding.RESULTS + 2 + encoding.SETTINGS)
         self.options = np.zeros(1, columns.OPTIONS)
-        causal, ignore = reward == "causal", invalid == "ignore"
+        causal = reward == "causal"
+        ignore = invalid == "ignore"
         self.options[0] = self.size, self.forms, causal, ignore, autoreset, len(tasks), iterations, ACTIONS[actions]
         self.walks = np.zeros(walks, columns.WALK)
         self.walks["seed"] = np.random.default_rng().integers(2**63, size=walks)
@@ -164,7 +167,8 @@ class Batch(EnvBatch):
             self.nodes,
             self.current,
         )
-        self._no_walks, self._random_tasks = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
+        self._no_walks = np.zeros(walks, np.bool_)
+        self._random_tasks = np.full(walks, -1, np.int64)
         size = max(kernels + 1, self.size, gaps)
         threads = max(1, min(threads or cores(), walks // SHARE))
         pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
@@ -174,17 +178,25 @@ class Batch(EnvBatch):
 
     def _tables(self, shared: int) -> None:
         """Builds the tables of compiled_walk.py. ``shared``: size of the work array's task-independent part."""
-        gaps, ints, floats, work = ArrayPacker(), ArrayPacker(), ArrayPacker(), ArrayPacker()
+        gaps = ArrayPacker()
+        ints = ArrayPacker()
+        floats = ArrayPacker()
+        work = ArrayPacker()
         work.size = shared
         self.task_rows = np.zeros(len(self.tasks), columns.TASK)
         for i, task in enumerate(self.tasks):
-            tables, graph, program, machine = task.engine.tables, task.graph, id(task.program), task.machine
+            tables = task.engine.tables
+            graph = task.graph
+            program = id(task.program)
+            machine = task.machine
             n = len(task.program.kernels)
             acts = np.flatnonzero(graph.action_gap >= 0)
             nodes = np.zeros((columns.NODE_ROWS, len(graph)), np.int64)
-            nodes[columns.NODE_KERNEL], nodes[columns.NODE_KIND] = graph.kernel, graph.action_kind
+            nodes[columns.NODE_KERNEL] = graph.kernel
+            nodes[columns.NODE_KIND] = graph.action_kind
             nodes[columns.NODE_GAP] = graph.action_gap
-            nodes[columns.ACTIONS, : len(acts)], nodes[columns.ACTION_GAPS, : len(acts)] = acts, graph.action_gap[acts]
+            nodes[columns.ACTIONS, : len(acts)] = acts
+            nodes[columns.ACTION_GAPS, : len(acts)] = graph.action_gap[acts]
             graph_at = ints.put(tables.graph, ("graph", program))
             by_kernel, _, by_tensor, *_ = map(prod, encoding.work_shapes(n, len(task.program.tensors), 0, 0))
             self.task_rows[i] = (
@@ -211,7 +223,8 @@ class Batch(EnvBatch):
                 work.put(np.empty(by_kernel + by_tensor, np.int8), program),
             )
         self.gaps = gaps.joined(columns.GAP)
-        self.ints, self.floats = ints.joined(np.int64), floats.joined(np.float64)
+        self.ints = ints.joined(np.int64)
+        self.floats = floats.joined(np.float64)
         self._work_size = work.size
 
     def seed(self, i: int, seed: int) -> None:
@@ -279,7 +292,8 @@ class Batch(EnvBatch):
 
     def plan(self, i: int, planner: str = "") -> Plan:
         """Returns the partial plan of walk i."""
-        task, decisions = self.task(i), encoding.decisions_of(self.plan_rows(i))
+        task = self.task(i)
+        decisions = encoding.decisions_of(self.plan_rows(i))
         return Plan.of(task.program, decisions, planner, task.limit, task.machine.name)
 
     def ended(self) -> NDArray[Any]:
@@ -341,7 +355,9 @@ class Batch(EnvBatch):
         """Returns the plan of walk i if its last step ended the episode with a feasible plan, else None."""
         if not (self.terminated[i] and self.feasible[i]):
             return None
-        plan, task, overhead = self.plan(i), int(self.walks["task"][i]), float(self.overhead[i])
+        plan = self.plan(i)
+        task = int(self.walks["task"][i])
+        overhead = float(self.overhead[i])
         if task not in self._best or overhead < self._best[task][0]:
             self._best[task] = overhead, plan
         return plan

@@ -29,7 +29,8 @@ class EnvBatch:
     INFOS: ClassVar[tuple[str, ...]]  # names of arrays (M,)
 
     def __init__(self, tasks: Sequence[Any], count: int):
-        self.tasks, self.count = tuple(tasks), count
+        self.tasks = tuple(tasks)
+        self.count = count
         self.rewards, self.overhead = np.zeros((2, count))
         self.terminated, self.truncated, self.feasible = np.zeros((3, count), np.bool_)
 
@@ -109,8 +110,10 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
     _options: ClassVar[tuple[str, ...]] = ("task",)  # options of ``reset``
 
     def __init__(self, batch: EnvBatch, copy: bool):
-        self._batch, self._copy = batch, copy
-        self._action, self._all = np.zeros(1, np.int64), np.ones(1, np.bool_)
+        self._batch = batch
+        self._copy = copy
+        self._action = np.zeros(1, np.int64)
+        self._all = np.ones(1, np.bool_)
         self.action_space, self.observation_space = batch.spaces()  # type: ignore[assignment]
         self._make_views()
 
@@ -140,7 +143,9 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
         batch = self._batch
         self._action[0] = action
         batch.step(self._action)
-        info, terminated, truncated = self._info(), bool(batch.terminated[0]), bool(batch.truncated[0])
+        info = self._info()
+        terminated = bool(batch.terminated[0])
+        truncated = bool(batch.truncated[0])
         if (terminated or truncated) and (plan := batch.final_plan(0)) is not None:
             info["plan"] = plan
         return self._observation(), float(batch.rewards[0]), terminated, truncated, info
@@ -175,10 +180,13 @@ class BatchVectorEnv(_BatchEnvBase, gymnasium.vector.VectorEnv[Observation, NDAr
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # type: ignore[misc]
 
     def __init__(self, num_envs: int, batch: EnvBatch, copy: bool, mode: str | AutoresetMode, max_steps: int | None):
-        self.num_envs, self._batch, self._copy = num_envs, batch, copy
+        self.num_envs = num_envs
+        self._batch = batch
+        self._copy = copy
         self.autoreset_mode = AutoresetMode(mode)
         self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}  # type: ignore[misc]
-        self._max_steps, self._steps = max_steps, np.zeros(num_envs, np.int64)
+        self._max_steps = max_steps
+        self._steps = np.zeros(num_envs, np.int64)
         self.single_action_space, self.single_observation_space = batch.spaces()
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
@@ -216,17 +224,21 @@ class BatchVectorEnv(_BatchEnvBase, gymnasium.vector.VectorEnv[Observation, NDAr
         Raises:
             ValueError: if the number of actions is wrong, or an episode has ended and ``autoreset_mode`` is DISABLED.
         """
-        batch, ended = self._batch, self._batch.ended() != 0
+        batch = self._batch
+        ended = self._batch.ended() != 0
         if self.autoreset_mode == AutoresetMode.DISABLED and ended.any():
             raise ValueError(f"reset episodes that have ended before the next step: {np.flatnonzero(ended).tolist()}")
         batch.advance(np.asarray(actions), ended)
-        rewards, terminated, truncated = batch.rewards.copy(), batch.terminated.copy(), batch.truncated.copy()
+        rewards = batch.rewards.copy()
+        terminated = batch.terminated.copy()
+        truncated = batch.truncated.copy()
         if self._max_steps is not None:
             self._steps += 1
             self._steps[ended] = 0
             truncated |= self._steps >= self._max_steps
             batch.ended()[truncated] = 1
-        infos, done = self._copied_infos(), terminated | truncated
+        infos = self._copied_infos()
+        done = terminated | truncated
         if done.any():
             infos |= self._final_plans(done)
         if self.autoreset_mode == AutoresetMode.SAME_STEP and done.any():

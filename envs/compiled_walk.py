@@ -100,7 +100,9 @@ def _issue(task, state, g, time):
 @stage
 def _run_clock(task, state):
     """Advances the clock from the previous position to the current one (Clock.run of the reference)."""
-    gaps, begins, limit = task.gaps, task.begins, task.limit
+    gaps = task.gaps
+    begins = task.begins
+    limit = task.limit
     walk, need, ended_ns, out_end, queue, gap_actions = state
     ideal = begins[begins.size - 1]
     rank = walk.closed
@@ -113,7 +115,8 @@ def _run_clock(task, state):
             rank += 1
             if gap_actions[g] != OFFLOAD:
                 continue
-            size, first = gaps[g].nbytes, 0 if gaps[g].wraps else gaps[g].after + 1
+            size = gaps[g].nbytes
+            first = 0 if gaps[g].wraps else gaps[g].after + 1
             j = k - 1
             while j >= first and need[j] + size <= limit:
                 j -= 1
@@ -136,26 +139,40 @@ def _run_clock(task, state):
 @stage
 def _act(task, state, rows, kind, g, form, early, causal):
     """Appends the action's row to the plan and moves the agent (Walk._offload and Walk._remove of the reference)."""
-    walk, gaps, begins, opening, ended_ns = state.row, task.gaps, task.begins, task.opening, state.ended_ns
-    p, stuck, ideal = walk.position, walk.stuck_at, begins[begins.size - 1]
+    walk = state.row
+    gaps = task.gaps
+    begins = task.begins
+    opening = task.opening
+    ended_ns = state.ended_ns
+    p = walk.position
+    stuck = walk.stuck_at
+    ideal = begins[begins.size - 1]
     next_position = min(opening[p], stuck) if p < opening.size else p
     if kind == NOTHING:
         walk.position = next_position
         return
-    t, after, before = gaps[g].tensor, gaps[g].after, gaps[g].before
+    t = gaps[g].tensor
+    after = gaps[g].after
+    before = gaps[g].before
     row = rows[walk.count]
     walk.count += 1
-    row[ROW_TENSOR], row[ROW_BEFORE] = t, before
+    row[ROW_TENSOR] = t
+    row[ROW_BEFORE] = before
     state.gap_actions[g] = kind
     if kind != OFFLOAD:
-        row[KIND], row[ROW_AFTER], row[EXTRA], row[WHEN] = RECOMPUTE, max(p - 1, after), 1 if form == KEEP else 0, early
+        row[KIND] = RECOMPUTE
+        row[ROW_AFTER] = max(p - 1, after)
+        row[EXTRA] = 1 if form == KEEP else 0
+        row[WHEN] = early
         walk.removals += 1
         if stuck != p:
             walk.position = next_position
         return
     copy = gaps[g].copy_at if form == COPY else -1
     copy_ns = task.tensors[D2H, t]
-    row[KIND], row[EXTRA], row[WHEN] = SWAP, -1, copy
+    row[KIND] = SWAP
+    row[EXTRA] = -1
+    row[WHEN] = copy
     if gaps[g].wraps and p == 0:
         row[ROW_AFTER] = after
         begin_ns = begins[(after if copy < 0 else copy) + 1] - ideal
@@ -164,7 +181,8 @@ def _act(task, state, rows, kind, g, form, early, causal):
             _issue(task, state, g, begin_ns)
         return
     # The last kernel that ended before the engine is free, if the gap was open then.
-    first_after, after = 0 if gaps[g].wraps else after, p - 1
+    first_after = 0 if gaps[g].wraps else after
+    after = p - 1
     while after > first_after and begins[after + 1] > walk.free_ns:
         after -= 1
     row[ROW_AFTER] = after
@@ -185,7 +203,8 @@ def _act(task, state, rows, kind, g, form, early, causal):
 def swap_out(need, after, before, size):
     """Subtracts a swapped tensor from the planned residency, from the end of kernel ``after`` to ``before``."""
     n = need.size - 1
-    inner, wrapped = need[after + 1 : before if after < before else n], need[: 0 if after < before else before]
+    inner = need[after + 1 : before if after < before else n]
+    wrapped = need[: 0 if after < before else before]
     for k in range(inner.size):
         inner[k] -= size
     for k in range(wrapped.size):
@@ -207,8 +226,11 @@ def _touch(graph, n, steps, n_steps, touched):
 @stage
 def _begin(task, state):
     """Resets a walk (Walk.reset of the reference)."""
-    walk, need, n = state.row, state.need, task.begins.size - 1
-    ideal, most = task.begins[n], 0
+    walk = state.row
+    need = state.need
+    n = task.begins.size - 1
+    ideal = task.begins[n]
+    most = 0
     for k in range(n):
         need[k] = task.kernels[LIVE, k]
         most = max(most, need[k])
@@ -230,16 +252,22 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
     Returns:
         Whether the residency is up to date, and whether the buffer of recomputation steps was too small.
     """
-    walk, need, gaps = state.row, state.need, task.gaps
-    g, n = walk.changed, need.size - 1
-    walk.new_from, walk.new_to = 0, n
+    walk = state.row
+    need = state.need
+    gaps = task.gaps
+    g = walk.changed
+    n = need.size - 1
+    walk.new_from = 0
+    walk.new_to = n
     if g < 0:
         return True, False
     if state.gap_actions[g] == OFFLOAD and (walk.removals == 0 or (causal and not touched[gaps[g].tensor])):
-        after, before = plan[walk.count - 1, ROW_AFTER], gaps[g].before
+        after = plan[walk.count - 1, ROW_AFTER]
+        before = gaps[g].before
         swap_out(need, after, before, gaps[g].nbytes)
         if after < before:
-            walk.new_from, walk.new_to = after + 1, before
+            walk.new_from = after + 1
+            walk.new_to = before
         return True, False
     if not causal:
         return False, False
@@ -283,15 +311,19 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
     work_ints, product, bits, shares, work_gaps, steps = work
     rewards, terminated, invalid, overhead, feasible, mask, nodes, current = outputs
     scratch = Scratch(product, bits, shares)
-    pending, task_index = 0, -1
-    size, causal = options.shown_nodes, options.causal != 0
+    pending = 0
+    task_index = -1
+    size = options.shown_nodes
+    causal = options.causal != 0
     for i in range(begin, end):
         walk = walks[i]
         resets_walk = not resume and (resets[i] or (options.autoreset != 0 and walk.over != 0))
         if (resume and walk.pending == NOT_PENDING) or (not resume and actions.size == 0 and not resets_walk):
             continue
         if not resume:
-            rewards[i], terminated[i], invalid[i] = 0.0, False, False
+            rewards[i] = 0.0
+            terminated[i] = False
+            invalid[i] = False
         if resets_walk:
             walk.task = task_indices[i] if task_indices[i] >= 0 else draw(walk, options.tasks)
 
@@ -299,7 +331,10 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
         if walk.task != task_index:
             task_index = walk.task
             w = task_rows[task_index]
-            n, n_gaps, limit, ideal = w.kernels, w.gaps, w.limit_bytes, w.ideal_ns
+            n = w.kernels
+            n_gaps = w.gaps
+            limit = w.limit_bytes
+            ideal = w.ideal_ns
             kernels, _ = _view(ints, w.kernels_at, (KERNEL_ROWS, n + 1))
             tensors, _ = _view(ints, w.tensors_at, (TENSOR_ROWS, w.tensors))
             gaps = gap_table[w.gaps_at : w.gaps_at + n_gaps]
@@ -323,8 +358,10 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
             by_segment, offset = _view(work_ints, 0, shapes[1])
             by_row, offset = _view(work_ints, offset, shapes[3])
             states, to = _view(work_ints, offset, shapes[4])
-            results, ends = work_ints[to : to + RESULTS].reshape(1, RESULTS), work_ints[to + RESULTS : to + RESULTS + 2]
-            result, settings = results[0], work_ints[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
+            results = work_ints[to : to + RESULTS].reshape(1, RESULTS)
+            ends = work_ints[to + RESULTS : to + RESULTS + 2]
+            result = results[0]
+            settings = work_ints[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
         need = needs[i, : n + 1]
         state = WalkView(walk, need, ended_ns[i, : n + 1], out_end[i, :n_gaps], queues[i, :n_gaps], kinds[i, :n_gaps])
 
@@ -346,16 +383,23 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
             if not (0 <= actions[i] < mask.shape[1] and mask[i, actions[i]]):
                 invalid[i] = True
                 if options.ignore == 0:
-                    rewards[i], terminated[i], walk.over = DEAD_END_REWARD, True, 1
+                    rewards[i] = DEAD_END_REWARD
+                    terminated[i] = True
+                    walk.over = 1
                 continue
             if walk.ended:  # no further action is needed
-                terminated[i], walk.over = True, 1
+                terminated[i] = True
+                walk.over = 1
                 continue
-            node, form, early = actions[i] % size, actions[i] // size, -1
-            kind, g = v[NODE_KIND, node], v[NODE_GAP, node]
+            node = actions[i] % size
+            form = actions[i] // size
+            early = -1
+            kind = v[NODE_KIND, node]
+            g = v[NODE_GAP, node]
             if kind > OFFLOAD and form == EARLY:
                 early = early_kernel(gaps[g].before, walk.position, need, limit)
-            walk.came_from, walk.changed = walk.position, g
+            walk.came_from = walk.position
+            walk.changed = g
             _act(task, state, rows[i], kind, g, form, early, causal)
             if w.short and g >= 0:
                 walk.pending = WANTS_HOST
@@ -363,9 +407,13 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
                 continue
 
         # Planned residency and iteration time, from the clock or from a simulation.
-        plan, g, p = rows[i][: walk.count], walk.changed, walk.position
+        plan = rows[i][: walk.count]
+        g = walk.changed
+        p = walk.position
         is_known, no_room = _replan(task, state, touched[i], plan, by_kernel, by_tensor, by_row, steps, causal)
-        fits, is_feasible, ns = is_known and first_over(need, limit) == n, True, 0
+        fits = is_known and first_over(need, limit) == n
+        is_feasible = True
+        ns = 0
         if causal and not fits and not no_room:
             _run_clock(task, state)
             ns = task.begins[n] + state.ended_ns[p] - task.begins[p] + walk.rerun_ns
@@ -375,7 +423,8 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
                 settings[c] = ints[w.settings_at + c]
             if w.short:  # host_left already has the plan's host memory
                 settings[HOST_BYTES] = NEVER
-            ends[0], ends[1] = 0, walk.count
+            ends[0] = 0
+            ends[1] = walk.count
             score_plans(
                 kernels,
                 tensors,
@@ -413,7 +462,8 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
         if fits:
             walk.ended = 1
         if is_feasible:
-            rewards[i], overhead[i] = (walk.iteration - ns) / ideal, ns / ideal - 1.0
+            rewards[i] = (walk.iteration - ns) / ideal
+            overhead[i] = ns / ideal - 1.0
             walk.iteration = ns
         elif fits:  # its iterations never repeat (rule 10)
             walk.dead_end = 1
@@ -423,5 +473,7 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
             rewards[i] += DEAD_END_REWARD
             overhead[i] = np.nan
         if walk.ended:
-            terminated[i], walk.over, feasible[i] = True, 1, walk.dead_end == 0
+            terminated[i] = True
+            walk.over = 1
+            feasible[i] = walk.dead_end == 0
     return pending

@@ -20,12 +20,17 @@ from simulator import Gap, Machine, Program
 from simulator.compiled.engine import rerun_ns
 from simulator.modes import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 
-NOTHING, OFFLOAD, REMOVE = STAYS, SWAPPED, RECOMPUTED  # kinds of action, under the paper's names
+# kinds of action, under the paper's names
+NOTHING = STAYS
+OFFLOAD = SWAPPED
+REMOVE = RECOMPUTED
 
 # Columns of the node features: five static ones, then the dynamic ones (observation.py).
 SIZE, TRANSFER, RECOMPUTE_TIME, REVISIT, ACTION, VALID, RELIEF, AHEAD, PRESSURE, QUEUE, STUCK = range(11)
 # Number of static columns; with the first three dynamic ones (read by agents/learned); all observed columns.
-STATIC, FEATURES, OBSERVED = VALID, AHEAD + 1, STUCK + 1
+STATIC = VALID
+FEATURES = AHEAD + 1
+OBSERVED = STUCK + 1
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ def build_graph(
         by_tensor.setdefault(op.tensor, []).append(i)
 
     # Which node represents which action.
-    kind, gap_of = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
+    kind = np.full(n, -1, np.int64)
+    gap_of = np.full(n, -1, np.int64)
     kind[0] = NOTHING
     opening: dict[tuple[int, int], int] = {}  # (tensor, kernel) -> last access there
     closing: dict[tuple[int, int], int] = {}  # (tensor, kernel) -> first access there
@@ -86,7 +92,8 @@ def build_graph(
     for g, gap in enumerate(gaps):
         if OFFLOAD in kinds[g]:
             node = opening[gap.tensor, gap.after]
-            kind[node], gap_of[node] = OFFLOAD, g
+            kind[node] = OFFLOAD
+            gap_of[node] = g
     recompute = np.zeros(len(gaps))
     removable = [g for g in range(len(gaps)) if REMOVE in kinds[g]]
     if removable:
@@ -96,14 +103,16 @@ def build_graph(
             nodes = by_tensor[gap.tensor]
             for node in (closing[gap.tensor, gap.before], nodes[0], nodes[-1]):
                 if kind[node] < 0:
-                    kind[node], gap_of[node] = REMOVE, g
+                    kind[node] = REMOVE
+                    gap_of[node] = g
                     break
 
     features = np.zeros((n, STATIC), np.float32)
     tensor = np.array([op.tensor for op in operations], np.int64)
     nbytes = np.array([t.nbytes for t in program.tensors])
     round_trip_ns = np.array([machine.d2h_ns(t.nbytes) + machine.h2d_ns(t.nbytes) for t in program.tensors])
-    features[1:, SIZE], features[1:, TRANSFER] = nbytes[tensor] / program.peak_bytes, round_trip_ns[tensor] / ideal
+    features[1:, SIZE] = nbytes[tensor] / program.peak_bytes
+    features[1:, TRANSFER] = round_trip_ns[tensor] / ideal
     gap_at = {(gap.tensor, gap.after): g for g, gap in enumerate(gaps)}
     gap_ns = [program.gap_ns(gap) for gap in gaps]
     for i, op in enumerate(operations, 1):

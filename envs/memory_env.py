@@ -39,7 +39,8 @@ OneOrMore: TypeAlias = T | Sequence[T]
 def small_task() -> tuple[Program, Machine]:
     """Returns a forward and backward pass over eight layers and its machine, for tests and first runs."""
     sizes = [6, 12, 4, 10, 3, 8, 5, 7]  # MiB
-    layers, mib = len(sizes), 2**20
+    layers = len(sizes)
+    mib = 2**20
     tensors = [Tensor("batch", mib, "input", True)]
     tensors += [Tensor(f"activation{i}", sizes[i] * mib) for i in range(layers)]
     tensors += [Tensor(f"gradient{i}", sizes[i] * mib, "gradient") for i in range(layers)]
@@ -194,7 +195,8 @@ class MemoryVectorEnv(BatchVectorEnv):
         )
         super().__init__(num_envs, batch, copy, autoreset_mode, max_episode_steps)
 
-    best_plans, best_plan = MemoryEnv.best_plans, MemoryEnv.best_plan
+    best_plans = MemoryEnv.best_plans
+    best_plan = MemoryEnv.best_plan
 
     def plan(self, i: int, planner: str = "") -> Plan:
         """Returns the partial plan of environment i."""

@@ -28,7 +28,8 @@ def early_kernel(before, position, need, limit):
 @stage
 def _copies(task, walk, g):
     """Returns whether gap g can be copied right after its last write (Walk.form_masks of the reference)."""
-    gaps, first = task.gaps, task.gaps[g].first_since
+    gaps = task.gaps
+    first = task.gaps[g].first_since
     if gaps[g].copy_at < 0 or (gaps[g].wraps and (walk.row.position != 0 or first != g)):
         return False
     for f in range(first, g):
@@ -40,14 +41,16 @@ def _copies(task, walk, g):
 @stage
 def _is_open(task, walk, g):
     """Returns whether gap g is open (Walk.open of the reference)."""
-    gaps, p = task.gaps, walk.row.position
+    gaps = task.gaps
+    p = walk.row.position
     return (gaps[g].after < p or gaps[g].wraps != 0) and p < gaps[g].before and walk.gap_actions[g] < 0
 
 
 @stage
 def _show_gap(task, walk, g, mask, nodes):
     """Updates mask and validity of the nodes of a gap."""
-    gaps, row = task.gaps, walk.row
+    gaps = task.gaps
+    row = walk.row
     is_open = row.ended == 0 and _is_open(task, walk, g)
     for removal in range(2):
         node = gaps[g].remove_node if removal else gaps[g].offload_node
@@ -84,7 +87,8 @@ def _divide(values, shift, divisor, product, bits, out):
     The product with the reciprocal is off by at most 2 float64 units. ``bits`` shows whether a product is that close
     to a float32 rounding boundary; if one is, all values are divided.
     """
-    reciprocal, distance = 1.0 / divisor, 2**29
+    reciprocal = 1.0 / divisor
+    distance = 2**29
     for i in range(values.size):
         product[i] = (values[i] - shift) * reciprocal
     for i in range(values.size):
@@ -106,7 +110,9 @@ def _fill(values, value):
 @stage
 def _any_over(need, limit, begin, end):
     """Returns whether an entry of need[begin:end] exceeds the limit."""
-    values, over = need[begin:end], 0  # a slice and no early exit, so that the loop vectorizes
+    # a slice and no early exit, so that the loop vectorizes
+    values = need[begin:end]
+    over = 0
     for k in range(values.size):
         over |= values[k] > limit
     return over != 0
@@ -115,7 +121,8 @@ def _any_over(need, limit, begin, end):
 @stage
 def first_over(need, limit):
     """Returns the start of the first block of kernels with one over the limit, or the number of kernels."""
-    n, first = need.size - 1, 0
+    n = need.size - 1
+    first = 0
     while first < n and not _any_over(need, limit, first, min(first + BLOCK, n)):
         first = min(first + BLOCK, n)
     return first
@@ -124,13 +131,18 @@ def first_over(need, limit):
 @stage
 def _show_relief(task, need, scratch, nodes):
     """Updates the relief column of action nodes (Walk.relief), summing only over blocks around the excess."""
-    gaps, begins, limit = task.gaps, task.begins, task.limit
-    product, bits, shares = scratch.product, scratch.bits, scratch.shares
+    gaps = task.gaps
+    begins = task.begins
+    limit = task.limit
+    product = scratch.product
+    bits = scratch.bits
+    shares = scratch.shares
     n = last = need.size - 1
     first = first_over(need, limit)
     while last > first and not _any_over(need, limit, max(first, last - BLOCK), last):
         last = max(first, last - BLOCK)
-    excess, gap_excess = product[: n + 1], product[product.size // 2 :]
+    excess = product[: n + 1]
+    gap_excess = product[product.size // 2 :]
     _fill(excess[: first + 1], 0.0)
     total = 0.0
     for k in range(first, last):
@@ -145,7 +157,9 @@ def _show_relief(task, need, scratch, nodes):
         gap_excess[gaps[j].by_after] += total
         j -= 1
     _divide(gap_excess[: gaps.size], 0.0, max(total, 1.0), product, bits, shares)
-    relief, actions, gap_of = nodes[RELIEF], task.nodes[ACTIONS], task.nodes[ACTION_GAPS]
+    relief = nodes[RELIEF]
+    actions = task.nodes[ACTIONS]
+    gap_of = task.nodes[ACTION_GAPS]
     for j in range(task.row.n_actions):
         relief[np.uintp(actions[j])] = shares[np.uintp(gap_of[j])]
 
@@ -153,12 +167,17 @@ def _show_relief(task, need, scratch, nodes):
 @stage
 def _show_pressure(task, need, first, last, shares, nodes):
     """Updates (planned residency - limit) / limit at the nodes of kernels ``first`` to ``last`` - 1."""
-    limit, node_at, planned, pressures = task.limit, task.node_at, need[first:last], shares[first:last]
+    limit = task.limit
+    node_at = task.node_at
+    planned = need[first:last]
+    pressures = shares[first:last]
     per_byte = 1.0 / limit
     for k in range(planned.size):
         pressures[k] = np.float64(planned[k] - limit) * per_byte
-    begin, end = node_at[first] + 1 if first else 0, node_at[last] + 1
-    kernel, pressure = task.nodes[NODE_KERNEL, begin:end], nodes[PRESSURE, begin:end]
+    begin = node_at[first] + 1 if first else 0
+    end = node_at[last] + 1
+    kernel = task.nodes[NODE_KERNEL, begin:end]
+    pressure = nodes[PRESSURE, begin:end]
     for i in range(kernel.size):
         pressure[i] = shares[np.uintp(kernel[i])]
 
@@ -166,7 +185,9 @@ def _show_pressure(task, need, first, last, shares, nodes):
 @stage
 def _show_time(task, walk, scratch, nodes, moved):
     """Updates the distance to the nodes, the copy queue and the time until the walk is stuck."""
-    starts, begins, ideal = task.times, task.begins, task.row.ideal_ns
+    starts = task.times
+    begins = task.begins
+    ideal = task.row.ideal_ns
     n = begins.size - 1
     now = begins[min(walk.position, n - 1)]
     if moved:
@@ -194,8 +215,12 @@ def show(task, state, scratch, options, mask, nodes, g, moved, rewrite):
         moved: whether the position has changed.
         rewrite: whether to rewrite the whole observation.
     """
-    walk, need, gaps, limit = state.row, state.need, task.gaps, task.limit
-    n, p = need.size - 1, walk.position
+    walk = state.row
+    need = state.need
+    gaps = task.gaps
+    limit = task.limit
+    n = need.size - 1
+    p = walk.position
     stuck = p
     while stuck < n and need[stuck] <= limit:
         stuck += 1

@@ -14,14 +14,22 @@ from envs.batch import Batch
 from simulator.compiled import encoding
 
 GIB = 2**30
-COLUMNS, ROWS = 72, 12  # size of the text
-UNPLANNED, PLANNED, EXCESS, INK = "#c9c9c9", "#1f77b4", "#d62728", "#222222"
+# size of the text
+COLUMNS = 72
+ROWS = 12
+UNPLANNED = "#c9c9c9"
+PLANNED = "#1f77b4"
+EXCESS = "#d62728"
+INK = "#222222"
 
 
 def _captions(batch: Batch, i: int) -> tuple[str, str]:
     """Returns the title, and a summary of the position of walk i and its evicted tensors."""
-    task, walk, rows = batch.task(i), batch.walks[i], batch.plan_rows(i)
-    position, copy_end = int(walk["position"]), int(walk["free_ns"])
+    task = batch.task(i)
+    walk = batch.walks[i]
+    rows = batch.plan_rows(i)
+    position = int(walk["position"])
+    copy_end = int(walk["free_ns"])
     swapped = moving = dropped = 0
     for kind, tensor, after, before in rows[::-1, [encoding.KIND, encoding.TENSOR, encoding.AFTER, encoding.BEFORE]]:
         is_evicted = after < position <= before if after < before else position <= before or after < position
@@ -42,7 +50,8 @@ def _captions(batch: Batch, i: int) -> tuple[str, str]:
 def text(batch: Batch, i: int) -> str:
     """Draws COLUMNS bars over the iteration of walk i: "#" memory under the partial plan, "." memory that it freed."""
     task = batch.task(i)
-    n, max_bytes = len(task.live_bytes), max(int(task.live_bytes.max()), task.limit)
+    n = len(task.live_bytes)
+    max_bytes = max(int(task.live_bytes.max()), task.limit)
     bounds = np.linspace(0, n, COLUMNS + 1).astype(int)
     pairs = [(a, max(b, a + 1)) for a, b in zip(bounds, bounds[1:], strict=False)]
     need, without = (
@@ -62,10 +71,14 @@ def picture(batch: Batch, i: int) -> NDArray[np.uint8]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
     from matplotlib.figure import Figure
 
-    task, need, (title, words) = batch.task(i), batch.need(i), _captions(batch, i)
+    task = batch.task(i)
+    need = batch.need(i)
+    (title, words) = _captions(batch, i)
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
-    canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
-    times, limit = task.start_ns / 1e6, task.limit / GIB
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    times = task.start_ns / 1e6
+    limit = task.limit / GIB
 
     def fill(values: NDArray[Any], color: str, label: str, bottom: float = 0.0) -> None:
         steps = np.append(values, values[-1:]) / GIB

@@ -16,8 +16,14 @@ DEAD_END_REWARD = -10.0  # costs as much as ten iterations, more than any useful
 REWARDS = ("paper", "causal")
 # Forms of an action. PLAIN offload: the copy is issued when the gap opens. COPY: right after the last write. PLAIN
 # removal: recomputed at the next use. KEEP: the recomputed chain stays resident. EARLY: as early as memory allows.
-PLAIN, COPY, KEEP, EARLY = 0, 1, 1, 2
-COPIES, KEEPS, EARLIES = 1, 2, 4  # allowed additional forms, as bits
+PLAIN = 0
+COPY = 1
+KEEP = 1
+EARLY = 2
+# allowed additional forms, as bits
+COPIES = 1
+KEEPS = 2
+EARLIES = 4
 ACTIONS = {"paper": 0, "copy": COPIES, "keep": KEEPS, "at": EARLIES, "full": COPIES | KEEPS | EARLIES}
 
 
@@ -35,7 +41,10 @@ class Task:
 
     @no_collections()
     def __init__(self, program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap"):
-        self.program, self.machine, self.limit, self.mode = program, machine, int(limit), mode
+        self.program = program
+        self.machine = machine
+        self.limit = int(limit)
+        self.mode = mode
         self.graph = build_graph(program, machine, self.limit, min_bytes, mode)
         self.engine = Engine(program, machine, self.limit)
         self.forms = 2 if mode == "swap" else 3  # forms of an action

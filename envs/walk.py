@@ -43,12 +43,15 @@ class Walk:
     """
 
     def __init__(self, task: Task, reward: str = "paper", actions: str = "paper"):
-        self.task, self._causal = task, reward == "causal"
+        self.task = task
+        self._causal = reward == "causal"
         self._batch = Batch((task,), 1, reward, actions=actions, threads=1)
         self._action = np.zeros(1, np.int64)
         walks = self._batch.walks  # reading a field through the record is four times slower
-        self._position, self._iteration = walks["position"], walks["iteration"]
-        self._ended, self._dead_end = walks["ended"], walks["dead_end"]
+        self._position = walks["position"]
+        self._iteration = walks["iteration"]
+        self._ended = walks["ended"]
+        self._dead_end = walks["dead_end"]
         self._mask: NDArray[np.bool_] = self._batch.mask[0].view(np.bool_)
         self.reset()
 

@@ -31,13 +31,20 @@ from simulator.plan import Plan
 from simulator.report import size
 
 FORMAT = "calibration/3"
-SMALLEST, LARGEST = 2**12, 2**30
-LATENCY_UPTO, RATE_FROM = 2**18, 2**24  # largest copy for latencies, smallest copy for rates, in bytes
+SMALLEST = 2**12
+LARGEST = 2**30
+# largest copy for latencies, smallest copy for rates, in bytes
+LATENCY_UPTO = 2**18
+RATE_FROM = 2**24
 REPEATS = 7
-LAUNCHES, NODES = 300, 1000  # number of consecutive kernels on a stream, and in a graph
+# number of consecutive kernels on a stream, and in a graph
+LAUNCHES = 300
+NODES = 1000
 SPIN_NS = 2000  # duration of each of these kernels
 MOST_LAUNCHES = 5000  # maximum launches when measuring the depth of the launch queue
-HELD_NS, STUCK_NS = 80_000_000, 2_000_000  # duration of the kernel before them; launch time that means a full queue
+# duration of the kernel before them; launch time that means a full queue
+HELD_NS = 80_000_000
+STUCK_NS = 2_000_000
 ISSUE_NS = 1_000_000  # duration of a kernel during which the host issues a few calls
 STEPS = 20  # planned steps for the median host time per kernel
 ONE_ENGINE = 0.85  # both directions at once taking this fraction of their sum means a single copy engine
@@ -206,7 +213,8 @@ def with_process_figures(calibration: Calibration, device: str) -> Calibration:
     Raises:
         ContextError: if the context cannot be measured.
     """
-    machine, context = replace(calibration.machine, issue_ns=planned_issue_ns(device)), ""
+    machine = replace(calibration.machine, issue_ns=planned_issue_ns(device))
+    context = ""
     if device == "cuda":
         nbytes, context = measure_context()
         import torch
@@ -315,7 +323,8 @@ def _fit(times: list[tuple[int, int]]) -> tuple[int, int, float]:
     """Returns latency in ns, bytes per second and largest relative error of copies, (bytes, ns) in order of size."""
     sizes, ns = np.array(times, np.float64).T
     # Latency: median excess of small copies. Rate: least-squares fit of relative errors of large ones.
-    small, large = sizes <= max(LATENCY_UPTO, sizes[0]), sizes >= min(RATE_FROM, sizes[-2])
+    small = sizes <= max(LATENCY_UPTO, sizes[0])
+    large = sizes >= min(RATE_FROM, sizes[-2])
     per_byte = (ns[-1] - ns[-2]) / (sizes[-1] - sizes[-2])
     for _ in range(3):  # latency and rate depend weakly on each other
         latency = max(0.0, float(np.median((ns - sizes * per_byte)[small])))

@@ -135,7 +135,8 @@ def stream(
     update: tuple[Updates | None, int, int] | None = None,
 ) -> Intervals:
     """Returns all mallocs and frees of the loop's iterations in order; ``update``: a known result of ``_update``."""
-    program, trace = captured.program, _MallocTrace()
+    program = captured.program
+    trace = _MallocTrace()
     sizes = [tensor.nbytes for tensor in program.tensors]
     persistent = {t: tensor.kind for t, tensor in enumerate(program.tensors) if tensor.persistent}
     events, begin, end = update or _update(captured)
@@ -145,8 +146,10 @@ def stream(
     for nbytes in () if events else (x.nbytes for x in program.tensors if x.kind == "optimizer_state"):
         trace.malloc(nbytes)
     backward = next((k for k, kernel in enumerate(program.kernels) if kernel.phase == "backward"), -1)
-    holds, end_of_step = captured.holds, len(program.kernels)
-    kept_outputs, gradients = frozenset(holds.outputs if loop.keeps_outputs else ()), frozenset(holds.gradients)
+    holds = captured.holds
+    end_of_step = len(program.kernels)
+    kept_outputs = frozenset(holds.outputs if loop.keeps_outputs else ())
+    gradients = frozenset(holds.gradients)
     zero = {None: holds.zero_grad, "start": -2, "backward": backward, "end": end_of_step, "never": -1}[loop.zero_grad]
     born, dies = _lives(program)
     batch: list[int] = []

@@ -96,8 +96,10 @@ class FittedStep(PlannedStep):
         self, captured: Captured, plan: Plan, machine: Machine, limit: int, floor_ns: int | None = None
     ) -> None:
         super().__init__(captured, plan, machine, limit)
-        self.machine, self.floor_ns = machine, floor_ns
-        self.packed_bytes, self.replans = limit, 0
+        self.machine = machine
+        self.floor_ns = floor_ns
+        self.packed_bytes = limit
+        self.replans = 0
 
     def _falls_back(self, error: NoGraph) -> bool:
         return not (isinstance(error, OverLimit) and self.replans < REPLANS) and super()._falls_back(error)
@@ -129,13 +131,16 @@ class FittedSteps(PlannedSteps):
         **options: Any,
     ) -> None:
         super().__init__(model, loss_fn, optimizer, cast(Any, machine), memory, cast(Any, planner), keep, **options)
-        self._profile, self._seconds, self._device = profile, seconds, torch.device("cpu")
+        self._profile = profile
+        self._seconds = seconds
+        self._device = torch.device("cpu")
 
     def _make(self, pairs: tuple[Any, ...]) -> FittedStep:
         captured = self._capture(pairs)
         if self.limit is None:
             self._set_defaults(device_of(captured))
-        machine, profile = self.machine, self._profile
+        machine = self.machine
+        profile = self._profile
         if profile == "measure":
             profile = measure(captured, self._device, machine.name)
         if profile is None:
@@ -155,7 +160,8 @@ class FittedSteps(PlannedSteps):
 
         If steps do not run as graphs, PyTorch's allocator chooses addresses, and the plan is for the limit.
         """
-        in_graph, floors = not not_by_default(captured, undo=False), list[int | None]()
+        in_graph = not not_by_default(captured, undo=False)
+        floors = list[int | None]()
         machine = self.machine.in_graph() if in_graph else self.machine
 
         def make_plan(nbytes: int) -> Plan:
@@ -167,7 +173,8 @@ class FittedSteps(PlannedSteps):
             plan = make_plan(nbytes)
             return plan, simulate(captured.program, plan, machine, nbytes)
 
-        plan, packed = None, limit
+        plan = None
+        packed = limit
         if in_graph:
             with suppress(DoesNotPack, FitError, OutOfMemory):  # it may still run without a graph
                 plan, packed = first_that_packs(max(room, 1), attempt, machine.alignment, stops=(FitError, OutOfMemory))
@@ -193,7 +200,8 @@ class FittedSteps(PlannedSteps):
         if step.packed_bytes == previous.limit:
             previous.replans = REPLANS  # no plan packs into less: continue without a graph
             return
-        step.replans, step.floor_ns = previous.replans + 1, previous.floor_ns
+        step.replans = previous.replans + 1
+        step.floor_ns = previous.floor_ns
         forms = next(reversed(self.steps))
         self.steps[forms] = self._current = step
         variants = self._variants.get(forms, {})
@@ -455,7 +463,8 @@ def _too_small(captured: Captured, limit: int, least: int) -> str:
     parts = ", ".join(f"{KINDS[kind]} {size(nbytes)}" for kind, nbytes in persistent.items())
     kernel_bytes = [sum(program.tensors[t].nbytes for t in k.accesses) + k.workspace for k in program.kernels]
     k = max(range(len(kernel_bytes)), key=kernel_bytes.__getitem__)
-    name, module = program.kernels[k].name, captured.places[k].module or "the model itself"
+    name = program.kernels[k].name
+    module = captured.places[k].module or "the model itself"
     usage = f"are held at once in {module}" if name == "marker" else f"{name} of {module} uses at once"
     persistent_bytes = sum(persistent.values())
     shapes = (str(list(leaf.meta["tensor_meta"].shape)) for leaf in captured.leaves if isinstance(leaf, fx.Node))

@@ -132,7 +132,8 @@ def _run_tasks(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterato
     Quick tasks run in this process until worker processes pay off; ``jobs`` workers run the rest. Floors come first
     while the simulator is still compiling.
     """
-    tasks, spent = list(tasks), 0.0
+    tasks = list(tasks)
+    spent = 0.0
     _start_worker(*shared)
     while tasks and (jobs == 1 or (tasks[-1][0] not in SLOW and spent < LOCAL_SECONDS)):
         floors = [i for i, (name, _) in enumerate(tasks) if name == FLOOR]

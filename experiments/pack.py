@@ -56,8 +56,10 @@ def main(cfg: DictConfig) -> None:
     file = cli.path(cfg, "file")
     if file is None:
         raise cli.UsageError("file: specify a file to pack, as in python -m experiments.pack blocks.csv")
-    names, machine = allocator_names(cli.values(cfg, "algorithms")), cli.machine(cfg)
-    alignment, seconds = cli.integer(cfg, "alignment", least=1), cli.number(cfg, "seconds")
+    names = allocator_names(cli.values(cfg, "algorithms"))
+    machine = cli.machine(cfg)
+    alignment = cli.integer(cfg, "alignment", least=1)
+    seconds = cli.number(cfg, "seconds")
     capacity = size_bytes(cfg.capacity, "capacity", least=1) if cfg.capacity is not None else None
     buffers = files.load(file, cli.choice(cfg, "iteration", (None, True, False)))
     load = buffers.intervals.peak_bytes
@@ -126,7 +128,9 @@ def pack_all(names: list[str], intervals: Intervals, machine: Machine, alignment
 def warm_up(name: str, circle: bool) -> None:
     """Compiles an allocator (Numba) on a few random blocks, to keep compilation out of timings."""
     rng = np.random.default_rng(0)
-    lower, length, nbytes = rng.integers(0, 20, WARM_UP), rng.integers(1, 10, WARM_UP), rng.integers(1, 9, WARM_UP)
+    lower = rng.integers(0, 20, WARM_UP)
+    length = rng.integers(1, 10, WARM_UP)
+    nbytes = rng.integers(1, 9, WARM_UP)
     blocks = Intervals(lower, lower + length, nbytes, 20 if circle else NEVER)
     run(name, blocks, 1, 0.1)
 

@@ -48,8 +48,11 @@ def main(cfg: DictConfig) -> None:
     unknown = held_out - {name for _, networks in sets for network in networks for name in network["family"]}
     if unknown:
         raise cli.UsageError(f"held_out: no network in sets has family {sorted(unknown)[0]!r}")
-    tasks_each, seed = cli.integer(cfg, "tasks", 1), cli.integer(cfg, "data_seed")
-    net_seed, rounds, pool = cli.integer(cfg, "seed"), cli.integer(cfg, "rounds"), cli.launcher(cfg)
+    tasks_each = cli.integer(cfg, "tasks", 1)
+    seed = cli.integer(cfg, "data_seed")
+    net_seed = cli.integer(cfg, "seed")
+    rounds = cli.integer(cfg, "rounds")
+    pool = cli.launcher(cfg)
     out = cli.path(cfg, "out") or Path("runs/pretrain")
     edits = cli.choice(cfg, "network", ("policy", "dqn")) == "dqn"
     counts = cli.values(cfg, "dqn_programs")
@@ -85,7 +88,8 @@ def main(cfg: DictConfig) -> None:
         tasks = [(out, seed, i, j) for j in range(tasks_each) for i in range(count)]  # a larger ``tasks`` appends
         append(out / "lessons-0.jsonl", plan_one, tasks, pool, "planning tasks")
 
-        log, net = report.console(stderr=True), None
+        log = report.console(stderr=True)
+        net = None
         for round_ in range(rounds + 1):
             if round_ and net is not None:
                 guide = folder / f"round-{round_ - 1}.pt"
@@ -127,7 +131,8 @@ def check_set(i: int, entry: Any) -> tuple[int, list[Network]]:
     """Returns the number of programs and the networks to draw them from; raises UsageError naming the entry."""
     if not isinstance(entry, dict) or set(entry) != {"programs", "networks"}:
         raise cli.UsageError(f"sets[{i}]: expected a mapping with programs and networks, got {entry!r}")
-    programs, networks = entry["programs"], entry["networks"]
+    programs = entry["programs"]
+    networks = entry["networks"]
     if isinstance(programs, bool) or not isinstance(programs, int) or programs < 1:
         raise cli.UsageError(f"sets[{i}].programs: expected an integer of at least 1, got {programs!r}")
     if not isinstance(networks, list) or not networks:
@@ -222,7 +227,8 @@ def improve_plans(task: tuple[Path, str, Path, int]) -> dict[str, Any]:
 
 def read_lessons(out: Path, round_: int) -> list[Lesson]:
     """Returns all lessons of a round; raises FormatError naming the line."""
-    path, lessons = out / f"lessons-{round_}.jsonl", []
+    path = out / f"lessons-{round_}.jsonl"
+    lessons = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             lessons.append(lesson_of(out, json.loads(line)))

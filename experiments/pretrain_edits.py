@@ -30,9 +30,15 @@ from experiments.pretrain_tasks import LIMITS, draw_machine, load_program, task_
 from simulator.machine import Machine
 
 MOST_GAPS = 600  # maximum gaps of a task
-LEAST_GAIN, MOST_OVERHEAD = 0.05, 60.0  # points: least gain of a search over the policy's best plan; largest overhead
+# points: least gain of a search over the policy's best plan; largest overhead
+LEAST_GAIN = 0.05
+MOST_OVERHEAD = 60.0
 RUNS = ((60, 3e-3), (300, 3e-3), (2000, 3e-3))  # calls and first temperature of annealing runs for start plans
-LONG_CALLS, HOT, COLD, SEED = 4000, 1e-3, 3e-5, 9  # calls, temperatures and seed of the reference run
+# calls, temperatures and seed of the reference run
+LONG_CALLS = 4000
+HOT = 1e-3
+COLD = 3e-5
+SEED = 9
 MAX_ABOVE = 25.0  # maximum points of a start plan above the reference
 NAMED = {"vgg16": (0.35, 0.4, 0.45, 0.55), "resnet50": (0.3, 0.4, 0.5)}  # train split, added to the random tasks
 LOG_EVERY = 50  # iterations between log lines and between checkpoints
@@ -45,7 +51,8 @@ def prepare(job: tuple[Path, int, int, int]) -> dict[str, Any]:
     if len(load_program(out, i).gaps(MIB)) > MOST_GAPS:
         return entry
     rng = task_rng(seed, i, j)
-    machine, program = draw_machine(rng), task_program(out, i, j)
+    machine = draw_machine(rng)
+    program = task_program(out, i, j)
     limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), "joint")
     try:
         task = EditTask(program, machine, limit, "joint", MIB, policy)
@@ -106,7 +113,8 @@ def train(out: Path, args: Args, seed: int, weights: Path | None) -> Path:
     pairs = [*(task_of(out, entry) for entry in lines if entry["starts"]), *named_tasks()]
     folder = out / f"dqn{'' if args.message_passing else '_flat'}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    state, log = folder / "state.pt", report.console(stderr=True)
+    state = folder / "state.pt"
+    log = report.console(stderr=True)
     dqn = DQN([task for task, _ in pairs], [reference for _, reference in pairs], args, seed)
     if state.exists():
         dqn.load(state)

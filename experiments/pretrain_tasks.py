@@ -15,7 +15,10 @@ from simulator.program import Program
 
 Network = dict[str, list[Any]]  # the values of each setting of a workload
 
-MOST_KERNELS, LEAST_GAPS, MOST_GAPS = 2600, 8, 1500  # bounds on a program's size
+# bounds on a program's size
+MOST_KERNELS = 2600
+LEAST_GAPS = 8
+MOST_GAPS = 1500
 LIMITS = 0.3, 0.8  # range of limits, as fractions of the peak
 # Fractions of the H2D and D2H bandwidth available while both directions are busy; nvbandwidth measures about 0.5 and
 # 0.95 on A100s, 0.95 and 0.62 on H800s.
@@ -113,9 +116,11 @@ def random_machine(rng: random.Random) -> Machine:
     def log_uniform(low: float, high: float) -> float:
         return math.exp(rng.uniform(math.log(low), math.log(high)))
 
-    flops, link = log_uniform(4e12, 2e14), log_uniform(4e9, 6e10)
+    flops = log_uniform(4e12, 2e14)
+    link = log_uniform(4e9, 6e10)
     kinds = ("conv", "matmul", "default", "norm", "elementwise", "reduce")
-    h2d, (h2d_share, d2h_share) = link * rng.uniform(0.85, 1.1), rng.choice(SHARES)
+    h2d = link * rng.uniform(0.85, 1.1)
+    (h2d_share, d2h_share) = rng.choice(SHARES)
     latency_ns = rng.choice([5_000, 10_000, 20_000])
     return Machine(
         name="random",

@@ -167,9 +167,12 @@ class FigureRun:
     ):
         self.name = settings.pop("name", None)
         self.figure = figure(self.name)
-        small, default = settings.pop("quick", {}), settings.pop("machine", None)
+        small = settings.pop("quick", {})
+        default = settings.pop("machine", None)
         self.settings = {**settings, **({key: small[key] for key in small if key not in typed} if quick else {})}
-        self.quick, self.machine, self.out = quick, Machine.load(machine or default), out
+        self.quick = quick
+        self.machine = Machine.load(machine or default)
+        self.out = out
         self.tasks: list[Row] = self.figure.tasks(OmegaConf.create(self.settings))
         self._partial_file = out / f"{self.name}.jsonl"
         self._digest = hashlib.sha256(
@@ -232,7 +235,8 @@ def code(name: str) -> str:
     root = cli.CONFIGS.parent
     files = [path for folder in CODE for path in (root / folder).rglob("*.py")]
     files += (cli.CONFIGS / "workload").glob("*.yaml")
-    folder, module = root / "experiments" / "figures", type(figure(name)).__module__.rpartition(".")[2]
+    folder = root / "experiments" / "figures"
+    module = type(figure(name)).__module__.rpartition(".")[2]
     paper = module.partition("_")[0]
     files += {*folder.glob(f"{paper}*.py"), *(folder / f"{shared}.py" for shared in SHARED)}
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()

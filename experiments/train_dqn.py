@@ -60,11 +60,13 @@ def main(cfg: DictConfig) -> Path:
     from agents.learned.training import train
 
     machine = cli.machine(cfg)
-    seed, tracker = cli.integer(cfg, "seed"), tracker_class(cfg)
+    seed = cli.integer(cfg, "seed")
+    tracker = tracker_class(cfg)
     every = cli.integer(cfg, "greedy_every", least=1)
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     choice = HydraConfig.get().runtime.choices["agent"]
-    edits, agent = choice == "dqn", choice.removesuffix("_tuned")
+    edits = choice == "dqn"
+    agent = choice.removesuffix("_tuned")
     config: Any = cli.dataclass_from_config(Args if edits else PaperConfig, cfg.agent, "agent")
     variant = dqn_paper.Variant(*variant_of(cfg))
     for key in ("reward", "actions", "network"):
@@ -78,7 +80,8 @@ def main(cfg: DictConfig) -> Path:
     directory = report.RunDirectory(
         run_path(cfg, resume), f"{program.name}-{fraction:.3g}-seed{seed}", finished="summary.json"
     )
-    screen, log = report.console(), report.console(stderr=True)
+    screen = report.console()
+    log = report.console(stderr=True)
     screen.print(report.headline(*task))
     with log.status("compiling the simulator"):
         for planner in ("annealing", "lp_round", "dqn"):  # moves, weighted moves, ranked ones
@@ -194,7 +197,8 @@ def variant_of(cfg: DictConfig) -> tuple[str, str, Any]:
         network = None if cfg.network is None else import_target(cfg.network)
     except WorkloadError as error:
         raise cli.UsageError(f"network: {str(error).removeprefix('target: ')}") from None
-    reward, actions = cli.choice(cfg, "reward", (None, *REWARDS)), cli.choice(cfg, "actions", (None, *ACTIONS))
+    reward = cli.choice(cfg, "reward", (None, *REWARDS))
+    actions = cli.choice(cfg, "actions", (None, *ACTIONS))
     return reward or "paper", actions or "paper", network
 
 
@@ -236,7 +240,8 @@ class Watch:
     """
 
     def __init__(self, episodes: int, open_tracker: Callable[[], Tracker], console: Any, curve: Curve):
-        self.open_tracker, self.curve = open_tracker, curve
+        self.open_tracker = open_tracker
+        self.curve = curve
         self.tracker: Tracker | None = None  # created at the first episode, so that earlier errors leave no files
         self.bar = report.progress(console)
         self.resumes = bool(curve.resumed_points)

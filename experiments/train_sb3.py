@@ -42,9 +42,12 @@ def main(cfg: DictConfig) -> Path:
     from agents.learned.structure2vec import CustomNetworkError
     from agents.learned.training import Episode, check_reachable
 
-    seed, steps, tracker = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1), tracker_class(cfg)
+    seed = cli.integer(cfg, "seed")
+    steps = cli.integer(cfg, "steps", least=1)
+    tracker = tracker_class(cfg)
     every = cli.integer(cfg, "greedy_every", least=1)
-    mode, min_bytes = cli.choice(cfg, "mode", MODES), cli.size(cfg, "min_bytes")
+    mode = cli.choice(cfg, "mode", MODES)
+    min_bytes = cli.size(cfg, "min_bytes")
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     algorithm = HydraConfig.get().runtime.choices["algo"]
     agent = f"sb3_{algorithm}"
@@ -58,7 +61,8 @@ def main(cfg: DictConfig) -> Path:
     check_reachable(program, limit, min_bytes, mode)
     label = f"{program.name}-{limit / program.peak_bytes:.3g}-{algorithm}-seed{seed}"
     directory = report.RunDirectory(cli.path(cfg, "out"), label, finished="summary.json")
-    screen, log = report.console(), report.console(stderr=True)
+    screen = report.console()
+    log = report.console(stderr=True)
     screen.print(report.headline(program, machine, limit))
 
     environment = {

@@ -105,7 +105,10 @@ class Evict(Kind):
         Raises:
             PlanError: An id is dangling or the decision does not lie within one gap.
         """
-        t, after, before, n = self.tensor, self.after, self.before, len(program.kernels)
+        t = self.tensor
+        after = self.after
+        before = self.before
+        n = len(program.kernels)
         if not 0 <= t < len(program.tensors):
             raise PlanError(f"{where}: there is no tensor {t}")
         if not (0 <= after < n and 0 <= before < n):
@@ -125,7 +128,8 @@ class Evict(Kind):
                 raise PlanError(f"{where}: the gap wraps over the iteration boundary but tensor {t} is not persistent")
             if self.no_wrap:
                 raise PlanError(f"{where}: {self.no_wrap}")
-            opens, closes = previous, uses[0]
+            opens = previous
+            closes = uses[0]
             if previous != len(uses) - 1:
                 closes = -1
         if closes != before:
@@ -154,7 +158,8 @@ class Evict(Kind):
             kernel: Index of each kernel in the other program.
             program: The other program.
         """
-        t, before = tensor.get(self.tensor), kernel.get(self.before)
+        t = tensor.get(self.tensor)
+        before = kernel.get(self.before)
         if t is None or before is None or not (uses := program.accesses[t]):
             return
         after = kernel.get(self.after, uses[bisect_left(uses, before) - 1])
@@ -206,13 +211,18 @@ class Swap(Evict):
         return self.after if self.copy is None else self.copy
 
     def _check_optional_kernels(self, n: int, where: str) -> None:
-        p, after, before = self.prefetch, self.after, self.before
+        p = self.prefetch
+        after = self.after
+        before = self.before
         if p is not None and not (after <= p < before if after < before else (after <= p < n or 0 <= p < before)):
             raise PlanError(f"{where}.prefetch: kernel {p} is not from {after} up to {before}")
 
     def check_conflicts(self, program: Program, i: int, restored_before: Mapping[int, Sequence[int]]) -> None:
         """Raises PlanError unless the copy is issued after the last write and while the tensor is resident."""
-        t, copy, after, n = self.tensor, self.copy, self.after, len(program.kernels)
+        t = self.tensor
+        copy = self.copy
+        after = self.after
+        n = len(program.kernels)
         if copy is None or copy == after:
             return
         where = f"decisions[{i}].copy"
@@ -228,7 +238,8 @@ class Swap(Evict):
 
     def row(self) -> Row:
         """Returns the row; see ``Kind.row``."""
-        prefetch, copy = _encode(self.prefetch), _encode(self.copy)
+        prefetch = _encode(self.prefetch)
+        copy = _encode(self.copy)
         return self.codes[self.sync], self.tensor, self.after, self.before, prefetch, copy
 
     @classmethod

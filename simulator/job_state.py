@@ -161,7 +161,9 @@ class JobState:
     """State and records of one job; the ledger and the copies belong to ``World``."""
 
     def __init__(self, index: int, job: Job, plans: Sequence[Schedule]):
-        self.index, self.job, self.plans = index, job, plans
+        self.index = index
+        self.job = job
+        self.plans = plans
         self.admitted_ns: int | None = None
         self.left_ns: int | None = None
         self.boundaries: list[int] = []
@@ -189,7 +191,9 @@ class JobState:
     def begin(self, plan: int, now: int, kernel_ends: int) -> None:
         """Admits the job with one of its plans."""
         self.set_plan(plan)
-        self.admitted_ns, self.waits_since, self.ended_before = now, now, [kernel_ends]
+        self.admitted_ns = now
+        self.waits_since = now
+        self.ended_before = [kernel_ends]
         self.record_stall(self.job.arrives_ns, now, "admission")
         if plan:
             self.switches.append((now, plan))
@@ -203,7 +207,8 @@ class JobState:
 
     def timeline(self) -> JobTimeline:
         """Returns the job's timeline; spans are sorted, because steps after a switch are recorded before they start."""
-        job, spans = self.job, sorted(self.spans, key=lambda s: s.start_ns)
+        job = self.job
+        spans = sorted(self.spans, key=lambda s: s.start_ns)
         return JobTimeline(
             job.name,
             job.program.name,
@@ -221,7 +226,8 @@ class JobState:
 
     def set_plan(self, plan: int) -> None:
         """Changes to another plan of the job."""
-        self.plan, self.schedule = plan, self.plans[plan]
+        self.plan = plan
+        self.schedule = self.plans[plan]
         self.n = len(self.schedule.program.kernels)
 
     @property

@@ -56,7 +56,8 @@ class KernelTimes:
 
     def __post_init__(self) -> None:
         for entry in dataclass_fields(self):
-            value, (low, high) = getattr(self, entry.name), _RANGES.get(entry.name, (0.0, 1.0))
+            value = getattr(self, entry.name)
+            (low, high) = _RANGES.get(entry.name, (0.0, 1.0))
             optional = value == 0 and entry.default == 0
             if entry.name != "source" and not optional and not low < value <= high:
                 raise FormatError(

@@ -75,7 +75,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         for entry in dataclass_fields(self):
-            value, minimum = getattr(self, entry.name), int(entry.name in POSITIVE)
+            value = getattr(self, entry.name)
+            minimum = int(entry.name in POSITIVE)
             if entry.type == "int" and value < minimum:
                 expected = "a positive integer" if minimum else "an integer of at least 0"
                 raise FormatError(f"machine.{entry.name}: expected {expected}, got {value}")
@@ -136,7 +137,8 @@ class Machine:
         """
         if duplex_bytes_per_s < 0:
             raise FormatError(f"machine.{DUPLEX_TOTAL}: expected an integer of at least 0, got {duplex_bytes_per_s}")
-        share, total = 0, self.h2d_bytes_per_s + self.d2h_bytes_per_s
+        share = 0
+        total = self.h2d_bytes_per_s + self.d2h_bytes_per_s
         if 0 < duplex_bytes_per_s < total:
             share = max(1, duplex_bytes_per_s * ALONE // total)
         # Rounded up, so that the share is exact for links of at least 1 MiB/s.
@@ -154,7 +156,8 @@ class Machine:
             nbytes: Memory traffic of the kernel.
             duration_ns: Duration of the kernel without copies.
         """
-        max_loss, capacity = int(self.copy_contention * ALONE), duration_ns * self.memory_bytes_per_s
+        max_loss = int(self.copy_contention * ALONE)
+        capacity = duration_ns * self.memory_bytes_per_s
         return min(max_loss, max_loss * nbytes * 1_000_000_000 // capacity) if capacity else 0
 
     def compute_share(self, running: int) -> int:
@@ -206,7 +209,8 @@ class Machine:
                     raise FormatError(f"machine: `{combined}` and `{conflicting[0]}` are mutually exclusive")
         required, optional = keys_of(cls)
         values = fields(data, "machine", required, {**optional, DUPLEX_TOTAL: (int, None), LATENCY: (int, None)})
-        duplex, latency = values.pop(DUPLEX_TOTAL), values.pop(LATENCY)
+        duplex = values.pop(DUPLEX_TOTAL)
+        latency = values.pop(LATENCY)
         if latency is not None:
             if latency < 0:
                 raise FormatError(f"machine.{LATENCY}: expected an integer of at least 0, got {latency}")

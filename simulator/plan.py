@@ -99,7 +99,8 @@ class Plan:
             d.check_conflicts(program, i, restored_before)
 
     def _mismatch(self, program: Program) -> str:
-        expected, actual = self.fingerprint[:12], program.fingerprint[:12]
+        expected = self.fingerprint[:12]
+        actual = program.fingerprint[:12]
         return f"the plan is for another program (fingerprint {expected}, {program.name!r} has {actual})"
 
     def of_kind(self, kind: type[OneKind]) -> list[OneKind]:

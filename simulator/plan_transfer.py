@@ -33,7 +33,8 @@ def transfer_plan(plan: Plan, program: Program, other: Program) -> Plan:
     Returns:
         A plan that passes ``Plan.check`` and can be lowered.
     """
-    program_keys, other_keys = _identity_keys(program), _identity_keys(other)
+    program_keys = _identity_keys(program)
+    other_keys = _identity_keys(other)
     tensor, kernel = (_match(*pair) for pair in zip(program_keys, other_keys, strict=True))
     _match_others(program, other, program_keys[1], other_keys[1], tensor, kernel)
     by_order = _by_order(program, other, tensor, kernel)
@@ -88,7 +89,8 @@ def _match_others(
     for t, uses in enumerate(program.writes):
         if t in tensor or not uses or uses[0] not in kernel or program.tensors[t].persistent:
             continue
-        i, outputs = program.kernels[uses[0]].outputs.index(t), other.kernels[kernel[uses[0]]].outputs
+        i = program.kernels[uses[0]].outputs.index(t)
+        outputs = other.kernels[kernel[uses[0]]].outputs
         if i < len(outputs) and other.tensors[outputs[i]].nbytes == program.tensors[t].nbytes:
             tensor[t] = outputs[i]
 
@@ -109,7 +111,8 @@ def _by_order(
 
 def _identity_keys(program: Program) -> tuple[list[Hashable], list[Hashable]]:
     """Returns the keys that identify tensors and kernels."""
-    tensors, kernels = program.tensors, program.kernels
+    tensors = program.tensors
+    kernels = program.kernels
     places: list[Hashable] = []
     writer: dict[int, int] = {}  # last writer so far of each non-persistent tensor
     for kernel in kernels:

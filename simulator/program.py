@@ -261,7 +261,8 @@ class Program:
         """
         operations = []
         for k, kernel in enumerate(self.kernels):
-            begin, end = self.start_ns[k], self.start_ns[k + 1]
+            begin = self.start_ns[k]
+            end = self.start_ns[k + 1]
             allocated = [
                 t for t in dict.fromkeys(kernel.outputs) if not self.tensors[t].persistent and self.accesses[t][0] == k
             ]
@@ -286,7 +287,8 @@ class Program:
         """
         kernels = []
         for i, (kernel, new_ns) in enumerate(zip(self.kernels, map(int, durations_ns), strict=True)):
-            old, variants = kernel.duration_ns, kernel.variants
+            old = kernel.duration_ns
+            variants = kernel.variants
             if variants and new_ns != old:
                 if not old:
                     raise ValueError(f"kernels[{i}]: its variants cannot be scaled from a duration of 0")
@@ -318,7 +320,8 @@ class Program:
             if not 0 <= index < len(self.kernels[k].variants):
                 count = len(self.kernels[k].variants)
                 raise ValueError(f"variants[{i}]: kernel {k} has no variant {index}; it has {count}")
-            out[k], last = self.kernels[k].variants[index], k
+            out[k] = self.kernels[k].variants[index]
+            last = k
         return out
 
     def with_variants(self, variants: Sequence[tuple[int, int]]) -> Program:

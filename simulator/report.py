@@ -136,7 +136,9 @@ class Report:
     def _plan(self) -> Iterable[str]:
         yield f"plan of {self.planner}, which needs {size(self.least_bytes)}:"
         for kind, moved in self.swapped.items():
-            tensors, out, back = _count(moved.tensors, "tensor"), size(moved.out_bytes), size(moved.back_bytes)
+            tensors = _count(moved.tensors, "tensor")
+            out = size(moved.out_bytes)
+            back = size(moved.back_bytes)
             yield f"  swap {KINDS[kind]}: {tensors}; per step {out} swapped out, {back} swapped in"
         if self.rerun:
             kernels = _count(sum(r.kernels for r in self.rerun.values()), "kernel")

@@ -32,8 +32,11 @@ class World:
         sharing: Sharing,
         limit_until: int = NEVER,
     ):
-        self.jobs, self.machine, self.sharing = jobs, machine, sharing
-        self.limit, self.limit_until = limit, limit_until
+        self.jobs = jobs
+        self.machine = machine
+        self.sharing = sharing
+        self.limit = limit
+        self.limit_until = limit_until
         self.now = self.used = self.kernel_ends = 0
         latest_ns = NEVER if until_ns is None else until_ns
         self.leave_ns = [latest_ns if job.leaves_ns is None else min(latest_ns, job.leaves_ns) for job in jobs]
@@ -125,8 +128,10 @@ class World:
             self._complete(job)
 
     def _complete(self, job: JobState) -> None:
-        step, schedule = job.next_step, job.schedule
-        job.is_running, job.waits_since = False, self.now
+        step = job.next_step
+        schedule = job.schedule
+        job.is_running = False
+        job.waits_since = self.now
         if self.host:
             self.host.complete(step, self.now)
         for b in step.frees:
@@ -187,22 +192,28 @@ class World:
         job.set_plan(plan)
         if is_unchanged:
             return
-        job.position, job.ended_before = 0, [self.kernel_ends]
-        job.gaps, job.evicted, job.prefetched = {}, {}, []
+        job.position = 0
+        job.ended_before = [self.kernel_ends]
+        job.gaps = {}
+        job.evicted = {}
+        job.prefetched = []
         for d in job.swaps_open_at_start():
             previous = evicted.pop(job.schedule.moved[d], None)
             if previous is None:
                 self._open_gap(job, d, d.after - job.n)
                 continue
             gap = job.gaps[d.tensor] = job.gap_of(d, d.after - job.n)
-            gap.is_freed, gap.on_host = previous.is_freed, previous.on_host
+            gap.is_freed = previous.is_freed
+            gap.on_host = previous.on_host
             if gap.on_host:
                 job.host_copies[d.tensor] = gap.block
             elif gap.is_freed:  # being swapped in
                 job.prefetched.append(gap)
         for block, previous in evicted.items():
             gap = job.evicted[block] = job.gap_on_demand(block)
-            gap.is_freed, gap.on_host, gap.host_bytes = previous.is_freed, previous.on_host, previous.host_bytes
+            gap.is_freed = previous.is_freed
+            gap.on_host = previous.on_host
+            gap.host_bytes = previous.host_bytes
         leaving = {gap.block for gap in (*job.gaps.values(), *job.evicted.values()) if not gap.is_freed}
         self.queue = [copy for copy in self.queue if copy.job is not job or copy.block in leaving]
 
@@ -260,13 +271,15 @@ class World:
             may_swap_in = not job.is_leaving and self.served_job in (None, job)
             gap = job.first_swap_in(self.served_job is job) if may_swap_in else None
             if gap is not job.next_swap_in:
-                job.next_swap_in, job.swap_in_since = gap, self.now
+                job.next_swap_in = gap
+                job.swap_in_since = self.now
         chosen = min(
             (job for job in self.admitted if job.next_swap_in and self._swap_in_fits(job, job.next_swap_in)),
             key=lambda job: (job.swap_in_since, job.index),
             default=None,
         )
-        is_single, gap = self.machine.copy_engines == 1, chosen.next_swap_in if chosen else None
+        is_single = self.machine.copy_engines == 1
+        gap = chosen.next_swap_in if chosen else None
         if self.queue and self.may_start("d2h"):
             copy = self.queue[0]
             if not (is_single and chosen and gap and gap.pinned and chosen.issued_at(gap) < copy.issued):
@@ -279,14 +292,16 @@ class World:
             self._start_copy("h2d", Activity(chosen, tensor=gap.tensor, block=gap.block))
 
     def _start_copy(self, direction: Direction, copy: Activity) -> None:
-        copy_ns, spans = self.machine.d2h_ns if direction == "d2h" else self.machine.h2d_ns, copy.job.spans
+        copy_ns = self.machine.d2h_ns if direction == "d2h" else self.machine.h2d_ns
+        spans = copy.job.spans
         copy.span, copy.remaining = len(spans), copy_ns(copy.job.nbytes(copy.block)) * ALONE
         spans.append(Span(self.now, 0, direction, "swap_out" if direction == "d2h" else "swap_in", copy.tensor))
         self.copies[direction] = copy
 
     def _swap_in_fits(self, job: JobState, gap: OpenGap) -> bool:
         """Returns whether a swap-in fits by rules 5 and J4, given planned residency and earlier swap-ins."""
-        nbytes, share = job.nbytes(gap.block), job.job.share(job.plan)
+        nbytes = job.nbytes(gap.block)
+        share = job.job.share(job.plan)
         job_limit = NEVER if share is None or self.served_job is job else share
         if self.used + nbytes > self._limit_at(job, job.position) or job.resident_bytes + nbytes > job_limit:
             return False
@@ -326,7 +341,8 @@ class World:
         return self.host is not None and self._has_room(job) and not self.host.has_issued(self.now)
 
     def _start_step(self, job: JobState) -> None:
-        step, begin = job.next_step, self.now
+        step = job.next_step
+        begin = self.now
         for b in step.allocates:
             self._charge(job, b, 1)
         if self.sharing == "fifo" and self.last_job not in (None, job) and self.machine.switch_ns:
@@ -421,7 +437,8 @@ class World:
     def timeline(self) -> JobsTimeline:
         """Returns the timeline of all jobs."""
         end = max((job.left_ns for job in self.states if job.left_ns is not None), default=self.now)
-        timelines, order = tuple(job.timeline() for job in self.states), tuple(self.event_jobs)
+        timelines = tuple(job.timeline() for job in self.states)
+        order = tuple(self.event_jobs)
         peak = max(used for _, used in merged_curve(timelines, order))
         return JobsTimeline(self.limit, self.sharing, end, peak, timelines, order, tuple(self.evictions))
 

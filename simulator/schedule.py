@@ -43,7 +43,10 @@ class OutOfMemory(RuntimeError):
         super().__init__(
             f"{prefix}kernel {kernel} needs {requested:,} bytes beside {used:,} in use, over the limit of {limit:,}"
         )
-        self.kernel, self.requested, self.used, self.limit = kernel, requested, used, limit
+        self.kernel = kernel
+        self.requested = requested
+        self.used = used
+        self.limit = limit
 
 
 class Block(NamedTuple):
@@ -200,7 +203,8 @@ class Schedule:
 
     def next_touch(self, block: int, step: int) -> tuple[int, int]:
         """Returns (kernels, ns) from ``step`` to the next step that touches ``block``; NEVER if none does."""
-        steps, begins = self._touches.get(block, []), self.begins
+        steps = self._touches.get(block, [])
+        begins = self.begins
         next_step = next((i for i in steps if i >= step), None)
         if next_step is not None:
             return self.steps[next_step].before - self.steps[step].before, begins[next_step] - begins[step]
@@ -245,7 +249,9 @@ class _Builder:
     """Walks through one iteration, kernel by kernel, and records steps and blocks."""
 
     def __init__(self, program: Program, plan: Plan, away_at_start: dict[int, Swap]):
-        self.program, self.plan, self.away_at_start = program, plan, frozenset(away_at_start)
+        self.program = program
+        self.plan = plan
+        self.away_at_start = frozenset(away_at_start)
         self.on_host: dict[int, Swap] = dict(away_at_start)  # tensor on the host -> its decision
         self.dropped: dict[int, Recompute] = {}
         self.returns: dict[Swap | Recompute, int] = {}  # of swaps
@@ -311,7 +317,8 @@ class _Builder:
 
     def _add_kernel(self, k: int) -> None:
         """Adds kernel k's own step (point 1)."""
-        kernel, program = self.program.kernels[k], self.program
+        kernel = self.program.kernels[k]
+        program = self.program
         uses = self._begin_step("kernel", k, k, frozenset(kernel.accesses))
         for x in kernel.inputs:
             uses[x] = self._extend(self.holders[x, program.version(x, k)])
@@ -324,7 +331,8 @@ class _Builder:
 
     def _recompute_pass(self, k: int) -> Set[int]:
         """Adds the pass of kernel k by Recompute decisions (points 2, 3); returns tensors on the host that it reads."""
-        program, dropped = self.program, self.dropped
+        program = self.program
+        dropped = self.dropped
         targets = {d.tensor for d in self.recomputes_before.get(k, ()) if dropped.get(d.tensor) is d}
         if not targets:
             return frozenset()
@@ -362,7 +370,8 @@ class _Builder:
 
     def _rerun_pass(self, k: int, rerun: list[int]) -> Set[int]:
         """Adds the pass of kernel k by Rerun decisions (points 2, 4); returns tensors on the host that it reads."""
-        program, tensors = self.program, self.program.tensors
+        program = self.program
+        tensors = self.program.tensors
         copied = {d.tensor for swaps in self.swaps_after.values() for d in swaps if self._has_host_copy(d, k)}
         pass_blocks: dict[int, int] = {}
         versions: dict[int, int] = {}  # tensor -> the version of it in ``pass_blocks``
@@ -371,7 +380,8 @@ class _Builder:
             uses = self._begin_step("recompute", w, k, fetched)
             for x in program.kernels[w].inputs:
                 version = program.version(x, w)
-                is_own, block = versions.get(x) == version, self.holders.get((x, version))
+                is_own = versions.get(x) == version
+                block = self.holders.get((x, version))
                 if block is not None and (tensors[x].persistent or not is_own):
                     uses[x] = self._extend(block)
                     if x in self.on_host and version == program.version(x, k):
@@ -406,8 +416,10 @@ class _Builder:
 
     def schedule(self) -> Schedule:
         """Returns the schedule of the walked iteration."""
-        program, n_steps = self.program, len(self.steps)
-        n, size = len(program.kernels), [t.nbytes for t in program.tensors]
+        program = self.program
+        n_steps = len(self.steps)
+        n = len(program.kernels)
+        size = [t.nbytes for t in program.tensors]
         blocks = tuple(Block(*owner, *span) for owner, span in zip(self.owners, self.spans, strict=True))
         allocs: list[list[int]] = [[] for _ in range(n_steps)]
         frees: list[list[int]] = [[] for _ in range(n_steps)]
@@ -420,12 +432,14 @@ class _Builder:
             if block.last < n_steps:
                 frees[block.last].append(b)
         # Bytes evicted from a kernel on, and swapped in for a kernel.
-        evicted, restored = [0] * (n + 1), [0] * (n + 1)
+        evicted = [0] * (n + 1)
+        restored = [0] * (n + 1)
         evicted[0] = sum(size[t] for t in self.away_at_start)
         for d, k in self.returns.items():
             evicted[d.after + 1] += size[d.tensor]
             restored[k] += size[d.tensor]
-        resident, residency = [], []
+        resident = []
+        residency = []
         for k in range(n):
             used += restored[k] - evicted[k]
             resident.append(used)

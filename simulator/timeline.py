@@ -57,7 +57,8 @@ def memory_curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int
         events: Block events in order.
         resident: Number of leading events that describe the initial state.
     """
-    used, previous = sum(event.nbytes for event in events[:resident]), (-1, True)
+    used = sum(event.nbytes for event in events[:resident])
+    previous = (-1, True)
     curve = [(0, used)]
     for event in events[resident:]:
         used += event.nbytes
@@ -128,7 +129,8 @@ class Timeline:
         for i, event in enumerate(self.events):
             used += event.nbytes
             if used > highest:
-                highest, last = used, i
+                highest = used
+                last = i
         by_owner: Counter[int] = Counter()
         for event in self.events[: last + 1]:
             by_owner[event.owner] += event.nbytes
@@ -210,7 +212,8 @@ class Timeline:
             del out["period"]
         out["spans"] = [list(s) for s in self.spans]
         out["events"] = [list(e) for e in self.events]
-        out["boundaries"], out["events_until"] = list(self.boundaries), list(self.events_until)
+        out["boundaries"] = list(self.boundaries)
+        out["events_until"] = list(self.events_until)
         return {"format": FORMAT, **out}
 
     @classmethod

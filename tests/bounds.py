@@ -23,7 +23,8 @@ from tests import tiny
 from tests.envs.test_batch import follow
 from tests.random_cases import any_case, difference
 
-CASES, STEPS = 300, 60
+CASES = 300
+STEPS = 60
 
 
 @stage(entry=True)

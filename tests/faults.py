@@ -160,7 +160,8 @@ def read(files: Files, folder: Path, seed: int) -> str | None:
     """Corrupts and reads one file; returns a description of the failure, or None."""
     rng = random.Random(seed)
     name = rng.choice(sorted(files.readers))
-    path, before = folder / name, sorted(os.listdir(folder))
+    path = folder / name
+    before = sorted(os.listdir(folder))
     path.write_bytes(files.changed(rng, name))
     try:
         files.readers[name](path)
@@ -182,7 +183,8 @@ def main() -> int:
     parser.add_argument("rounds", type=int, nargs="?", default=1000)
     parser.add_argument("--seed", default="0", help="of the first round, or 'random'")
     args = parser.parse_args()
-    count, seed = args.rounds, random.randrange(2**40) if args.seed == "random" else int(args.seed)
+    count = args.rounds
+    seed = random.randrange(2**40) if args.seed == "random" else int(args.seed)
     with tempfile.TemporaryDirectory() as folder:
         files = Files(Path(folder))
         failures = {

@@ -31,7 +31,8 @@ def main(options: Sequence[str]) -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", file, *options]
         try:
             done = subprocess.run(command, cwd=ROOT, timeout=SECONDS, check=False, stdout=subprocess.PIPE, text=True)
-            output, status = done.stdout, done.returncode
+            output = done.stdout
+            status = done.returncode
             said = f"failed (exit status {status})" if status else "skipped" if " skipped" in output else "passed"
         except subprocess.TimeoutExpired as error:
             output = (error.stdout or b"").decode()

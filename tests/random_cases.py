@@ -31,7 +31,9 @@ from simulator.schedule import OutOfMemory, lower
 from simulator.timeline import Timeline
 from tests import oracle
 
-BLOCK, JOBS = 1000, 100  # cases per digest
+# cases per digest
+BLOCK = 1000
+JOBS = 100
 DIGESTS = Path(__file__).parent / "data" / "random_cases.json"
 REFUSALS = (OutOfMemory, PlanError, JobsDeadlock)
 
@@ -139,7 +141,10 @@ def machine_of(rng: Random) -> Machine:
     """Returns a random machine whose copies are about as slow as the kernels of ``program_of``."""
     rates = [500_000_000, 1_000_000_000, 3_000_000_000]
     h2d, d2h = (rng.choice([0, 130_000_000, 400_000_000, 700_000_001, 2_900_000_000]) for _ in range(2))
-    into, out, latency_ns, engines = rng.choice(rates), rng.choice(rates), rng.randint(0, 3), rng.randint(1, 2)
+    into = rng.choice(rates)
+    out = rng.choice(rates)
+    latency_ns = rng.randint(0, 3)
+    engines = rng.randint(1, 2)
     return Machine(
         "random",
         10**6,
@@ -158,7 +163,8 @@ def case(seed: int) -> Case:
     """Returns the case of a seed."""
     rng = Random(seed)
     program = program_of(rng)
-    plan, machine = plan_of(rng, program), machine_of(rng)
+    plan = plan_of(rng, program)
+    machine = machine_of(rng)
     limit = lower(program, plan).required_bytes + rng.randint(-1, 60)
     until = rng.choice([None, None, None, 0, len(program.kernels) // 2])
     return Case(program, plan, machine, limit, until, rng.randint(1, 5))
@@ -184,7 +190,8 @@ def contending(rng: Random, case: Case) -> Case:
 
 def with_algorithms(rng: Random, program: Program) -> tuple[Program, tuple[tuple[int, int], ...]]:
     """Returns the program with several algorithms for some of its kernels, and a plan's selection of them."""
-    kernels, chosen = [], []
+    kernels = []
+    chosen = []
     for k, kernel in enumerate(program.kernels):
         variants = tuple((rng.randint(0, 30), rng.randint(0, 30)) for _ in range(rng.randint(0, 3)))
         kernels.append(replace(kernel, variants=variants))
@@ -207,11 +214,13 @@ def any_case(seed: int) -> Case:
 
 def difference(case: Case) -> str | None:
     """Returns how the compiled simulator differs from the reference, or findings of the validator; None: equal."""
-    right, ours = _result(rules.simulate, *_arguments(case)), _result(simulate, *_arguments(case))
+    right = _result(rules.simulate, *_arguments(case))
+    ours = _result(simulate, *_arguments(case))
     if right != ours:
         return f"simulate gives\n{ours}\nnot\n{right}"
     program, plan, machine, limit, until, _ = case
-    rows, schedule = rows_of(plan.decisions), lower(program, plan)
+    rows = rows_of(plan.decisions)
+    schedule = lower(program, plan)
     engine = Engine(program, machine, limit, case.iterations).with_variants(plan.variants)
     planned = tuple(engine.residency(rows).tolist())
     if planned != schedule.residency:
@@ -290,7 +299,8 @@ def jobs_case(seed: int) -> JobsCase:
     limit += rng.choice([0, 0, rng.randint(0, 40), rng.randint(0, 300)])
     if rng.random() < 0.5:  # some jobs keep within large or small limits
         jobs = tuple(limited(rng, job, [0, limit, limit // len(jobs), rng.randint(0, limit)]) for job in jobs)
-    until, sharing = rng.choice([None, None, rng.randint(0, 700)]), rng.choice(["fifo", "shared"])
+    until = rng.choice([None, None, rng.randint(0, 700)])
+    sharing = rng.choice(["fifo", "shared"])
     return JobsCase(jobs, machine, limit, until, sharing)
 
 
@@ -336,7 +346,8 @@ def main() -> None:
     given = parser.parse_args()
     start = secrets.randbelow(2**40) if given.seed == "random" else int(given.seed)
     every = json.loads(DIGESTS.read_text())
-    known, changed = every["programs"], []
+    known = every["programs"]
+    changed = []
     end = start + given.cases
     blocks = [range(first, min(first + BLOCK, end)) for first in range(start, end, BLOCK)]
     with multiprocessing.get_context("spawn").Pool(cores()) as pool:

@@ -53,7 +53,8 @@ def networks(draw: st.DrawFn) -> Program:
     kernels: list[Kernel] = []
 
     def kernel(inputs: list[int], outputs: list[int], kind: str, phase: str = "forward") -> None:
-        lasts, workspace = draw(st.integers(0, 20)), draw(st.sampled_from([0, 0, 10]))
+        lasts = draw(st.integers(0, 20))
+        workspace = draw(st.sampled_from([0, 0, 10]))
         kernels.append(Kernel(f"k{len(kernels)}", kind, phase, tuple(inputs), tuple(outputs), lasts, workspace))
 
     def new() -> int:

@@ -103,7 +103,8 @@ def test_the_markdown_has_no_more_words_than_its_budget() -> None:
 
 @pytest.mark.parametrize("kind", ["commands", "planners", "figures", "entries"])
 def test_public_names_equal_the_frozen_list(kind: str) -> None:
-    found, frozen = public_names()[kind], BUDGET["names"][kind]
+    found = public_names()[kind]
+    frozen = BUDGET["names"][kind]
     assert found.keys() == frozen.keys()
     for name, options in found.items():
         assert options == frozen[name], name

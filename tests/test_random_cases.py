@@ -26,7 +26,8 @@ def test_results_of_several_jobs_equal_the_recorded_digests():
 @given(st.data())
 def test_nothing_differs_in_cases_that_shrink(data):
     program = data.draw(programs() | networks())
-    plan, machine = data.draw(plans(program, reruns=True)), data.draw(machines())
+    plan = data.draw(plans(program, reruns=True))
+    machine = data.draw(machines())
     limit = random_cases.lower(program, plan).required_bytes + data.draw(st.integers(-1, 60))
     until = data.draw(st.sampled_from([None, None, 0, len(program.kernels) // 2]))
     case = Case(program, plan, machine, limit, until, data.draw(st.integers(1, 5)))

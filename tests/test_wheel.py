@@ -38,7 +38,8 @@ def fresh(tmp_path: Path) -> Path:
 
 @pytest.mark.nightly
 def test_the_wheel_works_where_nothing_of_it_can_be_written(fresh: Path, tmp_path: Path) -> None:
-    work, home = tmp_path / "work", tmp_path / "home"
+    work = tmp_path / "work"
+    home = tmp_path / "home"
     work.mkdir()
     home.mkdir()
     chain().save(work / "chain.json")

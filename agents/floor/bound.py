@@ -30,11 +30,21 @@ CELLS = {"recompute": 4000, "joint": 2500}  # maximum of windows times versions
 GROUPS = {"swap": 700, "joint": 240}  # maximum number of kernel groups
 UNMERGED = 400  # smaller programs are not merged; larger ones get half as many groups in joint mode's swap-only program
 LINK_RATIO = 10  # above this ratio of copy time to ideal time MIN_GROUPS decreases
-HIGH_LINK, LINK_GROUPS = 20, 500  # above this ratio of copy time to ideal time: maximum number of groups
-LIMIT_CELLS, HIGH_LIMIT = 700, 0.6  # and of cells, if the limit exceeds this fraction of the peak load
-MIN_GROUPS, MAX_PAIRS = 160, 400_000  # joint mode: minimum number of groups, and maximum of groups times gaps
-ROUNDS, NODES = 10, 100  # cutting rounds, branch-and-bound nodes; fewer above ROWS rows, in proportion
-ROWS, WORK = 3000, 3e8  # WORK: budget of simplex steps times rows after the first optimum
+# above this ratio of copy time to ideal time: maximum number of groups
+HIGH_LINK = 20
+LINK_GROUPS = 500
+# and of cells, if the limit exceeds this fraction of the peak load
+LIMIT_CELLS = 700
+HIGH_LIMIT = 0.6
+# joint mode: minimum number of groups, and maximum of groups times gaps
+MIN_GROUPS = 160
+MAX_PAIRS = 400_000
+# cutting rounds, branch-and-bound nodes; fewer above ROWS rows, in proportion
+ROUNDS = 10
+NODES = 100
+# WORK: budget of simplex steps times rows after the first optimum
+ROWS = 3000
+WORK = 3e8
 ROUNDING = 1e-3  # ns, far above rounding errors of the dual value
 # Optional constraint families that tighten the bound: inputs missing at a window's start are fully recomputed
 # (futures), early copies take time, large tensors occupy memory near the ends of their gap, host capacity. For mode
@@ -98,30 +108,34 @@ def floor(
     if unknown := [kind for kind in KINDS_OF[check_mode(mode)] if kind not in COVERS]:
         raise ValueError(f"the floor does not cover {unknown[0]!r} decisions of mode {mode!r}")
     max_gaps = max(int(LARGEST[mode] * detail**0.5), 1) if max_gaps is None else max_gaps
-    live_bytes, nbytes = np.array(program.live_bytes, np.int64), [t.nbytes for t in program.tensors]
-    limits, n = RerunLimits(program), len(program.kernels)
+    live_bytes = np.array(program.live_bytes, np.int64)
+    nbytes = [t.nbytes for t in program.tensors]
+    limits = RerunLimits(program)
+    n = len(program.kernels)
     candidates = [g for g in program.gaps(1) if mode != "recompute" or limits.absence(g)]
     ends = [g.before if mode != "recompute" else limits.absence(g).stop for g in candidates]
     size = np.array([nbytes[g.tensor] for g in candidates], np.int64)
     spans = np.array([(g.after, end) for g, end in zip(candidates, ends, strict=True)], np.int64).reshape(-1, 2)
     min_load = residency(live_bytes, spans, size)
     cutoff = _threshold(sorted(size.tolist(), reverse=True), max_gaps)
-    gaps, is_small = [g for g in candidates if nbytes[g.tensor] >= cutoff], size < cutoff
-    live_bytes, least_bytes = residency(live_bytes, spans[is_small], size[is_small]), int(min_load.max())
+    gaps = [g for g in candidates if nbytes[g.tensor] >= cutoff]
+    is_small = size < cutoff
+    live_bytes = residency(live_bytes, spans[is_small], size[is_small])
+    least_bytes = int(min_load.max())
     zeros = np.zeros(len(gaps))
     ideal = Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), zeros, zeros)
     if not ideal.feasible or live_bytes.max() <= limit or not detail:
         return ideal
     copies = sum(machine.d2h_ns(nbytes[g.tensor]) + machine.h2d_ns(nbytes[g.tensor]) for g in gaps)
-    ratio, n = copies / max(program.ideal_ns, 1), len(limits.rerun_until)
+    ratio = copies / max(program.ideal_ns, 1)
+    n = len(limits.rerun_until)
     min_groups = MIN_GROUPS * min(1.0, LINK_RATIO / max(ratio, 1.0))
     mergeable = max(min_groups, MAX_PAIRS / max(len(gaps), 1)) if mode == "joint" else n
-    max_groups, cells = max(GROUPS.get(mode, 0), UNMERGED if n <= UNMERGED else 0), CELLS.get(mode, 0)
+    max_groups = max(GROUPS.get(mode, 0), UNMERGED if n <= UNMERGED else 0)
+    cells = CELLS.get(mode, 0)
     if ratio > HIGH_LINK and mode != "recompute":
-        max_groups, cells = (
-            min(max_groups, LINK_GROUPS),
-            min(cells, LIMIT_CELLS) if limit > HIGH_LIMIT * program.peak_bytes else cells,
-        )
+        max_groups = min(max_groups, LINK_GROUPS)
+        cells = min(cells, LIMIT_CELLS) if limit > HIGH_LIMIT * program.peak_bytes else cells
     groups, swap_groups = (int(min(m, mergeable) * detail) + 1 for m in (max_groups, UNMERGED))
     # If swaps alone cost nothing, the bound is the ideal time; the swap-only program is cheaper to solve.
     swap_only = ("swap", swap_groups if n <= swap_groups else swap_groups // 2)
@@ -189,8 +203,11 @@ class _Problem:
     ) -> None:
         largest = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Scales bytes and times so that coefficients are near 1.
-        byte, self.tick = largest / 8, max(program.ideal_ns, machine.d2h_ns(largest)) / 1000
-        self.lp, self.gaps, self.swap = Linear(), gaps, list[int]()
+        byte = largest / 8
+        self.tick = max(program.ideal_ns, machine.d2h_ns(largest)) / 1000
+        self.lp = Linear()
+        self.gaps = gaps
+        self.swap = list[int]()
         self.reruns: Reruns | None = None
         # Of mode recompute: memory rows in 0/1 columns, and sums of columns that are integers in every plan, with their
         # weights in branching.
@@ -216,7 +233,9 @@ class _Problem:
 
     def fractions(self, x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Returns float64[m] twice: the fraction of each gap's tensor that is swapped, and that is recomputed."""
-        swapped, evicted, reruns = np.zeros(len(self.gaps)), np.zeros(len(self.gaps)), self.reruns
+        swapped = np.zeros(len(self.gaps))
+        evicted = np.zeros(len(self.gaps))
+        reruns = self.reruns
         if self.swap:
             swapped = np.clip(x[self.swap], 0, 1)
         if reruns is not None:

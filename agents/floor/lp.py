@@ -78,7 +78,9 @@ class Solver:
     def __init__(self, linear: Linear, deadline: float = np.inf) -> None:
         import highspy
 
-        self.cost, self.upper, count = np.array(linear.cost), np.array(linear.upper), len(linear.equations)
+        self.cost = np.array(linear.cost)
+        self.upper = np.array(linear.upper)
+        count = len(linear.equations)
         self.matrix, self.high = matrix_of([*linear.equations, *linear.rows], len(self.cost))
         self.low = np.concatenate([self.high[:count], np.full(len(linear.rows), -np.inf)])
         self._deadline = deadline
@@ -87,12 +89,19 @@ class Solver:
         for option, value in OPTIONS.items():
             self._highs.setOptionValue(option, value)
         lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = len(self.cost), len(self.low)
-        lp.col_cost_, lp.col_lower_, lp.col_upper_ = self.cost, np.zeros_like(self.upper), self.upper
-        lp.row_lower_, lp.row_upper_ = self.low, self.high
-        part, matrix = lp.a_matrix_, self.matrix
+        lp.num_col_ = len(self.cost)
+        lp.num_row_ = len(self.low)
+        lp.col_cost_ = self.cost
+        lp.col_lower_ = np.zeros_like(self.upper)
+        lp.col_upper_ = self.upper
+        lp.row_lower_ = self.low
+        lp.row_upper_ = self.high
+        part = lp.a_matrix_
+        matrix = self.matrix
         part.format_ = highspy.MatrixFormat.kRowwise
-        part.start_, part.index_, part.value_ = matrix.indptr, matrix.indices, matrix.data
+        part.start_ = matrix.indptr
+        part.index_ = matrix.indices
+        part.value_ = matrix.data
         self._highs.passModel(lp)
         self._lazy, self._lazy_right = matrix_of(linear.lazy_rows, len(self.cost))  # rarely binding rows not added yet
 
@@ -107,7 +116,8 @@ class Solver:
         """Adds the rows matrix @ x <= right."""
         from scipy.sparse import vstack
 
-        low, start = np.full(len(right), -np.inf), matrix.indptr[:-1].astype(np.int32)
+        low = np.full(len(right), -np.inf)
+        start = matrix.indptr[:-1].astype(np.int32)
         self._highs.addRows(len(right), low, right, matrix.nnz, start, matrix.indices, matrix.data)
         self.matrix = vstack([self.matrix, matrix], format="csr")
         self.low, self.high = np.concatenate([self.low, low]), np.concatenate([self.high, right])
@@ -126,8 +136,10 @@ class Solver:
             if not is_violated.any():
                 break
             self._rows(self._lazy[is_violated], self._lazy_right[is_violated])
-            self._lazy, self._lazy_right = self._lazy[~is_violated], self._lazy_right[~is_violated]
-            old_bound, solution = solution.bound, self._optimum()
+            self._lazy = self._lazy[~is_violated]
+            self._lazy_right = self._lazy_right[~is_violated]
+            old_bound = solution.bound
+            solution = self._optimum()
             if solution is not None and solution.bound < old_bound + MIN_GAIN * abs(old_bound):
                 break
         return solution
@@ -176,7 +188,8 @@ class Solver:
             if not cuts:
                 break
             self._rows(*matrix_of(cuts, len(self.cost)))
-            old_bound, solution = solution.bound, self.optimum()
+            old_bound = solution.bound
+            solution = self.optimum()
             if solution is None or solution.bound < old_bound + MIN_GAIN * max(1.0, abs(old_bound)):
                 break
         return solution
@@ -211,7 +224,8 @@ class Solver:
             if distance.max() < INTEGRAL:
                 break
             i = int((weight * np.where(distance < INTEGRAL, 0, distance)).argmax())
-            terms, low = integer_sums[i][0], float(np.floor(sums[i]))
+            terms = integer_sums[i][0]
+            low = float(np.floor(sums[i]))
             if i not in pairs:
                 slack_term = (slack, -float(len(terms)) - 1)
                 pairs[i] = len(self.low)
@@ -257,12 +271,15 @@ def rounding_cut(row: Row, x: NDArray[np.float64]) -> Row | None:
     without aggregation.
     """
     columns = np.array([c for c, _ in row[0]])
-    a, value = np.array([v for _, v in row[0]]), x[columns]
+    a = np.array([v for _, v in row[0]])
+    value = x[columns]
     is_fractional = (value > 1e-6) & (value < 1 - 1e-6)
     is_flipped = value > 0.5
     b = row[1] - a[is_flipped].sum()
-    a, value = np.where(is_flipped, -a, a), np.where(is_flipped, 1 - value, value)
-    best, cut = 1e-4, None
+    a = np.where(is_flipped, -a, a)
+    value = np.where(is_flipped, 1 - value, value)
+    best = 1e-4
+    cut = None
     for step in np.unique(np.abs(a[is_fractional])):
         for divisor in (step, step / 2, step / 4):
             fraction = b / divisor - np.floor(b / divisor)
@@ -276,5 +293,6 @@ def rounding_cut(row: Row, x: NDArray[np.float64]) -> Row | None:
             if violation > best:
                 coefficients = np.where(is_flipped, -f, f)
                 terms = [(int(c), float(v)) for c, v in zip(columns, coefficients, strict=True) if v]
-                best, cut = violation, (terms, float(right - f[is_flipped].sum()) + 1e-9)
+                best = violation
+                cut = (terms, float(right - f[is_flipped].sum()) + 1e-9)
     return cut

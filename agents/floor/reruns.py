@@ -132,8 +132,13 @@ class Reruns:
         byte: float,
         families: Collection[str],
     ) -> None:
-        self.lp, self.program, self.limit = lp, program, limit
-        self.byte, self.limits, self.n, self.live_bytes = byte, RerunLimits(program), len(program.kernels), live_bytes
+        self.lp = lp
+        self.program = program
+        self.limit = limit
+        self.byte = byte
+        self.limits = RerunLimits(program)
+        self.n = len(program.kernels)
+        self.live_bytes = live_bytes
         self.versions = versions_of(program, min_nbytes)
         self.size = [program.tensors[v.tensor].nbytes / byte for v in self.versions]
         self.index = {(v.tensor, v.writer): i for i, v in enumerate(self.versions)}
@@ -160,22 +165,30 @@ class Reruns:
 
     def _windows(self, parts: int) -> list[tuple[int, int]]:
         heavy = np.flatnonzero(self.live_bytes > self.limit)
-        first, last = int(heavy[0]), int(heavy[-1])
+        first = int(heavy[0])
+        last = int(heavy[-1])
         users: dict[int, set[int]] = defaultdict(set)
         for v in self.versions:
             for k in (v.writer, *v.uses):
                 users[k].add(v.tensor)
         fine = (last - first) * len(self.versions) <= MAX_UNMERGED
         max_bytes = 0.0 if fine else self.program.peak_bytes / parts
-        windows, begin, end, current, total = [], first, first, set[int](), 0
+        windows = []
+        begin = first
+        end = first
+        current = set[int]()
+        total = 0
         for k in sorted(k for k in users if first <= k <= last):
             added = sum(self.program.tensors[x].nbytes for x in users[k] - current)
             if current and total + added > max_bytes:
                 windows.append((begin, end))
-                begin, current, total = end, set(), 0
+                begin = end
+                current = set()
+                total = 0
                 added = sum(self.program.tensors[x].nbytes for x in users[k])
             current |= users[k]
-            total, end = total + added, k + 1
+            total = total + added
+            end = k + 1
         windows.append((begin, last + 1))
         return [*windows, (last + 1, self.n)] if last + 1 < self.n else windows
 
@@ -208,8 +221,10 @@ class Reruns:
 
     def _version(self, i: int) -> None:
         """Adds the columns resident[j, v] and restored[j, v] of version i."""
-        v, lp = self.versions[i], self.lp
-        begin, ends = max(self.window_of[v.writer], 0), self.window_of[v.ends]
+        v = self.versions[i]
+        lp = self.lp
+        begin = max(self.window_of[v.writer], 0)
+        ends = self.window_of[v.ends]
         fixed = not self.droppable[i]
         overwriter = self.window_of[v.overwritten] if v.overwritten < self.n else -1
         for j in range(begin, self.window_of[self._last_use(i, self.useful_until)]):
@@ -317,7 +332,8 @@ class Reruns:
         too.
         """
         loads: dict[int, tuple[Terms, float]] = {}
-        size, free = self.size, self._droppable_bytes()
+        size = self.size
+        free = self._droppable_bytes()
         of_window: list[list[int]] = [[] for _ in self.windows]  # versions that are kept or recomputed in each window
         for j, i in sorted({*self.resident, *self.restored}):
             of_window[j].append(i)
@@ -335,7 +351,8 @@ class Reruns:
                 constant = float(self.live_bytes[k] - free[k]) / self.byte
                 for i in used_in:
                     v = self.versions[i]
-                    used, droppable = k == v.writer or k in v.uses, self.droppable[i]
+                    used = k == v.writer or k in v.uses
+                    droppable = self.droppable[i]
                     next_use = next((u for u in v.uses if k < u < end), -1) if not used and v.writer < k else -1
                     in_life = used or next_use >= 0 or k < v.writer or (not droppable and k <= v.ends)
                     if (j, i) in self.resident and in_life:
@@ -378,7 +395,9 @@ class Reruns:
         i = self.index.get((gap.tensor, self.program.version(gap.tensor, gap.after + 1)), -1)
         if i < 0 or not self.droppable[i]:
             return []
-        first, last, key = self.window_of[gap.after + 1], self.window_of[gap.before], (i, gap.before)
+        first = self.window_of[gap.after + 1]
+        last = self.window_of[gap.before]
+        key = (i, gap.before)
         columns = [(j, self.resident[j, i], -1) for j in range(max(first, 0), last) if (j, i) in self.resident]
         if key in self.evicted:
             columns.append((last, self.evicted[key], 1))

@@ -45,10 +45,13 @@ class Groups:
     """
 
     def __init__(self, program: Program, max_groups: int, singles: Collection[int] = ()) -> None:
-        duration, fixed = [k.duration_ns for k in program.kernels], set(singles)
+        duration = [k.duration_ns for k in program.kernels]
+        fixed = set(singles)
         self.first = _begins(duration, -1.0, fixed)
         if len(self.first) > max_groups:
-            low, high = 0.0, float(sum(duration))  # maximum ns of a merged group
+            # maximum ns of a merged group
+            low = 0.0
+            high = float(sum(duration))
             for _ in range(20):
                 middle = (low + high) / 2
                 low, high = (low, middle) if len(_begins(duration, middle, fixed)) <= max_groups else (middle, high)
@@ -83,11 +86,14 @@ class Groups:
 
 def _begins(duration: list[int], max_ns: float, singles: set[int]) -> list[int]:
     """Returns the first kernel of each group, with at most ``max_ns`` ns per merged group; -1: none is merged."""
-    firsts, total, is_single = [0], float(duration[0]), 0 in singles
+    firsts = [0]
+    total = float(duration[0])
+    is_single = 0 in singles
     for k in range(1, len(duration)):
         if is_single or k in singles or total + duration[k] > max_ns:
             firsts.append(k)
-            total, is_single = 0.0, k in singles
+            total = 0.0
+            is_single = k in singles
         total += duration[k]
     return firsts
 
@@ -103,7 +109,8 @@ def _link_rows(machine: Machine) -> set[tuple[float, float]]:
     """
     if machine.copy_engines == 1:
         return {(1.0, 1.0)}
-    s, r = machine.d2h_share / ALONE, machine.h2d_share / ALONE
+    s = machine.d2h_share / ALONE
+    r = machine.h2d_share / ALONE
     return {(1.0, min(1.0, (1 - s) / r)), (min(1.0, (1 - r) / s), 1.0)}
 
 
@@ -135,9 +142,15 @@ class Transfers:
         tick: float,
         families: Collection[str],
     ) -> None:
-        self.lp, self.program, self.machine, self.gaps, self.groups = lp, program, machine, gaps, groups
-        self.n, m = len(program.kernels), len(gaps)
-        self.byte, self.room = byte, limit / byte
+        self.lp = lp
+        self.program = program
+        self.machine = machine
+        self.gaps = gaps
+        self.groups = groups
+        self.n = len(program.kernels)
+        m = len(gaps)
+        self.byte = byte
+        self.room = limit / byte
         nbytes = [program.tensors[g.tensor].nbytes for g in gaps]
         self.size = np.array(nbytes) / byte
         self.duration = np.array([k.duration_ns for k in program.kernels]) / tick
@@ -151,7 +164,9 @@ class Transfers:
         self.link_rows = _link_rows(machine)
         # Weak duality needs a bound: no wait exceeds the time to move and recompute everything.
         max_wait = float(2 * (self.out_time.sum() + self.in_time.sum()) + self.duration.sum()) + 1.0
-        self.swap, self.free, self.early = lp.columns(m), lp.columns(m, 0.0), lp.columns(m, 0.0)
+        self.swap = lp.columns(m)
+        self.free = lp.columns(m, 0.0)
+        self.early = lp.columns(m, 0.0)
         self.wait = [lp.column(max_wait * (b - a + 1), 1.0) for a, b in zip(groups.first, groups.last, strict=True)]
         self.writer = [self._writer(g) for g in gaps]
         self._host_copies()
@@ -180,7 +195,8 @@ class Transfers:
             by_tensor[g.tensor].append(i)
             self.lp.row([(self.free[i], 1), (self.early[i], 1), (self.swap[i], -1)], 0)
         for i, (t, after, _) in enumerate(self.gaps):
-            last, earlier = self.writer[i], []
+            last = self.writer[i]
+            earlier = []
             if last is not None and last < after:
                 self.lp.upper[self.early[i]] = 1.0
             # Gaps that ended after the last write before this one opened; cyclic for persistent tensors.
@@ -195,8 +211,11 @@ class Transfers:
                     self.lp.row([(self.free[i], 1), *((self.swap[j], -1) for j in earlier)], 0)
 
     def _flows(self) -> None:
-        lp, size, groups = self.lp, self.size, self.groups
-        total, count = float(size.sum()), len(groups)
+        lp = self.lp
+        size = self.size
+        groups = self.groups
+        total = float(size.sum())
+        count = len(groups)
         self.swapped = lp.columns(count, total)  # P, at the last kernel of each group
         may_leave = lp.columns(count, total)  # bytes of the early copies that have begun and whose gaps have not opened
         klass = self._classes()
@@ -215,8 +234,10 @@ class Transfers:
         width = 1 + 2 * len(rates)  # A, and Q and E of each class
         last_level = level_before = lp.columns(width, total)
         for g in range(count):
-            a, b = groups.first[g], groups.last[g]
-            opened, closed = self._in_range(self.opens, a - 1, b), self._in_range(self.closes, a, b + 1)
+            a = groups.first[g]
+            b = groups.last[g]
+            opened = self._in_range(self.opens, a - 1, b)
+            closed = self._in_range(self.closes, a, b + 1)
             swapped = self._bytes(self.swap, opened, -1.0) + self._bytes(self.swap, closed, 1.0)
             lp.equation([(self.swapped[g], 1.0), (self.swapped[g - 1], -1.0), *swapped], 0)
             early_opened = self._bytes(self.early, opened, 1.0)
@@ -229,7 +250,8 @@ class Transfers:
                 if run:
                     lp.row([(level[0], 1), (may_leave[g], -1)], 0)
                 for c in range(len(rates)):
-                    q, e = 1 + 2 * c, 2 + 2 * c
+                    q = 1 + 2 * c
+                    e = 2 + 2 * c
                     queue_terms = self._queue_terms([i for i in opened if klass[i] == c]) if wait else []
                     returned_terms = self._bytes(self.swap, [i for i in closed if klass[i] == c], 1.0) if wait else []
                     lp.equation([(level[q], 1), (level_before[q], -1), (flow[q], 1), *queue_terms], 0)
@@ -247,7 +269,8 @@ class Transfers:
         # Cyclic recurrences leave the level undetermined: gaps open over the boundary are out at kernel 0.
         wrapping = [i for i, g in enumerate(self.gaps) if g.after >= g.before > 0]
         b = groups.last[0]
-        opened, closed = self._in_range(self.opens, 0, b), self._in_range(self.closes, 1, b + 1)
+        opened = self._in_range(self.opens, 0, b)
+        closed = self._in_range(self.closes, 1, b + 1)
         terms = self._bytes(self.swap, [*wrapping, *opened], -1.0) + self._bytes(self.swap, closed, 1.0)
         lp.equation([(self.swapped[0], 1.0), *terms], 0)
         begun_before = [i for ids in self.starts for i in ids if (self.writer[i] or 0) < 0 <= self.gaps[i].after]
@@ -273,12 +296,17 @@ class Transfers:
         Bytes queued at the end of a group, less those of gaps that open from the kernel on, were queued at the kernel.
         Bytes returned at its start, less those used up to the kernel, are still resident.
         """
-        lp, groups, total = self.lp, self.groups, float(self.size.sum())
+        lp = self.lp
+        groups = self.groups
+        total = float(self.size.sum())
         self.in_transit: dict[tuple[int, int], tuple[int, int]] = {}  # columns: bytes that have not left, or that
         for k, (load, constant) in loads.items():  # returned early, at the start (0) and the end (1) of a kernel
             g = groups.group[k]
-            is_single, a, b = groups.single(g), groups.first[g], groups.last[g]
-            opened, closed = self._in_range(self.opens, k, b), self._in_range(self.closes, k + 1, b + 1)
+            is_single = groups.single(g)
+            a = groups.first[g]
+            b = groups.last[g]
+            opened = self._in_range(self.opens, k, b)
+            closed = self._in_range(self.closes, k + 1, b + 1)
             evicted = self._bytes(self.swap, opened, 1.0) + self._bytes(self.swap, closed, -1.0)
             for end in (0, 1) if is_single else (0,):
                 queued, returned = lp.columns(2, total)
@@ -370,13 +398,17 @@ class Transfers:
         them of size x swapped is at most the resident bytes plus the sum of sizes x waits / (D - D_0). If a copy began
         before the gap opened, D / (D - D_0) x its early part has left.
         """
-        n, gaps, size = self.n, self.gaps, self.size
+        n = self.n
+        gaps = self.gaps
+        size = self.size
         for i, g in enumerate(gaps):
             if self.out_time[i] + self.in_time[i] < MIN_COPY * self.duration.sum():
                 continue
             for side, transfer in ((0, self.out_time[i]), (1, self.in_time[i])):
                 k, step = (g.after, 1) if side == 0 else (g.before, -1)
-                time, members, waits = 0.0, [i], dict[int, None]()
+                time = 0.0
+                members = [i]
+                waits = dict[int, None]()
                 while time < transfer * (1 - 1e-9):
                     waits[self.wait[self.groups.group[(k + 1) % n if side == 0 else k]]] = None
                     next_k = (k + step) % n
@@ -420,8 +452,10 @@ class Transfers:
             costs = [best[:j] + time[j] - time[:j] - (total[j] - total[:j]) * rate[j - 1] for j in range(1, len(total))]
             begins.append(np.array([0, *(int(cost.argmin()) for cost in costs)]))
             best = np.array([0.0, *(cost.min() for cost in costs)])
-        klass, end = np.zeros(len(sizes), np.int64), len(sizes)
+        klass = np.zeros(len(sizes), np.int64)
+        end = len(sizes)
         for c in reversed(range(len(begins))):
             begin = int(begins[c][end])
-            klass[begin:end], end = c, begin
+            klass[begin:end] = c
+            end = begin
         return np.unique(klass[inverse], return_inverse=True)[1]

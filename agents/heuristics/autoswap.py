@@ -74,13 +74,16 @@ def duration_of_absence(candidates: Candidates, program: Program, machine: Machi
 
 def area_of_absence(candidates: Candidates, program: Program, machine: Machine) -> Floats:
     """Returns AOA, float64[m]: DOA times the size; if DOA is negative, DOA over the size."""
-    doa, nbytes = duration_of_absence(candidates, program, machine), candidates.nbytes.astype(np.float64)
+    doa = duration_of_absence(candidates, program, machine)
+    nbytes = candidates.nbytes.astype(np.float64)
     return np.where(doa >= 0, doa * nbytes, doa / nbytes)
 
 
 def weighted_duration(candidates: Candidates, program: Program) -> Floats:
     """Returns WDOA, float64[m] byte-nanoseconds: area under the load between the two accesses of each gap."""
-    area, after, before = load_area(candidates, program), candidates.rows[:, AFTER], candidates.rows[:, BEFORE]
+    area = load_area(candidates, program)
+    after = candidates.rows[:, AFTER]
+    before = candidates.rows[:, BEFORE]
     return area[before] - area[after + 1] + np.where(after < before, 0.0, area[-1])
 
 
@@ -95,10 +98,14 @@ def submodular_weighted_duration(candidates: Candidates, program: Program) -> tu
     Each candidate maximizes WDOA under the load that the previous selections leave (Fig. 6). Loads only decrease, and
     so does the score.
     """
-    area, start = load_area(candidates, program), np.array(program.start_ns, np.float64)
+    area = load_area(candidates, program)
+    start = np.array(program.start_ns, np.float64)
     scores = weighted_duration(candidates, program)
-    heap, trees = np.argsort(-scores, kind="stable"), np.zeros((2, len(start) + 1))
-    order, scored, values = np.empty_like(heap), np.zeros_like(heap), np.empty_like(scores)
+    heap = np.argsort(-scores, kind="stable")
+    trees = np.zeros((2, len(start) + 1))
+    order = np.empty_like(heap)
+    scored = np.zeros_like(heap)
+    values = np.empty_like(scores)
     greedy(area, start, candidates.rows, candidates.nbytes, scores, heap, scored, trees, order, values)
     return order, values
 
@@ -131,17 +138,20 @@ def _add_eviction(trees, start, k, nbytes):
 @stage
 def _sift_down(heap, size, scores):
     """Sifts down the first heap entry: highest score first, ties by candidate index."""
-    position, entry = 0, heap[0]
+    position = 0
+    entry = heap[0]
     while 2 * position + 1 < size:
         child = 2 * position + 1
         for sibling in range(child, min(child + 2, size)):
-            a, b = heap[sibling], heap[child]
+            a = heap[sibling]
+            b = heap[child]
             if scores[a] > scores[b] or (scores[a] == scores[b] and a < b):
                 child = sibling
         child_entry = heap[child]
         if scores[entry] > scores[child_entry] or (scores[entry] == scores[child_entry] and entry < child_entry):
             break
-        heap[position], position = child_entry, child
+        heap[position] = child_entry
+        position = child
     heap[position] = entry
 
 
@@ -157,19 +167,24 @@ def greedy(area, start, rows, nbytes, scores, heap, scored, trees, order, values
         scored: int64[m], number of selections when each was scored: 0.
         trees: float64[2, n + 2], zeros: see ``_saved_area``.
     """
-    size, end = heap.shape[0], start.shape[0] - 1
+    size = heap.shape[0]
+    end = start.shape[0] - 1
     for count in range(order.shape[0]):
         best = heap[0]
         while scored[best] < count:
-            after, before = rows[best, AFTER] + 1, rows[best, BEFORE]
+            after = rows[best, AFTER] + 1
+            before = rows[best, BEFORE]
             score = area[before] - area[after] - (_saved_area(trees, start, before) - _saved_area(trees, start, after))
             if after > before:
                 score += area[end] - _saved_area(trees, start, end)
-            scores[best], scored[best] = score, count
+            scores[best] = score
+            scored[best] = count
             _sift_down(heap, size, scores)
             best = heap[0]
-        order[count], values[count] = best, scores[best]
-        after, before = rows[best, AFTER] + 1, rows[best, BEFORE]
+        order[count] = best
+        values[count] = scores[best]
+        after = rows[best, AFTER] + 1
+        before = rows[best, BEFORE]
         _add_eviction(trees, start, after, nbytes[best])
         _add_eviction(trees, start, before, -nbytes[best])
         if after > before:
@@ -225,12 +240,15 @@ class AutoSwapBO(RowsPlanner):
         Args:
             schedule: sets the prefetch times of the swaps, whose overhead is minimized.
         """
-        program, machine, limit = engine.program, engine.machine, engine.limit
+        program = engine.program
+        machine = engine.machine
+        limit = engine.limit
         rng = np.random.default_rng(self.seed)
         scores = standardised_scores(candidates, program, machine)
         evaluated: list[Floats] = []
         overheads: list[float] = []
-        best, best_overhead = np.arange(len(candidates)), np.inf
+        best = np.arange(len(candidates))
+        best_overhead = np.inf
         for i in range(self.evaluations):
             if i < 4:
                 weights = np.eye(4)[i]
@@ -246,7 +264,8 @@ class AutoSwapBO(RowsPlanner):
             evaluated.append(weights)
             overheads.append(score.iteration_ns / max(program.ideal_ns, 1) - 1)
             if overheads[-1] < best_overhead:
-                best, best_overhead = selected, overheads[-1]
+                best = selected
+                best_overhead = overheads[-1]
             if best_overhead <= 0:
                 break
         return best

@@ -76,7 +76,8 @@ class Capuchin(RowsPlanner):
         for _ in range(self.rounds if swaps else 0):
             timeline = engine.timeline(Plan(decisions_of(rows)))
             if not best_ns or timeline.iteration_ns < best_ns:
-                best, best_ns = rows.copy(), timeline.iteration_ns
+                best = rows.copy()
+                best_ns = timeline.iteration_ns
             late = [i for i in stalling_swaps(timeline, rows[: len(swaps)]) if rows[i, EXTRA] != rows[i, AFTER]]
             has_moved = False
             while late and not has_moved:  # a step may be shorter than a kernel
@@ -100,14 +101,18 @@ class Policy:
     """
 
     def __init__(self, engine: Engine, mode: str, min_bytes: int):
-        program, machine = engine.program, engine.machine
+        program = engine.program
+        machine = engine.machine
         is_above = np.array(program.live_bytes, dtype=np.int64) > engine.limit
         all_gaps = Candidates(program, program.gaps(min_bytes))
         self.candidates = Candidates(
             program, [g for g, open_at in zip(all_gaps.gaps, all_gaps.absent, strict=True) if open_at[is_above].any()]
         )
-        self.program, self.engine, self.gaps = program, engine, self.candidates.gaps
-        nbytes, start = self.candidates.nbytes.tolist(), program.start_ns
+        self.program = program
+        self.engine = engine
+        self.gaps = self.candidates.gaps
+        nbytes = self.candidates.nbytes.tolist()
+        start = program.start_ns
         self.evicted_access = np.array([start[g.after + 1] for g in self.gaps], dtype=np.int64)
         self.back_access = self.evicted_access + np.array([program.gap_ns(g) for g in self.gaps], dtype=np.int64)
         self.d2h = np.array([machine.d2h_ns(b) for b in nbytes], dtype=np.int64)
@@ -116,7 +121,8 @@ class Policy:
         # At kernels above the limit: excess bytes, bytes that each candidate evicts, starts and ends.
         self.to_free = self.candidates.live_bytes[is_above] - engine.limit
         self.freed = np.where(self.candidates.absent[:, is_above], self.candidates.nbytes[:, None], 0)
-        self.starts, self.ends = np.array(start[:-1])[is_above], np.array(start[1:])[is_above]
+        self.starts = np.array(start[:-1])[is_above]
+        self.ends = np.array(start[1:])[is_above]
         self.wraps = np.array([g.after >= g.before for g in self.gaps], dtype=bool)
         self.swaps: list[int] = []
         self.recomputed: list[int] = []
@@ -192,7 +198,8 @@ class Policy:
     def lanes(self, swaps: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns SwapOutEndTime and SwapInStartTime of ``swaps`` (int64), serialized per lane (choice 3)."""
         indices = np.array(swaps, dtype=np.int64)
-        end, begin = np.empty_like(indices), np.empty_like(indices)
+        end = np.empty_like(indices)
+        begin = np.empty_like(indices)
         order = np.argsort(self.evicted_access[indices], kind="stable")
         busy = np.cumsum(self.d2h[indices[order]])
         free_from = self.evicted_access[indices[order]] - busy + self.d2h[indices[order]]
@@ -209,7 +216,9 @@ class Policy:
         shortfall = int((out_end - in_start).max(initial=-NEVER))
         inside = ~self.wraps[swaps]
         need = self.to_free - self.freed[self.recomputed].sum(axis=0) - self.freed[swaps][~inside].sum(axis=0)
-        evicted, out_end, in_start = self.freed[swaps][inside], out_end[inside, None], in_start[inside, None]
+        evicted = self.freed[swaps][inside]
+        out_end = out_end[inside, None]
+        in_start = in_start[inside, None]
         late = delay(evicted, out_end - self.starts, need, np.argsort(out_end[:, 0], kind="stable"))
         early = delay(evicted, self.ends - in_start, need, np.argsort(-in_start[:, 0], kind="stable"))
         return max(shortfall, late, early, late + early)
@@ -247,7 +256,8 @@ class Policy:
 
     def trigger(self, i: int, start: int) -> int:
         """Returns the in-trigger of candidate i for a swap-in at ``start`` ns: the gap's last kernel to end by then."""
-        n, (_, after, before) = len(self.program.kernels), self.gaps[i]
+        n = len(self.program.kernels)
+        (_, after, before) = self.gaps[i]
         iterations, time = divmod(int(start), max(self.program.ideal_ns, 1))
         last = iterations * n + bisect_right(self.program.start_ns, time) - 2
         return max(after, min(last, before - 1 + (n if after >= before else 0))) % n
@@ -284,7 +294,8 @@ def collective(engine: Engine, rows: Rows, begin: int) -> Rows:
 
 def stalling_swaps(timeline: Timeline, swaps: Rows) -> list[int]:
     """Returns the ``swaps`` that stalled compute in the last iteration: their swap-in ended when the wait did."""
-    idle_from, begin = 0, timeline.last_start_ns
+    idle_from = 0
+    begin = timeline.last_start_ns
     arrivals: dict[int, set[int]] = {}
     wait_ends: set[int] = set()
     for span in timeline.spans:
@@ -308,8 +319,10 @@ def by_layer(engine: Engine, mode: str, min_bytes: int) -> tuple[Rows, Cost]:
     Returns:
         The rows of the policy and its cost: bytes above the limit, and iteration time in ns.
     """
-    program, maps = engine.program, feature_maps(engine.program, min_bytes)
-    gaps, allowed = [m.gap for m in maps], [placements(program, m.gap, mode) for m in maps]
+    program = engine.program
+    maps = feature_maps(engine.program, min_bytes)
+    gaps = [m.gap for m in maps]
+    allowed = [placements(program, m.gap, mode) for m in maps]
     evaluator = Evaluator(engine, gaps, 1)
     x = np.zeros(len(maps), np.int8)
     for i, current in enumerate(maps):
@@ -340,7 +353,8 @@ def evict(evaluator: Evaluator, allowed: Sequence[Sequence[int]], x: Placements)
         best = best_index(costs)
         if costs[best, 0] >= cost[0]:
             break
-        x, cost = variants[best], costs[best]
+        x = variants[best]
+        cost = costs[best]
     return x, (int(cost[0]), int(cost[1]))
 
 

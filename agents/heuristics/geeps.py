@@ -27,7 +27,8 @@ class GeePS(RowsPlanner):
 
     def choose(self, engine: Engine) -> Rows:
         """Swaps all unpinned tensors; raises Infeasible if the limit is less than one kernel needs."""
-        program, limit = engine.program, engine.limit
+        program = engine.program
+        limit = engine.limit
         gaps = program.gaps(self.min_bytes)
         self.reachable(engine, gaps)
         swapped, pool = unpinned(program, gaps, limit)
@@ -73,7 +74,9 @@ def unpinned(program: Program, gaps: list[Gap], limit: int) -> tuple[set[int], i
 
 def trigger(program: Program, gap: Gap, swapped: set[int], pool: int) -> int:
     """Returns the kernel after which the swap-in of ``gap`` is issued, as early as ``pool`` allows (choice 5)."""
-    n, k, fetched = len(program.kernels), gap.before, set[int]()
+    n = len(program.kernels)
+    k = gap.before
+    fetched = set[int]()
     while True:
         fetched |= swapped.intersection(program.kernels[k].accesses)
         k = (k - 1) % n

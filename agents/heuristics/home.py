@@ -82,7 +82,8 @@ class HOME(RowsPlanner):
             return NO_ROWS
         maps = feature_maps(engine.program, self.min_bytes)
         pairs = [(m.gap, placements(engine.program, m.gap, self.mode)) for m in maps]
-        gaps, allowed = [gap for gap, kinds in pairs if len(kinds) > 1], [kinds for _, kinds in pairs if len(kinds) > 1]
+        gaps = [gap for gap, kinds in pairs if len(kinds) > 1]
+        allowed = [kinds for _, kinds in pairs if len(kinds) > 1]
         # Swaps alone reach the minimum; recomputation chains need extra memory.
         min_limit = Candidates(engine.program, gaps).least_bytes
         if min_limit > engine.limit:
@@ -101,7 +102,9 @@ class HOME(RowsPlanner):
         x = np.stack([rng.choice(np.array(kinds, np.int8), particles) for kinds in allowed], axis=1)
         pending = np.arange(0)  # particles that the iteration could not update
         cost = evaluator.evaluate(x)
-        personal, personal_cost = x, cost  # each particle's own best
+        # each particle's own best
+        personal = x
+        personal_cost = cost
         while True:
             self.history.append(statistics(cost))
             if len(self.history) == self.iterations or len(pending):
@@ -116,15 +119,19 @@ class HOME(RowsPlanner):
                 continue
             # Equal particles with the same history are updated once.
             _, first, inverse = np.unique(np.hstack([x, personal]), axis=0, return_index=True, return_inverse=True)
-            new, new_cost, pending = x[first], cost[first], np.argsort(first)
+            new = x[first]
+            new_cost = cost[first]
+            pending = np.argsort(first)
             max_calls = 2 * (leader != personal).sum(axis=1)[first] + 1  # simulator calls of an update
             while count := int(np.searchsorted(max_calls[pending].cumsum(), budget - evaluator.calls, side="right")):
-                batch, pending = pending[:count], pending[count:]
+                batch = pending[:count]
+                pending = pending[count:]
                 i = first[batch]
                 new[batch], new_cost[batch] = evaluator.update(x[i], cost[i], leader[i], personal[i])
             if np.array_equal(new[inverse], x):
                 break
-            x, cost = new[inverse], new_cost[inverse]
+            x = new[inverse]
+            cost = new_cost[inverse]
             personal, personal_cost = updated_bests(x, cost, personal, personal_cost)
         best = best_index(personal_cost)
         return personal[best], tuple(personal_cost[best].tolist())
@@ -143,11 +150,14 @@ class Evaluator:
     """
 
     def __init__(self, engine: Engine, gaps: list[Gap], threads: int | None = None, kind: str = "simulator") -> None:
-        self.engine, self._threads, self._estimates = engine, threads, 0
+        self.engine = engine
+        self._threads = threads
+        self._estimates = 0
         self._stages = StageModel(engine.program, engine.machine, engine.limit, gaps) if kind == "stages" else None
         self.swaps = rows_for(gaps, SWAPPED)
         self._kind_rows = np.empty((KEPT, *self.swaps.shape), np.int64)  # the row of each placement
-        self._kind_rows[SWAPPED], self._kind_rows[RECOMPUTED] = self.swaps, rows_for(gaps, RECOMPUTED)
+        self._kind_rows[SWAPPED] = self.swaps
+        self._kind_rows[RECOMPUTED] = rows_for(gaps, RECOMPUTED)
 
     def rows(self, x: Placements) -> Rows:
         """Returns int64[n, 6], the plan of one particle, or the concatenated plans of several."""
@@ -178,10 +188,13 @@ class Evaluator:
         Returns:
             The updated particles and their costs.
         """
-        x, cost = x.copy(), cost.copy()
+        x = x.copy()
+        cost = cost.copy()
         fresh = np.ones(len(x), np.bool_)  # whether ``cost`` belongs to the particle's current state
         for j in range(x.shape[1]):
-            now, p1, p2 = x[:, j].copy(), leader[:, j], personal[:, j]
+            now = x[:, j].copy()
+            p1 = leader[:, j]
+            p2 = personal[:, j]
             differ = p1 != p2
             side, rows = np.nonzero(differ & ~(fresh & (np.stack([p1, p2]) == now)))  # 0: P_1's placement, 1: P_2's
             costs = np.stack([cost, cost])
@@ -217,7 +230,9 @@ class StageModel:
     """
 
     def __init__(self, program: Program, machine: Machine, limit: int, gaps: Sequence[Gap]) -> None:
-        self.program, self.limit, self.gaps = program, limit, gaps
+        self.program = program
+        self.limit = limit
+        self.gaps = gaps
         self.nbytes = np.array([program.tensors[g.tensor].nbytes for g in gaps], np.int64)
         self.out_ns = np.array([machine.d2h_ns(int(n)) for n in self.nbytes], np.int64)
         self.in_ns = np.array([machine.h2d_ns(int(n)) for n in self.nbytes], np.int64)
@@ -238,7 +253,8 @@ class StageModel:
 
     def evaluate(self, x: Placements) -> NDArray[np.int64]:
         """Returns (particles, 2): maximum deficit in bytes, and iteration time in ns."""
-        swapped, recomputed = x == SWAPPED, x == RECOMPUTED
+        swapped = x == SWAPPED
+        recomputed = x == RECOMPUTED
         chains = self._chains(recomputed)
         particles = len(x)
         now, d2h_free, h2d_free, previous = (np.zeros(particles, np.int64) for _ in range(4))
@@ -262,7 +278,9 @@ class StageModel:
                     is_empty = first_end == np.iinfo(np.int64).max
                     stuck = lacking[is_empty]
                     deficit[stuck] = np.maximum(deficit[stuck], load - absent[stuck] - self.limit)
-                    lacking, front, first_end = lacking[~is_empty], front[~is_empty], first_end[~is_empty]
+                    lacking = lacking[~is_empty]
+                    front = front[~is_empty]
+                    first_end = first_end[~is_empty]
                     now[lacking] = np.maximum(now[lacking], first_end)
                     absent[lacking] += self.nbytes[front]
                     ends[lacking, front] = np.iinfo(np.int64).max

@@ -27,7 +27,8 @@ from simulator.compiled.engine import Engine
 from simulator.program import Program
 from simulator.residency import reruns
 
-MODULE, BUDGET = "torch.utils.checkpoint", "torch.compile, activation_memory_budget"
+MODULE = "torch.utils.checkpoint"
+BUDGET = "torch.compile, activation_memory_budget"
 SEGMENTS = {"sqrt": "checkpoints, √n segments", "all": "checkpoints, every block"}
 COMPUTE_INTENSIVE = frozenset({"conv", "matmul", "rnn"})
 ALLOWLIST = frozenset({"activation", "elementwise", "norm", "reduce", "copy"})
@@ -89,7 +90,8 @@ class OffloadAll(RowsPlanner):
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the planner's only plan, without checking the limit or host memory."""
-        program, rows = engine.program, []
+        program = engine.program
+        rows = []
         for tensor, _, gap in feature_maps(program, self.min_bytes):
             rows.append((SYNC_SWAP, *gap, gap.before - 1, -1))
             later = [k for k in program.accesses[tensor] if k >= gap.before]
@@ -163,7 +165,8 @@ class Partitioner:
             dropped = self._cut(banned)
             if self._total - sum(self._nbytes[m.tensor] for m in dropped) < budget * self._total:
                 return dropped
-        saved, room = set(), round(budget * UNITS)
+        saved = set()
+        room = round(budget * UNITS)
         for i in range(len(self._items) - 1, -1, -1):
             if self._is_taken[i, room]:
                 saved.add(self._items[i])

@@ -101,7 +101,8 @@ class SmartPoolAutoSwap(RowsPlanner):
         footprints: dict[int, int] = {}
         plans = []
         for overhead in overheads:
-            best, footprint = 0, NEVER
+            best = 0
+            footprint = NEVER
             for i, run in enumerate(runs):
                 if run.peak_bytes >= footprint:  # as are all footprints of lower load limits
                     break
@@ -109,7 +110,8 @@ class SmartPoolAutoSwap(RowsPlanner):
                     if i not in footprints:
                         footprints[i] = self._footprint(run)
                     if footprints[i] < footprint:
-                        best, footprint = i, footprints[i]
+                        best = i
+                        footprint = footprints[i]
             plans.append(self._finish(runs[best]))
         return plans
 
@@ -157,11 +159,13 @@ def just_in_time(program: Program, machine: Machine, rows: Rows) -> Rows:
 
     Swap-ins are one at a time; times assume unlimited memory.
     """
-    n, period = len(program.kernels), program.ideal_ns
+    n = len(program.kernels)
+    period = program.ideal_ns
     ends = [t + i * period for i in (0, 1) for t in program.start_ns[1:]]  # of the kernels of two iterations
     gaps = [Gap(*row[TENSOR : BEFORE + 1]) for row in rows.tolist()]
     access = [g.before + n * (g.after >= g.before) for g in gaps]  # counting kernels over the boundary
-    scheduled, next_in = rows.copy(), ends[-1]
+    scheduled = rows.copy()
+    next_in = ends[-1]
     for i in sorted(range(len(gaps)), key=lambda i: (-access[i], -gaps[i].tensor)):
         start = ends[access[i] - 1] if access[i] else 0
         next_in = min(next_in, start) - machine.h2d_ns(program.tensors[gaps[i].tensor].nbytes)

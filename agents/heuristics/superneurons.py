@@ -93,7 +93,8 @@ class SuperNeurons(RowsPlanner):
 
     def _apply(self, engine: Engine) -> tuple[Rows, Score]:
         """Applies the rules with one setting; returns rows that may exceed the limit, and their score."""
-        program, limit = engine.program, engine.limit
+        program = engine.program
+        limit = engine.limit
         kinds = evictable_gaps(program, self.mode, self.min_bytes, self.joins)
         forced_kinds = [RECOMPUTED] * self.always + [SWAPPED] * (self.cache == "off")
         forced = [g for g, kind in kinds.items() if kind in forced_kinds]
@@ -105,7 +106,8 @@ class SuperNeurons(RowsPlanner):
 
     def _segments(self, engine: Engine, gaps: Sequence[Gap], kinds: Mapping[Gap, int]) -> tuple[Rows, Score]:
         """Chooses the strategy of every segment (section 3.4); returns rows and their score."""
-        program, segment = engine.program, segments(engine.program)
+        program = engine.program
+        segment = segments(engine.program)
         rows = np.array([row_of(g, kinds[g]) for g in gaps], dtype=np.int64).reshape(-1, 6)
         if not self.early:
             rows[:, EXTRA] = [prefetch(program, g) for g in gaps]
@@ -156,8 +158,11 @@ def tensor_cache(program: Program, kinds: Mapping[Gap, int], limit: int, forced:
         limit: memory limit in bytes.
         forced: gaps of ``kinds`` that are emptied in any case.
     """
-    emptied, nbytes = list(forced), [tensor.nbytes for tensor in program.tensors]
-    evicted, returned = 0, [0] * (len(program.kernels) + 1)  # bytes allocated and freed per kernel
+    emptied = list(forced)
+    nbytes = [tensor.nbytes for tensor in program.tensors]
+    # bytes allocated and freed per kernel
+    evicted = 0
+    returned = [0] * (len(program.kernels) + 1)
     for gap in forced:
         returned[gap.after + 1] -= nbytes[gap.tensor]
         returned[gap.before] += nbytes[gap.tensor]

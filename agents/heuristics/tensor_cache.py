@@ -83,8 +83,12 @@ class _Run:
     """State of the run: bytes in use, residency of tensors, and when the streams become free."""
 
     def __init__(self, program: Program, machine: Machine, limit: int, cached: frozenset[int]) -> None:
-        self.program, self.machine, self.limit, self.cached = program, machine, limit, cached
-        self.cache, self.result = TensorCache(), CacheRun()
+        self.program = program
+        self.machine = machine
+        self.limit = limit
+        self.cached = cached
+        self.cache = TensorCache()
+        self.result = CacheRun()
         self.nbytes = [tensor.nbytes for tensor in program.tensors]
         self.resident = {t for t, tensor in enumerate(program.tensors) if tensor.persistent}
         self.used = self.result.peak_bytes = sum(self.nbytes[t] for t in self.resident)
@@ -96,7 +100,9 @@ class _Run:
 
     def step(self, k: int) -> None:
         """Executes kernel ``k``."""
-        program, result, kernel = self.program, self.result, self.program.kernels[k]
+        program = self.program
+        result = self.result
+        kernel = self.program.kernels[k]
         touched = kernel.accesses
         self.cache.locked = self.cached.intersection(touched)
         missing = [t for t in touched if t not in self.resident]
@@ -104,7 +110,8 @@ class _Run:
         for t in touched:
             if t in self.cached and program.writes[t][0] < k:
                 hit = self.cache.check(t)
-                result.hits, result.misses = result.hits + hit, result.misses + (not hit)
+                result.hits = result.hits + hit
+                result.misses = result.misses + (not hit)
                 if not hit:
                     self._fetch(t)
         for t in missing:

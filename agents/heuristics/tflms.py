@@ -42,7 +42,8 @@ class TFLMS(RowsPlanner):
     @no_collections()
     def choose(self, engine: Engine) -> Rows:
         """Returns the swaps of the rewritten graph; raises Infeasible if they do not free enough memory."""
-        program, limit = engine.program, engine.limit
+        program = engine.program
+        limit = engine.limit
         gaps = [f.gap for f in feature_maps(program, self.min_bytes)]
         if self.n_tensors is None:
             n = len(self.reachable(engine, gaps).prefix(np.arange(len(gaps)), limit))
@@ -58,6 +59,7 @@ def rewrite(program: Program, gaps: list[Gap], lower_bound: int) -> Rows:
     """Returns int64[n, 6]: swaps of ``gaps``, each triggered ``lower_bound`` kernels before its consumer (choice 4)."""
     turn = next((k for k, kernel in enumerate(program.kernels) if kernel.phase != "forward"), 0)
     rows = rows_for(gaps, SWAPPED)
-    after, before = rows[:, AFTER], rows[:, BEFORE]
+    after = rows[:, AFTER]
+    before = rows[:, BEFORE]
     rows[:, EXTRA] = np.maximum(after, np.minimum(np.maximum(before - lower_bound, turn), before - 1))
     return rows

@@ -57,7 +57,8 @@ class VDNN(RowsPlanner):
     def rows(self, program: Program, configuration: str) -> Rows:
         """Returns int64[m, 6], the swaps of ``configuration`` (none, conv or all)."""
         gaps = offloads(program, configuration, self.min_bytes)
-        kind, pins = SYNC_SWAP if self.sync else SWAP, prefetches(program, gaps)
+        kind = SYNC_SWAP if self.sync else SWAP
+        pins = prefetches(program, gaps)
         rows = [(kind, *gap, pins[gap], max(gap.after - 1, program.accesses[gap.tensor][0])) for gap in gaps]
         return np.array(rows, dtype=np.int64).reshape(-1, 6)
 

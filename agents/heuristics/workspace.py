@@ -63,7 +63,8 @@ def plan_with_variants(
     engine = Engine(program, machine, limit)
     min_variants = least_workspaces(program)
     timed: list[tuple[int, Plan]] = []
-    calls, reasons = 0, []
+    calls = 0
+    reasons = []
     for variants in dict.fromkeys((min_variants, ()) if fill and include_default else (min_variants,)):
         try:
             plan = planner.plan(program.with_variants(variants), machine, limit)
@@ -172,7 +173,8 @@ def _refine(program: Program, variants: Variants, iteration_ns: Callable[[Varian
                 break
             trial = _variants(best | {k: faster})
             if iteration_ns(trial) < iteration_ns(variants):
-                best[k], variants = faster, trial
+                best[k] = faster
+                variants = trial
                 break
     return variants
 

@@ -28,9 +28,14 @@ from simulator.program import Program
 LOADING = 6.0  # seconds below which PyTorch is not loaded for the network alone
 LP_S = 3.0  # seconds from which the LP solution is accurate enough to guide a search
 HUGE = 50_000  # kernels from which the network and restarted searches take too long
-SEARCH_S, MAX_SEARCHES = 2e-3, 16  # seconds of a search per kernel (at least 1 s in all); maximum number of searches
+# seconds of a search per kernel (at least 1 s in all); maximum number of searches
+SEARCH_S = 2e-3
+MAX_SEARCHES = 16
 HOT = (3e-3, 3e-2, 1e-2)  # initial temperatures of successive restarts
-KICKS, UNLIMITED_S, MAX_KICKS = 60, 1e6, 10**6  # rerun_search: kicks without a time budget; no limit in practice
+# rerun_search: kicks without a time budget; no limit in practice
+KICKS = 60
+UNLIMITED_S = 1e6
+MAX_KICKS = 10**6
 SEED_STEP = 1_000  # difference between the seeds of two methods
 
 
@@ -86,12 +91,18 @@ class Best(RowsPlanner):
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the best plan found; raises Infeasible if the floor excludes every plan or no method finds one."""
-        began, share_end = time.monotonic(), 0.0
-        program, machine, limit = engine.program, engine.machine, engine.limit
-        self.floor, self.best_ns = None, {}
+        began = time.monotonic()
+        share_end = 0.0
+        program = engine.program
+        machine = engine.machine
+        limit = engine.limit
+        self.floor = None
+        self.best_ns = {}
         if program.peak_bytes <= limit:
             return NO_ROWS
-        best, best_ns, reason = None, NEVER, ""
+        best = None
+        best_ns = NEVER
+        reason = ""
         network = "torch" in sys.modules or self.seconds is None or self.seconds >= LOADING
         for turn, share in enumerate(shares(self.mode, len(program.kernels), self.seconds, network)):
             share_end += share.fraction
@@ -106,7 +117,8 @@ class Best(RowsPlanner):
                     rows = rows_of(planner.plan(program, machine, limit).decisions)
                 ns = engine.score(rows).iteration_ns
                 if ns < best_ns:
-                    best, best_ns = rows, ns
+                    best = rows
+                    best_ns = ns
             except Infeasible as error:
                 reason = str(error).removeprefix(f"{planner.name}: ")
             except TimeUp:

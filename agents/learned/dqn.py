@@ -63,7 +63,10 @@ class TaskWalkers:
     """Walkers of one task, kept across training iterations."""
 
     def __init__(self, task: EditTask, args: Args, reference: float, rng: np.random.Generator) -> None:
-        self.task, self.args, self.rng, self.graph = task, args, rng, edit_graph(task)
+        self.task = task
+        self.args = args
+        self.rng = rng
+        self.graph = edit_graph(task)
         self.batch = EditBatch(
             [task],
             args.walkers,
@@ -80,7 +83,8 @@ class TaskWalkers:
         self.epsilon = np.where(
             fraction > 1 - args.uniform, 1.0, np.interp(fraction[::-1], (0, 1), (args.least_epsilon, args.most_epsilon))
         )
-        self.best, self.best_overhead = Plan(), float("inf")
+        self.best = Plan()
+        self.best_overhead = float("inf")
         self.begin(np.ones(args.walkers, np.bool_))
         self.update_best()
 
@@ -138,22 +142,28 @@ class Rollout:
         ends: NDArray[np.bool_],
         args: Args,
     ) -> None:
-        n, gamma = args.n_step, args.gamma
+        n = args.n_step
+        gamma = args.gamma
         length = len(order) - n + 1
         tries = np.arange(order.shape[2])
         tried = tries < counts[:, :, None]
         tail = np.zeros((*counts.shape, len(tries) + 1), np.float32)  # discounted rewards from a try to its pass's end
         for k in tries[::-1]:
             tail[:, :, k] = np.where(tried[:, :, k], rewards[:, :, k] + gamma * tail[:, :, k + 1], 0)
-        future, alive, calls = np.zeros((length, counts.shape[1])), 1.0 - ends[:length], np.zeros(counts[:length].shape)
+        future = np.zeros((length, counts.shape[1]))
+        alive = 1.0 - ends[:length]
+        calls = np.zeros(counts[:length].shape)
         for u in range(1, n):
             future += gamma**calls * alive * tail[u : u + length, :, 0]
             calls += counts[u : u + length]
             alive = alive * (1.0 - ends[u : u + length])
         to_end = gamma ** np.maximum(counts[:length, :, None] - tries, 0)
-        self.graph, self.args = graph, args
+        self.graph = graph
+        self.args = args
         self.observed = Observation(*(np.stack(x) for x in zip(*observed, strict=True)))
-        self.order, self.effects, self.tried = order[:length], effects[:length], tried[:length]
+        self.order = order[:length]
+        self.effects = effects[:length]
+        self.tried = tried[:length]
         self.returns = (tail[:length, :, :-1] + to_end * future[:, :, None]).astype(np.float32)
         self.discount = (to_end * (gamma**calls * alive)[:, :, None]).astype(np.float32)
         self.priority = (np.abs(self.returns) * self.tried).max(2).ravel() + 0.02
@@ -197,8 +207,11 @@ class DQN:
     def __init__(self, tasks: Sequence[EditTask], references: Sequence[float], args: Args, seed: int = 0) -> None:
         one_thread()
         torch.manual_seed(seed)
-        self.args, self.seed, self.rng = args, seed, np.random.default_rng(seed)
-        self.tasks, self.references = list(tasks), list(references)
+        self.args = args
+        self.seed = seed
+        self.rng = np.random.default_rng(seed)
+        self.tasks = list(tasks)
+        self.references = list(references)
         self.net = self._network()
         self.target = EditNet(**self.net.settings)
         self.target.load_state_dict(self.net.state_dict())
@@ -220,12 +233,20 @@ class DQN:
 
     def collect(self, walk: TaskWalkers) -> tuple[Rollout, dict[str, float]]:
         """Collects a rollout of ``passes`` forward passes with the exploring policies, and its statistics."""
-        args, batch = self.args, walk.batch
-        length, count = args.passes + args.n_step - 1, args.walkers
+        args = self.args
+        batch = walk.batch
+        length = args.passes + args.n_step - 1
+        count = args.walkers
         shape = length, count, args.tries
-        order, rewards, effects = np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        counts, episode_ends = np.zeros(shape[:2], np.int64), np.zeros(shape[:2], np.bool_)
-        observed, hits, gain, final_overheads = [], np.zeros(count), np.zeros(count), list[float]()
+        order = np.zeros(shape, np.int64)
+        rewards = np.zeros(shape, np.float32)
+        effects = np.zeros(shape, np.float32)
+        counts = np.zeros(shape[:2], np.int64)
+        episode_ends = np.zeros(shape[:2], np.bool_)
+        observed = []
+        hits = np.zeros(count)
+        gain = np.zeros(count)
+        final_overheads = list[float]()
         static_parts = self.net.static_parts(walk.graph)
         for t in range(length):
             observed.append(walk.observe())
@@ -240,7 +261,8 @@ class DQN:
                     break
                 old_overhead = batch.best_overhead.copy()
                 batch.step(order[t, :, k], active)
-                rewards[t, active, k], counts[t, active] = batch.rewards[active], k + 1
+                rewards[t, active, k] = batch.rewards[active]
+                counts[t, active] = k + 1
                 effects[t, active, k] = batch.effects()[active]
                 hits += active & (batch.effect_ns < 0)
                 gain += np.where(active, old_overhead - batch.best_overhead, 0)
@@ -278,7 +300,9 @@ class DQN:
                 next_q = self.target(rollout.graph, *next_states.tensors())[0].gather(1, next_edits)
                 td_target = td_target + tries["discount"] * next_q.clamp(min=-5)
         q, effect, improves = self.net(rollout.graph, *states.tensors())
-        tried_q, weight, mask = q.gather(1, tries["edit"]).clamp(min=-5), tries["weight"], tries["weight"] > 0
+        tried_q = q.gather(1, tries["edit"]).clamp(min=-5)
+        weight = tries["weight"]
+        mask = tries["weight"] > 0
         loss = (weight * F.smooth_l1_loss(10 * tried_q, 10 * td_target, reduction="none") / 10).sum() / weight.sum()
         observed_effects = tries["effect"][mask]
         aux_loss = F.smooth_l1_loss(effect.gather(1, tries["edit"])[mask], observed_effects)
@@ -299,7 +323,8 @@ class DQN:
         Returns:
             Hit rates, reward and gain per call, losses, and calls.
         """
-        args, rng = self.args, self.rng
+        args = self.args
+        rng = self.rng
         progress = len(self.history) / args.iterations
         for group in self.optimizer.param_groups:
             group["lr"] = args.learning_rate * (0.05 + 0.95 * (1 - min(progress, 1.0)))
@@ -344,7 +369,9 @@ class DQN:
         self.net.load_state_dict(state["net"])
         self.target.load_state_dict(state["target"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.history, self.updates, self.calls = state["history"], state["updates"], state["calls"]
+        self.history = state["history"]
+        self.updates = state["updates"]
+        self.calls = state["calls"]
         self.rng = np.random.default_rng([self.seed, len(self.history)])
 
     def save(self, path: Path) -> None:
@@ -375,7 +402,8 @@ class FineTuning(Trainer):
             raise infeasible(Planner(min_bytes=args.min_bytes), program, limit, None) from None
         self.dqn = DQN([self.task], [0.0], args, seed)
         start = self.task.starts[0]
-        self.best, self.best_overhead = self._plan_of(start.rows), start.iteration_ns / self.task.ideal_ns - 1
+        self.best = self._plan_of(start.rows)
+        self.best_overhead = start.iteration_ns / self.task.ideal_ns - 1
 
     @property
     def simulator_calls(self) -> int:
@@ -393,7 +421,8 @@ class FineTuning(Trainer):
         row = self.dqn.iterate()
         walk = self.dqn.walkers[0]
         if walk.best_overhead < self.best_overhead:
-            self.best, self.best_overhead = walk.best, walk.best_overhead
+            self.best = walk.best
+            self.best_overhead = walk.best_overhead
         self.history.append(
             Episode(
                 len(self.history) + 1,

@@ -99,7 +99,8 @@ class ExperienceBuffer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores the transitions of a ``state``."""
-        self.size, self.head = int(state["size"]), int(state["head"])
+        self.size = int(state["size"])
+        self.head = int(state["head"])
         for key in self.ring.dtype.names or ():
             self.ring[key][: self.size] = state[key].numpy()
 
@@ -142,7 +143,8 @@ class Trainer(OneTask):
         super().__init__(program, machine, limit, config, seed, "episodes", "history")
         self.config: PaperConfig = config
         check_reachable(program, limit, config.min_bytes, config.mode)
-        self.task, self.variant = Task(program, machine, limit, config.min_bytes, config.mode), variant
+        self.task = Task(program, machine, limit, config.min_bytes, config.mode)
+        self.variant = variant
         one_thread()
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
@@ -166,7 +168,8 @@ class Trainer(OneTask):
         return Walk(self.task, self.variant.reward, self.variant.actions)
 
     def _network(self) -> Structure2Vec | CustomNetwork:
-        c, forms = self.config, self.task.forms if self.variant.actions != "paper" else 1
+        c = self.config
+        forms = self.task.forms if self.variant.actions != "paper" else 1
         if self.variant.network is not None:
             return CustomNetwork(self.variant.network, self.task.graph, c.features, forms)
         sizes = c.embedding_size, c.message_passing_steps
@@ -246,7 +249,8 @@ class Trainer(OneTask):
     def _log(self, walk: Walk, steps: int) -> Episode:
         feasible = not walk.dead_end
         if feasible and not walk.overhead >= self.best_overhead:  # best_overhead is NaN at first
-            self.best, self.best_overhead = walk.plan("dqn_paper"), walk.overhead
+            self.best = walk.plan("dqn_paper")
+            self.best_overhead = walk.overhead
         loss = float(np.mean(self.losses)) if self.losses else math.nan
         self.losses = []
         self.history.append(
@@ -292,9 +296,11 @@ class Trainer(OneTask):
 
     def greedy_overhead(self) -> float:
         """Returns the overhead of the greedy policy's plan (NaN in a dead end); the training state is unchanged."""
-        rng_state, calls = self.rng.bit_generator.state, self.task.engine.calls
+        rng_state = self.rng.bit_generator.state
+        calls = self.task.engine.calls
         walk = self._greedy()
-        self.rng.bit_generator.state, self.task.engine.calls = rng_state, calls
+        self.rng.bit_generator.state = rng_state
+        self.task.engine.calls = calls
         return walk.overhead
 
     @torch.no_grad()
@@ -344,5 +350,7 @@ class Trainer(OneTask):
                 trail.append((walk_state, action, walk.step(node).reward * self.config.reward_scale))
         self.rng.bit_generator.state = json.loads(state["numpy_rng"])
         torch.set_rng_state(state["torch_rng"])
-        self.pending_transitions, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
+        self.pending_transitions = state["started"]
+        self.updates = state["updates"]
+        self.losses = list(state["losses"])
         self.task.engine.calls = state["calls"]

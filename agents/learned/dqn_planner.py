@@ -42,9 +42,16 @@ RANKS = ("q", "improves", "policy", "uniform")
 CALLS = 1_000  # simulator calls by default
 MANY_WALKERS_CALLS = 600  # calls from which several walkers are used
 HEURISTIC_CALLS = 1_000  # calls from which the best heuristic's plan is a start
-FEW_SAMPLES, MANY_SAMPLES = 24, 64  # plans drawn from the policy, for one walker and for several
-WALKERS, WALKERS_SHARE, WALKER_CALLS = 6, 0.4, 300  # walkers, their share of the calls, and maximum calls per walker
-MIN_HALVING_CALLS, LAST_CALLS = 1_000, 700  # minimum calls of the annealing in between, and calls of the last walk
+# plans drawn from the policy, for one walker and for several
+FEW_SAMPLES = 24
+MANY_SAMPLES = 64
+# walkers, their share of the calls, and maximum calls per walker
+WALKERS = 6
+WALKERS_SHARE = 0.4
+WALKER_CALLS = 300
+# minimum calls of the annealing in between, and calls of the last walk
+MIN_HALVING_CALLS = 1_000
+LAST_CALLS = 700
 LAST_DIVISOR = 5  # the last walk gets 1 / LAST_DIVISOR of the remaining calls under a time budget
 WARM_PROGRESS = 0.3  # progress of the temperature, in the exponent, at the start of the annealing and the last walk
 HEURISTIC_S = 10.0  # seconds from which a heuristic's plan is a start
@@ -119,7 +126,8 @@ class DQN(RowsPlanner):
         walk = EditWalk(task, count, net, self.seed, column=column, hot=self.hot, cold=self.cold)
         plans = [task.starts[0], *(plan for plan in task.starts if plan.rows is self._heuristic), *task.starts[1:]]
         best_plans: list[Start] = []
-        start_s, calls_made = time.monotonic(), 0
+        start_s = time.monotonic()
+        calls_made = 0
         for i in range(count):
             walk.begin(i, plans[i % len(plans)])
             deadline = None if until is None else start_s + share * (until - start_s) * (i + 1) / count
@@ -150,12 +158,14 @@ class DQN(RowsPlanner):
         from envs.edit.task import Start
 
         plans = sorted(((plan.iteration_ns, plan.rows) for plan in starts), key=lambda plan: plan[0])
-        guided, warm = GuidedSearch(task.engine, task.moves, plans), self.hot * (self.cold / self.hot) ** WARM_PROGRESS
+        guided = GuidedSearch(task.engine, task.moves, plans)
+        warm = self.hot * (self.cold / self.hot) ** WARM_PROGRESS
         return Start(*successive_halving(guided, calls, until, 1, warm, self.cold, self.seed))
 
     def _run(self, walk: EditWalk, i: int, calls: int | None, deadline: float | None, first_progress: float) -> int:
         """Runs walker i while the temperature falls from ``first_progress`` to the end; returns the number of calls."""
-        start_s, calls_made = time.monotonic(), 0
+        start_s = time.monotonic()
+        calls_made = 0
         while calls is None or calls_made < calls:
             now = time.monotonic()
             if deadline is not None and now >= deadline:
@@ -180,7 +190,8 @@ class DQN(RowsPlanner):
             )
             if rows is None and not plans:
                 raise self.beyond_reach(task.engine, required if self.mode == "swap" else None)
-            plans, self._heuristic = plans if rows is None else [*plans, rows], rows
+            plans = plans if rows is None else [*plans, rows]
+            self._heuristic = rows
         return plans
 
 

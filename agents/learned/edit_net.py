@@ -76,19 +76,24 @@ class EditNet(nn.Module):
     def __init__(self, static: int, bins: int, width: int = 32, rounds: int = 2) -> None:
         super().__init__()
         self.settings = {"static": static, "bins": bins, "width": width, "rounds": rounds}
-        w, self.rounds = width, rounds
+        w = width
+        self.rounds = rounds
         self.register_buffer("mean", torch.zeros(static))
         self.register_buffer("scale", torch.ones(static))
-        self.gap_static, self.gap_state = nn.Linear(static, w), nn.Linear(GAP_COLUMNS, w, bias=False)
-        self.bin_static, self.bin_state = nn.Linear(bins, w), nn.Linear(BIN_COLUMNS, w, bias=False)
+        self.gap_static = nn.Linear(static, w)
+        self.gap_state = nn.Linear(GAP_COLUMNS, w, bias=False)
+        self.bin_static = nn.Linear(bins, w)
+        self.bin_state = nn.Linear(BIN_COLUMNS, w, bias=False)
         if rounds:
             self.along = nn.Linear(EDGES * w, w, bias=False)
             self.to_bin, self.to_gap, self.among = (nn.Linear(w, w, bias=False) for _ in range(3))
         self.whole = nn.Linear(2 * w + WHOLE_COLUMNS, w)
-        self.change_of_gap, self.change_of_static = nn.Linear(w, w), nn.Linear(static, w, bias=False)
+        self.change_of_gap = nn.Linear(w, w)
+        self.change_of_static = nn.Linear(static, w, bias=False)
         self.change_of_state = nn.Linear(GAP_COLUMNS, w, bias=False)
         self.change = nn.Linear(w, w * MODES)
-        self.edit_of_whole, self.edit = nn.Linear(w, w), nn.Linear(w, w)
+        self.edit_of_whole = nn.Linear(w, w)
+        self.edit = nn.Linear(w, w)
         self.out = nn.Linear(w, 3)  # advantage, effect, logit of an improvement
         self.value = nn.Linear(w, 1)
         self.lift = nn.Parameter(torch.tensor(0.02))  # weight of the probability of an improvement in the advantage
@@ -110,7 +115,8 @@ class EditNet(nn.Module):
         x = gaps.transpose(0, 1)  # (G, B, 32): one sparse product sums over the neighbors in all states
         gap_x = gap_part[:, None] + self.gap_state(x)
         bin_x = bin_part[:, None] + self.bin_state(bins.transpose(0, 1))
-        s, b = gap_x.relu(), bin_x.relu()
+        s = gap_x.relu()
+        b = bin_x.relu()
         n, batch, w = gap_x.shape
         for _ in range(self.rounds):
             gap_means = (graph.bin_of_gap @ s.flatten(1)).view(-1, batch, w)

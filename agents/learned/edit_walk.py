@@ -24,7 +24,9 @@ from simulator.moves.plan_moves import rows_in_use, uniform
 Q, IMPROVES, RANDOM = range(3)  # ranking of edits
 EMPTY = -1e30  # score of an empty slot
 SLOT, FRESH, FILLED, METAS = range(4)
-SEEN, MAX_SEEN = 4096, 2000  # slots of the hash set (a power of two); number of keys at which it is cleared
+# slots of the hash set (a power of two); number of keys at which it is cleared
+SEEN = 4096
+MAX_SEEN = 2000
 MAX_REDRAWS = 8  # maximum rounds of draws without a new edit
 NOTHING = np.zeros((1, 1), np.float32)
 
@@ -68,7 +70,9 @@ def make_pool(neighbours: int) -> Pool:
 @stage
 def rank(h, base, head, codes, count, column):
     """Returns the score of an edit from the encoding h (G * MODES, w) and base (w,) of the network."""
-    w, first, second = base.shape[0], head.hidden[0], head.hidden[1]
+    w = base.shape[0]
+    first = head.hidden[0]
+    second = head.hidden[1]
     for x in range(w):
         total = base[x]
         for c in range(count):
@@ -79,7 +83,8 @@ def rank(h, base, head, codes, count, column):
         for y in range(w):
             total += head.edit_weight[x, y] * first[y]
         second[x] = max(total, np.float32(0))
-    advantage, improves = head.out_bias[0], head.out_bias[2]
+    advantage = head.out_bias[0]
+    improves = head.out_bias[2]
     for y in range(w):
         advantage += head.out_weight[0, y] * second[y]
         improves += head.out_weight[2, y] * second[y]
@@ -126,7 +131,8 @@ def _refill_pool(walkers, i, count, pool, h, base, head, column, limit, gaps, ne
     for _ in range(count):
         slot = _extreme(pool.score, -1.0)
         draw(walkers, i, slot, limit, gaps, new, scratch)
-        n_changes, codes = walkers.counts[i, slot], walkers.codes[i, slot]
+        n_changes = walkers.counts[i, slot]
+        codes = walkers.codes[i, slot]
         pool.score[slot] = EMPTY
         if n_changes > 0 and _is_new(pool, codes, walkers.changed_rows[i, slot], n_changes):
             if column == RANDOM:
@@ -168,16 +174,21 @@ def try_best_edits(
     Returns:
         The number of calls, whether the last edit was accepted, and whether ``Engine.score`` is needed.
     """
-    state, meta, has_answer = walkers.state[i], pool.meta, answer_ns >= 0
+    state = walkers.state[i]
+    meta = pool.meta
+    has_answer = answer_ns >= 0
     for call in range(calls):
-        slot, ns = meta[SLOT], answer_ns
+        slot = meta[SLOT]
+        ns = answer_ns
         if not has_answer:
             scratch.differ[0] = -1
             count = draws
             if meta[FRESH] != 0:
                 pool.score[:] = EMPTY
                 pool.seen[:] = 0
-                meta[FRESH], meta[FILLED], count = 0, 0, pool.score.shape[0]
+                meta[FRESH] = 0
+                meta[FILLED] = 0
+                count = pool.score.shape[0]
             for _ in range(MAX_REDRAWS):
                 _refill_pool(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch)
                 slot = _extreme(pool.score, 1.0)
@@ -234,8 +245,11 @@ class EditWalk(EditBatch):
         super().__init__([task], count, neighbours, budget=1, hot=hot, cold=cold)
         for i in range(count):
             self.seed(i, seed + i)
-        self.net, self.draws, self.column = net, draws, RANDOM if net is None else column
-        self._head, self._pools = head_of(net), [make_pool(neighbours) for _ in range(count)]
+        self.net = net
+        self.draws = draws
+        self.column = RANDOM if net is None else column
+        self._head = head_of(net)
+        self._pools = [make_pool(neighbours) for _ in range(count)]
         self._bases = [(NOTHING, NOTHING[0])] * count
         self.simulated = 0
         if net is not None:
@@ -256,13 +270,17 @@ class EditWalk(EditBatch):
             calls: maximum simulator calls.
             progress: progress of the temperature, from 0 to 1.
         """
-        task, walkers = self.tasks[0], self._walkers[0]
+        task = self.tasks[0]
+        walkers = self._walkers[0]
         state = walkers.state[i : i + 1]
         state["budget"] = round(min((int(state["steps"][0]) + 1) / max(progress, 1e-9), 1e12))
         if self.net is not None and self._pools[i].meta[FRESH]:
             self._encode(i)
         h, base = self._bases[i]
-        calls_made, answer_ns, needs_score, first_engine_call = 0, -1, True, task.engine.calls
+        calls_made = 0
+        answer_ns = -1
+        needs_score = True
+        first_engine_call = task.engine.calls
         while needs_score:
             engine_arrays = task.engine.direct(len(task.graph) + 8)
             new_calls, accepted, needs_score = try_best_edits(

@@ -41,9 +41,16 @@ from simulator.program import Program
 
 Plans = list[tuple[int, Rows]]  # iteration time in ns and rows, fastest first
 
-ROOM, MOST_LIMIT = 1.15, 0.9
-LEAST_CALLS, MOST_CALLS, WORK = 2_000, 12_000, 12_000_000  # calls of a teacher's search: WORK / kernels, clipped
-HOT, MILD, WARM, COLD = 1e-2, 3e-3, 1e-3, 3e-5
+ROOM = 1.15
+MOST_LIMIT = 0.9
+# calls of a teacher's search: WORK / kernels, clipped
+LEAST_CALLS = 2_000
+MOST_CALLS = 12_000
+WORK = 12_000_000
+HOT = 1e-2
+MILD = 3e-3
+WARM = 1e-3
+COLD = 3e-5
 RUNS = ((0, HOT), (1, HOT), (2, MILD))  # seed and first temperature of the first teacher's runs
 EXTRA_RUNS = 2  # further runs from its best plan, with half the calls
 MAX_PLANS = 5  # plans of a lesson
@@ -52,7 +59,9 @@ SPREAD = 0.004  # fraction of the ideal time by which a plan is slower if its we
 MIN_WEIGHT = 0.1  # minimum weight of a gap
 MIN_LOG_PROB = -12.0  # lower clip of log-probabilities
 MIN_SCALE = 0.05  # minimum scale of a column
-CALLS, CLIP = 1_000, 3.0  # validation: simulator calls, and upper clip of a task's points
+# validation: simulator calls, and upper clip of a task's points
+CALLS = 1_000
+CLIP = 3.0
 EMA_DECAY = 0.995  # decay of the weight average, which is validated and kept
 
 
@@ -116,7 +125,8 @@ def first_plans(program: Program, machine: Machine, limit: int, mode: str) -> Pl
     score = engine.score(rows)
     if not score.feasible:
         return []
-    moves, calls = Moves(program, limit, mode, MIB, 0), teacher_calls(program)
+    moves = Moves(program, limit, mode, MIB, 0)
+    calls = teacher_calls(program)
     plans: Plans = []
     for seed, hot in RUNS:
         plans.append(_time_first(anneal(moves, engine, rows, score.iteration_ns, calls, hot, COLD, seed)))
@@ -139,7 +149,8 @@ def better_plans(net: PolicyNet, lesson: Lesson, seed: int) -> Plans:
         Moves(lesson.program, lesson.limit, lesson.mode, MIB, seed),
     )
     decode_plans(net, guided, lesson.mode)
-    calls, (best_ns, best) = teacher_calls(lesson.program), lesson.plans[0]
+    calls = teacher_calls(lesson.program)
+    (best_ns, best) = lesson.plans[0]
     starts = [(best, best_ns, WARM)]
     starts += [(rows, ns, MILD) for ns, rows in guided.plans[:1]]
     improved = [
@@ -190,7 +201,8 @@ class Example:
         random fraction of the gaps is decided as in one plan, and the target is that plan.
         """
         gaps = len(self.graph)
-        decided, target = np.full(gaps, UNDECIDED), np.zeros((gaps, KEPT + 1), np.float32)
+        decided = np.full(gaps, UNDECIDED)
+        target = np.zeros((gaps, KEPT + 1), np.float32)
         if rng.random() < undecided:
             for share, kinds in zip(self.shares, self.kinds, strict=True):
                 target[np.arange(gaps), kinds] += share
@@ -207,7 +219,8 @@ class Example:
 def loss(net: PolicyNet, data: HeteroData) -> Tensor:
     """Returns the cross-entropy with the targets: weighted mean over a task's gaps, then mean over tasks."""
     log_probs = net(data).log_softmax(-1).clamp(min=MIN_LOG_PROB)
-    counts, task_index = data["gap"].count, data["gap"].batch
+    counts = data["gap"].count
+    task_index = data["gap"].batch
     gap_losses = -(data["gap"].target * log_probs).sum(-1) * counts
     tasks = int(task_index[-1]) + 1
     total, weights = (torch.zeros(tasks).index_add(0, task_index, x) for x in (gap_losses, counts))
@@ -273,14 +286,18 @@ def train(
     ema = swa_utils.get_ema_multi_avg_fn(EMA_DECAY)
     average = swa_utils.AveragedModel(net, multi_avg_fn=ema)
     averaged = cast(PolicyNet, average.module)
-    best, best_weights, first_epoch = float("inf"), net.state_dict(), 0
+    best = float("inf")
+    best_weights = net.state_dict()
+    first_epoch = 0
     if state.exists():
         checkpoint = read_training_state(state)
         net.load_state_dict(checkpoint["weights"])
         average.load_state_dict(checkpoint["average"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         rate.load_state_dict(checkpoint["rate"])
-        best, best_weights, first_epoch = checkpoint["best"], checkpoint["kept"], checkpoint["epoch"]
+        best = checkpoint["best"]
+        best_weights = checkpoint["kept"]
+        first_epoch = checkpoint["epoch"]
     for epoch in range(first_epoch, settings.epochs):
         rng = np.random.default_rng((seed, epoch))
         losses = []
@@ -291,7 +308,8 @@ def train(
             average.update_parameters(net)
         validation = validate(averaged, held_out)
         if validation < best:
-            best, best_weights = validation, {key: value.clone() for key, value in averaged.state_dict().items()}
+            best = validation
+            best_weights = {key: value.clone() for key, value in averaged.state_dict().items()}
         watch({"epoch": epoch, "loss": float(np.mean(losses)), "validation": validation})
         write_training_state(
             state,

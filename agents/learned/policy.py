@@ -31,12 +31,16 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import
     from agents.learned.policy_net import PolicyNet
 
 WEIGHTS = Path(__file__).parent / "policy.pt"
-CALLS, WORK = 5_000, 12_000_000  # default simulator calls; maximum of calls times kernels
+# default simulator calls; maximum of calls times kernels
+CALLS = 5_000
+WORK = 12_000_000
 SAMPLES = 128  # sampled plans in addition to the most likely one
 STARTS = 6
 FALL = (0.0, 0.25, 0.5, 1.0)  # progress of the temperature, in the exponent, at the start of 6, 3 and 1 runs; the end
 MIN_SMOOTHING = 0.03  # added to every probability, so that the search can make unlikely moves
-GAP_S, PAIR_S = 1e-4, 1e-8  # approximate seconds of the network per gap and per gap times kernel
+# approximate seconds of the network per gap and per gap times kernel
+GAP_S = 1e-4
+PAIR_S = 1e-8
 MAX_SMOOTHING = 1.0  # added instead of MIN_SMOOTHING in the run that trusts the network least
 
 
@@ -87,7 +91,9 @@ def decode_plans(
     from agents.learned.policy_net import decode, fit, sample
     from simulator.moves.gap_graph import GapGraph
 
-    engine, moves, rng = search.engine, search.moves, np.random.default_rng(seed)
+    engine = search.engine
+    moves = search.moves
+    rng = np.random.default_rng(seed)
     graph = GapGraph(engine.program, engine.machine, engine.limit, moves, mode)
     kinds, priors, confidences = decode(net, graph, rounds)
     for likely, candidate in [(confidences, kinds), *((priors, sample(priors, rng)) for _ in range(samples))]:
@@ -119,7 +125,8 @@ def successive_halving(
 
     Source: "Non-stochastic best arm identification" (Jamieson and Talwalkar, 2016).
     """
-    main, moves = search.engine, search.moves
+    main = search.engine
+    moves = search.moves
     engines = [main, *(Engine(main.program, main.machine, main.limit) for _ in range(1, min(jobs, STARTS)))]
     runs = []
     for i, smoothing in enumerate(np.geomspace(MIN_SMOOTHING, MAX_SMOOTHING, STARTS).tolist()):

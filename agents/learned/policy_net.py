@@ -80,7 +80,8 @@ class PolicyNet(nn.Module):
         self.settings = {"features": features, "bin_features": bin_features, "width": width, "layers": layers}
         self.register_buffer("mean", torch.zeros(features))
         self.register_buffer("scale", torch.ones(features))
-        self.gap, self.bin = _feed(features, width, width), _feed(bin_features, width, width)
+        self.gap = _feed(features, width, width)
+        self.bin = _feed(bin_features, width, width)
         self.rounds = Rounds(width, layers)
         self.out = nn.Sequential(nn.LayerNorm(width), _feed(width, width, KINDS))
 
@@ -134,7 +135,8 @@ class Rounds(nn.Module):
             task_index: (G,), task of each gap.
             edges: edge indices (2, E).
         """
-        s, b = gaps.relu(), bins.relu()
+        s = gaps.relu()
+        b = bins.relu()
         gap_weights = cover / cover.sum(2, keepdim=True).clamp(min=1e-6)
         bin_weights = (cover / cover.sum(1, keepdim=True).clamp(min=1.0)).transpose(1, 2)
         for _ in range(self.rounds):
@@ -212,10 +214,12 @@ def _repair(kinds, evict_kinds, allowed, evict_prob, order, after, before, nbyte
     """Repairs ``kinds`` (G,) to fit ``limits`` (K,); ``load`` (K,) is updated. Returns False if that is impossible."""
     n = load.shape[0]
     while True:
-        worst, k = 0, -1
+        worst = 0
+        k = -1
         for j in range(n):
             if load[j] - limits[j] > worst:
-                worst, k = load[j] - limits[j], j
+                worst = load[j] - limits[j]
+                k = j
         if k < 0:
             break
         best = -1
@@ -233,7 +237,8 @@ def _repair(kinds, evict_kinds, allowed, evict_prob, order, after, before, nbyte
         g = order[i]
         if kinds[g] == STAYS:
             continue
-        k, fits = after[g] + 1 if after[g] + 1 < n else 0, True
+        k = after[g] + 1 if after[g] + 1 < n else 0
+        fits = True
         while k != before[g] and fits:
             fits = load[k] + nbytes[g] <= limits[k]
             k = k + 1 if k + 1 < n else 0

@@ -218,7 +218,10 @@ class EpisodeRecorder(BaseCallback):
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        self.planner, self.causal, self.on_episode, self.after_step = planner, causal, on_episode, after_step
+        self.planner = planner
+        self.causal = causal
+        self.on_episode = on_episode
+        self.after_step = after_step
         self.history: list[Episode] = []
         self.best: Plan | None = None
         self.calls = 0  # of the simulator
@@ -232,7 +235,8 @@ class EpisodeRecorder(BaseCallback):
                 best = self.history[-1].best_overhead if self.history else np.nan
                 overhead = info["overhead"] if info["feasible"] else np.nan
                 if info["feasible"] and not overhead >= best:  # best is NaN at first
-                    best, self.best = overhead, replace(info["plan"], planner=self.planner)
+                    best = overhead
+                    self.best = replace(info["plan"], planner=self.planner)
                 self.history.append(
                     Episode(
                         len(self.history) + 1,

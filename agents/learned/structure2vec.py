@@ -64,8 +64,10 @@ class Structure2Vec(nn.Module):
         forms: int = 1,
     ):
         super().__init__()
-        p, self.state_size = embedding_size, 2 * embedding_size
-        self.message_passing_steps, self.pool = message_passing_steps, pool
+        p = embedding_size
+        self.state_size = 2 * embedding_size
+        self.message_passing_steps = message_passing_steps
+        self.pool = pool
         self.w1 = nn.Linear(features, p, bias=False)
         self.w2 = nn.Linear(p, p, bias=False)
         self.w3 = nn.Linear(p, p, bias=False)
@@ -76,7 +78,8 @@ class Structure2Vec(nn.Module):
         self.w8 = nn.Linear(p, p, bias=False)
         self.w9 = nn.Linear(3 * p, p) if mixing else None
         n = len(graph)
-        edges, weights = torch.from_numpy(graph.edges), torch.from_numpy(graph.weights)
+        edges = torch.from_numpy(graph.edges)
+        weights = torch.from_numpy(graph.weights)
 
         # Not part of the checkpoint: computed from the program.
         self.register_buffer("adjacency", sparse(edges.flip(0), torch.ones(edges.shape[1]), n), persistent=False)

@@ -59,11 +59,16 @@ class Trainer(ABC):
     def __init__(
         self, program: Program, machine: Machine, limit: int, config: Any, seed: int, length: str, entries: str
     ) -> None:
-        self.program, self.machine, self.limit, self.config, self.seed = program, machine, limit, config, seed
+        self.program = program
+        self.machine = machine
+        self.limit = limit
+        self.config = config
+        self.seed = seed
         self.history: list[Episode] = []
         self.best: Plan | None = None
         self.best_overhead = math.nan
-        self._length, self._entries = length, entries
+        self._length = length
+        self._entries = entries
 
     @property
     def episodes(self) -> int:

@@ -101,7 +101,9 @@ class Annealing(RowsPlanner):
     def _on_all_cores(self, engine: Engine, best: Rows, best_ns: int, deadline: float) -> Rows:
         """Returns the best plan of parallel chains, one per core."""
         jobs = self.jobs or cores()
-        program, machine, limit = engine.program, engine.machine, engine.limit
+        program = engine.program
+        machine = engine.machine
+        limit = engine.limit
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
         chains = [
             (moves, engine),
@@ -130,7 +132,8 @@ class RandomSearch(RowsPlanner):
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the best sample; raises Infeasible if emptying all gaps leaves the peak above the limit."""
-        program, limit = engine.program, engine.limit
+        program = engine.program
+        limit = engine.limit
         candidates = self.reachable(engine, program.gaps(self.min_bytes))
         rng = np.random.default_rng(self.seed)
         samples = self.calls - 1 if program.peak_bytes > limit else 1
@@ -165,7 +168,8 @@ def start(
     Returns:
         Rows (None if even the fallback does not fit), iteration time in ns, and required bytes.
     """
-    gaps, n = len(program.gaps(min_bytes)), len(program.kernels)
+    gaps = len(program.gaps(min_bytes))
+    n = len(program.kernels)
     plans: list[Rows] = []
     for per_item, per_pair, heuristic in _heuristics(mode, min_bytes):
         expected_s = per_item * (gaps + n) + per_pair * gaps * n

@@ -19,7 +19,9 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 LARGE = 5_000  # kernels: setup of the search is negligible for smaller programs
-SHARE, SLACK = 0.95, 0.5  # share of the remaining time for the search; grace period in seconds
+# share of the remaining time for the search; grace period in seconds
+SHARE = 0.95
+SLACK = 0.5
 
 Search = Callable[[Any, Program, Machine, int], Plan]
 
@@ -35,7 +37,8 @@ def budgeted(plan: Search) -> Search:
     def run(self: Any, program: Program, machine: Machine, limit: int) -> Plan:
         if self.seconds is None or len(program.kernels) < LARGE:
             return plan(self, program, machine, limit)
-        deadline, search = time.monotonic() + self.seconds, copy.copy(self)
+        deadline = time.monotonic() + self.seconds
+        search = copy.copy(self)
         fallback, calls = quick_plan(self, program, machine, limit)
         remaining = deadline - time.monotonic()
         if fallback is not None and remaining <= 0:
@@ -66,7 +69,8 @@ def quick_plan(planner: Any, program: Program, machine: Machine, limit: int) -> 
     """
     if getattr(planner, "first", None) is not None:  # an existing plan
         return Plan.of(program, decisions_of(planner.first), planner.name, limit, machine.name), 0
-    mode, calls = planner.mode if hasattr(planner, "mode") else planner.facts.moves, 0
+    mode = planner.mode if hasattr(planner, "mode") else planner.facts.moves
+    calls = 0
     heuristics: list[Planner] = [AutoSwap("doa", min_bytes=planner.min_bytes)] if mode != "recompute" else []
     heuristics += [Memonger(min_bytes=planner.min_bytes)] if mode != "swap" else []
     for heuristic in heuristics:

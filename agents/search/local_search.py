@@ -21,7 +21,9 @@ from simulator.moves.moves import Moves
 from simulator.moves.plan_moves import propose
 
 CLOCK = 8  # calls before the first clock check; then doubled if they took less than TICK, else halved
-TICK, LATE = 2e-3, 1.0  # seconds; fewer than CLOCK calls only if those take longer than LATE
+# seconds; fewer than CLOCK calls only if those take longer than LATE
+TICK = 2e-3
+LATE = 1.0
 # Entries of ``state``. STEP: next step. SCORED: simulated plans. NOW_NS, BEST_NS: times of the current and best plan.
 # ROWS: rows of the last proposal; BEST_ROWS: rows of the best plan, -1 if it is the start. CUTOFF_NS: proposals below
 # it are accepted. ANSWER_NS: time of the last proposal if the caller supplied it, else -1.
@@ -68,7 +70,8 @@ def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, st
     Returns:
         The reason for returning, and whether ``now`` and ``new`` are swapped.
     """
-    swapped, plan = False, scratch.plan
+    swapped = False
+    plan = scratch.plan
     for i in range(chances.shape[0]):
         if state[BEST_NS] <= enough_ns:
             return END, swapped
@@ -82,7 +85,8 @@ def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, st
             increase = -(cooling.hot_ns * cooling.fall**progress) * math.log(1.0 - chances[i])
             # Plans slower than the cutoff are rejected, so their simulation can stop there.
             cutoff = min(state[NOW_NS] + math.ceil(increase), NEVER) if increase < NEVER else NEVER
-            state[ROWS], state[CUTOFF_NS] = count, cutoff
+            state[ROWS] = count
+            state[CUTOFF_NS] = cutoff
             ns = score_one(*engine, plan, count, cutoff)
             if ns < 0:
                 return ASK, swapped
@@ -124,15 +128,21 @@ def anneal(
     Returns:
         Rows and iteration time of the best plan.
     """
-    ideal, enough = max(engine.program.ideal_ns, 1), max(enough_ns, engine.program.ideal_ns)
+    ideal = max(engine.program.ideal_ns, 1)
+    enough = max(enough_ns, engine.program.ideal_ns)
     random = np.random.default_rng(seed)
     moves.reset(start)
-    best, state = np.empty_like(moves.rows), np.zeros(STATE, dtype=np.int64)
-    state[[NOW_NS, BEST_NS]], state[[BEST_ROWS, ANSWER_NS]] = start_ns, -1
+    best = np.empty_like(moves.rows)
+    state = np.zeros(STATE, dtype=np.int64)
+    state[[NOW_NS, BEST_NS]] = start_ns
+    state[[BEST_ROWS, ANSWER_NS]] = -1
     start_time = now = time.monotonic()
-    spent, count, code = 0.0, CLOCK // 2, DONE
+    spent = 0.0
+    count = CLOCK // 2
+    code = DONE
     while code == DONE and (calls is None or state[STEP] < calls):
-        last, now = now, time.monotonic()
+        last = now
+        now = time.monotonic()
         count = 2 * count if now - last < TICK else max(count // 2, 1 if now - last > LATE else CLOCK)
         if deadline is not None:
             spent = (now - start_time) / max(deadline - start_time, 1e-9)

@@ -36,11 +36,17 @@ from simulator.program import Gap, Program
 DROP = 0.3
 RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: fraction of the ideal time
 KICK = 4000  # simulator calls
-KERNELS, MAX_CALLS = 10**8, 300_000
-HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, as fractions of the ideal time
+KERNELS = 10**8
+MAX_CALLS = 300_000
+# temperatures, as fractions of the ideal time
+HOT = 1e-3
+WARM = 3e-4
+COLD = 1e-5
 QUICK = 3.0  # seconds: maximum duration of a fallback heuristic if the rounded plan does not fit
 LINEAR = (0.5, 10.0, 2000)  # floor: share of the time, seconds at full detail, minimum number of kernels
-GUIDES, FEW = 400, 2000  # maximum gaps of the linear program for up to FEW kernels (tuned)
+# maximum gaps of the linear program for up to FEW kernels (tuned)
+GUIDES = 400
+FEW = 2000
 ROUGH = 0.1  # below this detail no floor is computed
 
 _Task = tuple[NDArray[np.float64], Rows, int, float]
@@ -87,9 +93,11 @@ class LPRound(RowsPlanner):
             plans += _variants(program, pruned(program, limit, rounded))
         scores = engine.scores(plans)
         best_index = min(range(len(plans)), key=lambda i: scores[i].iteration_ns)
-        best, best_ns = plans[best_index], scores[best_index].iteration_ns
+        best = plans[best_index]
+        best_ns = scores[best_index].iteration_ns
         if best_ns == NEVER and moves.accepts(self.first):
-            best, best_ns = self.first, engine.score(self.first).iteration_ns
+            best = self.first
+            best_ns = engine.score(self.first).iteration_ns
         elif best_ns == NEVER:
             fallback, best_ns, required = start(
                 program, machine, limit, engine, self.mode, self.min_bytes, half_way(deadline), QUICK
@@ -106,7 +114,8 @@ class LPRound(RowsPlanner):
                 calls = max(calls - 1 - engine.calls, 0)  # one call is reserved for the final check
             search = _Search(self, engine, moves, calls, deadline, fractions, best, best_ns)
             search.run()
-            best, engine.calls = search.best, sum(e.calls for e in search.engines)
+            best = search.best
+            engine.calls = sum(e.calls for e in search.engines)
         return self.finish(engine, best)
 
     def _floor(self, program: Program, machine: Machine, limit: int) -> Floor:
@@ -200,25 +209,35 @@ class _Search:
         best: Rows,
         best_ns: int,
     ) -> None:
-        self.best, self.best_ns, self.enough_ns = best, best_ns, planner.floor.iteration_ns
-        self.calls, self.deadline, self.seed, self.runs = calls, deadline, planner.seed, 0
-        program, machine, limit = engine.program, engine.machine, engine.limit
+        self.best = best
+        self.best_ns = best_ns
+        self.enough_ns = planner.floor.iteration_ns
+        self.calls = calls
+        self.deadline = deadline
+        self.seed = planner.seed
+        self.runs = 0
+        program = engine.program
+        machine = engine.machine
+        limit = engine.limit
         chains = 1 if deadline is None else planner.jobs or cores()  # with a call budget, one chain is better
         self.moves = [moves, *(moves.fork(planner.seed + chain) for chain in range(1, chains))]
         self.engines = [engine, *(Engine(program, machine, limit) for _ in range(1, chains))]
         index = {(g.tensor, g.before): i for i, g in enumerate(program.gaps(planner.min_bytes))}
-        is_possible, fractions = moves.weights > 0, fractions[[index[g.tensor, g.before] for g in moves.gaps]]
+        is_possible = moves.weights > 0
+        fractions = fractions[[index[g.tensor, g.before] for g in moves.gaps]]
         self.guides = [is_possible * (fractions + explore) for explore, _ in RUNS]
         self.weights = self.guides[0]
         self.first = planner.first if moves.accepts(planner.first) else None
 
     def run(self) -> None:
         """Spends a third of the calls (or of the time) on exploration, half on kicks and the rest on cooling."""
-        chains, begin = len(self.moves), time.monotonic()
+        chains = len(self.moves)
+        begin = time.monotonic()
         ends = [None if self.deadline is None else begin + (self.deadline - begin) * f for f in (1 / 3, 5 / 6, 1.0)]
         explore_calls, kick_calls, cool_calls = (None if self.calls is None else self.calls // n for n in (3, 2, 6))
         with ThreadPoolExecutor(chains) as pool:
-            start, waves = (self.best, self.best_ns), -(-len(RUNS) // chains)
+            start = (self.best, self.best_ns)
+            waves = -(-len(RUNS) // chains)
             for wave in range(waves):
                 runs = range(wave * chains, min((wave + 1) * chains, len(RUNS)))
                 deadline = ends[0] and begin + (ends[0] - begin) * (wave + 1) / waves
@@ -227,7 +246,8 @@ class _Search:
                 if winner is not None:
                     self.weights = jobs[winner][0]
             if self.first is not None and (ns := self.engines[0].score(self.first).iteration_ns) < self.best_ns:
-                self.best, self.best_ns = self.first, ns
+                self.best = self.first
+                self.best_ns = ns
             kicks = max((kick_calls or 0) // (KICK * chains), 1)
             max_calls = KICK if kick_calls is None else min(KICK, kick_calls // (kicks * chains))
             for _ in count() if kick_calls is None else range(kicks):
@@ -249,7 +269,9 @@ class _Search:
         self.runs += len(jobs)
         for i, (rows, ns) in enumerate(results):
             if ns < self.best_ns:
-                self.best, self.best_ns, winner = rows, ns, i
+                self.best = rows
+                self.best_ns = ns
+                winner = i
         return winner
 
     def _run(self, chain: int, job: _Task, calls: int | None, deadline: float | None) -> tuple[Rows, int]:

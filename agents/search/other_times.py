@@ -30,7 +30,9 @@ from simulator.program import Program
 
 DRAWS = 20
 CALLS = 5_000
-HOT, COLD = 3e-3, 1e-5  # temperatures, as fractions of the ideal time
+# temperatures, as fractions of the ideal time
+HOT = 3e-3
+COLD = 1e-5
 FASTER = ", for faster kernels"  # suffix of the planner's name
 
 
@@ -114,8 +116,12 @@ class OtherTimes:
     def __init__(
         self, program: Program, machine: Machine, limit: int, error: TimesError, draws: int = DRAWS, seed: int = 0
     ) -> None:
-        self.program, self.machine, self.limit, self.error = program, machine, limit, error
-        self.draws, self.seed = draws, seed
+        self.program = program
+        self.machine = machine
+        self.limit = limit
+        self.error = error
+        self.draws = draws
+        self.seed = seed
         self._engine = Engine(program, machine, limit)
 
     def expected(self, plan: Plan) -> float:
@@ -134,7 +140,8 @@ class OtherTimes:
 
     def _costs(self, plan: Plan, engines: Sequence[Engine]) -> list[float]:
         plan.check(self.program)
-        rows, overheads = rows_of(plan.decisions), []
+        rows = rows_of(plan.decisions)
+        overheads = []
         for engine in engines:
             score = engine.with_variants(plan.variants).score(rows)
             ideal = max(engine.program.ideal_ns, 1)
@@ -174,9 +181,15 @@ class ForFaster:
         seconds: float | None = None,
     ) -> None:
         check_budget(calls, seconds)
-        self.starts, self.error, self.mode, self.min_bytes = tuple(starts), error, check_mode(mode), min_bytes
-        self.calls, self.seconds, self.seed = CALLS if calls is None and seconds is None else calls, seconds, seed
-        self.name, self.simulator_calls = f"annealing{FASTER}", 0
+        self.starts = tuple(starts)
+        self.error = error
+        self.mode = check_mode(mode)
+        self.min_bytes = min_bytes
+        self.calls = CALLS if calls is None and seconds is None else calls
+        self.seconds = seconds
+        self.seed = seed
+        self.name = f"annealing{FASTER}"
+        self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns the best plan found for ``program``.

@@ -21,14 +21,28 @@ from simulator.compiled.jit import jit
 from simulator.moves.plan_moves import uniform
 from simulator.program import Program
 
-REMOVE, SHIFT = 0.35, 0.4  # probabilities of the moves; the rest are splits
+# probabilities of the moves; the rest are splits
+REMOVE = 0.35
+SHIFT = 0.4
 SECOND = 0.3  # probability that a removal removes a second run
-NEAR, AFTER_USE, ALONE = 0.4, 0.4, 0.7  # shifts: to a near kernel; else past the use, not before; a single run
+# shifts: to a near kernel; else past the use, not before; a single run
+NEAR = 0.4
+AFTER_USE = 0.4
+ALONE = 0.7
 STEP = 4.0  # kernels, mean of a near shift
-ANYWHERE, EARLY, CHAIN, LONGEST = 0.3, 0.3, 0.8, 12  # splits: at a random step; at an earlier kernel; one more link
+# splits: at a random step; at an earlier kernel; one more link
+ANYWHERE = 0.3
+EARLY = 0.3
+CHAIN = 0.8
+LONGEST = 12
 REPAIRS = 2.0  # mean number of splits after a move
-RATE, RANGE = 3e-4, 1e3  # change of the price per move (up above the limit, down below it), and its range
-FREE, BANNED, LOCKED = 0, 1, 2  # what the search may do with the runs of a node
+# change of the price per move (up above the limit, down below it), and its range
+RATE = 3e-4
+RANGE = 1e3
+# what the search may do with the runs of a node
+FREE = 0
+BANNED = 1
+LOCKED = 2
 ROOM = 64  # maximum runs that a move adds beyond the members of its nodes
 
 # Rows of Tables.kernels, .nodes, .tensors.
@@ -55,7 +69,9 @@ class Tables(NamedTuple):
 
 def tables(program: Program, min_bytes: int) -> Tables:
     """Returns the arrays of a program; tensors smaller than ``min_bytes`` are never evicted."""
-    n, tensors, writes = len(program.kernels), program.tensors, program.writes
+    n = len(program.kernels)
+    tensors = program.tensors
+    writes = program.writes
     nodes = nodes_of(program)
     node = {k: g for g, members in enumerate(nodes) for k in members}
     spans = [rerun_span(program, members) for members in nodes]
@@ -148,14 +164,24 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
         Runs in use, ns of the counted runs, excess in bytes, and the step with the highest memory (before * (n + 1) +
         kernel, where kernel n stands for the kernel itself).
     """
-    kernels, tensors, graph, n = table.kernels, table.tensors, table.graph, table.kernels.shape[1]
+    kernels = table.kernels
+    tensors = table.tensors
+    graph = table.graph
+    n = table.kernels.shape[1]
     live[:] = 0
     stamp[:] = -1
-    memory, peak, worst = table.base, table.base, n
-    extra, excess = 0, 0.0
-    j, w = m - 1, m
+    memory = table.base
+    peak = table.base
+    worst = n
+    extra = 0
+    excess = 0.0
+    j = m - 1
+    w = m
     for b in range(n - 1, -1, -1):
-        k, is_rerun, end, has_unused = b, False, w, False
+        k = b
+        is_rerun = False
+        end = w
+        has_unused = False
         while True:
             needed = not is_rerun
             if is_rerun:
@@ -164,7 +190,8 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
                 group = graph[3 * n + 3 + kernels[NODE, k] + 1] - graph[3 * n + 3 + kernels[NODE, k]] > 1
                 if needed or group:
                     w -= 1
-                    runs[w], counted[w] = b * n + k, needed
+                    runs[w] = b * n + k
+                    counted[w] = needed
                     has_unused = has_unused or not needed
             if needed:
                 for part in (k, n + 1 + k):  # tensors it uses, and tensors it creates
@@ -177,7 +204,8 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
                 if used > limit:
                     excess += used - limit
                 if used > peak:
-                    peak, worst = used, b * (n + 1) + (k if is_rerun else n)
+                    peak = used
+                    worst = b * (n + 1) + (k if is_rerun else n)
                 for i in range(graph[n + 1 + k], graph[n + 2 + k]):
                     live[graph[i]] = 0
                     memory -= tensors[SIZE, graph[i]]
@@ -186,24 +214,29 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
                     stamp[kernels[NODE, k]] = b
             if j < 0 or runs[j] // n != b:
                 break
-            k, is_rerun = runs[j] % n, True
+            k = runs[j] % n
+            is_rerun = True
             j -= 1
         if has_unused:  # removes nodes without counted runs
             z = end
             for i in range(end - 1, w - 1, -1):
                 if stamp[kernels[NODE, runs[i] % n]] == b:
                     z -= 1
-                    runs[z], counted[z] = runs[i], counted[i]
+                    runs[z] = runs[i]
+                    counted[z] = counted[i]
             w = z
     for i in range(w, m):
-        runs[i - w], counted[i - w] = runs[i], counted[i]
+        runs[i - w] = runs[i]
+        counted[i - w] = counted[i]
     return m - w, extra, excess, worst
 
 
 def pruned(table: Tables, runs: Ints) -> Ints:
     """Returns the runs of a state that write data which a later kernel reads."""
-    state, counted = runs.copy(), np.zeros(len(runs), np.bool_)
-    live, stamp = np.zeros(table.tensors.shape[1], np.int64), np.zeros(table.nodes.shape[1], np.int64)
+    state = runs.copy()
+    counted = np.zeros(len(runs), np.bool_)
+    live = np.zeros(table.tensors.shape[1], np.int64)
+    stamp = np.zeros(table.nodes.shape[1], np.int64)
     m, *_ = _sweep(table, 0, state, len(runs), live, stamp, counted)
     return np.array(state[:m][counted[:m]])
 
@@ -211,11 +244,13 @@ def pruned(table: Tables, runs: Ints) -> Ints:
 @jit
 def _fill_live(table, runs, m, live, use, stop):
     """Fills ``live`` at step ``stop``: 1 for retained tensors, 2 for tensors in use; fills ``use`` with next uses."""
-    graph, n = table.graph, table.kernels.shape[1]
+    graph = table.graph
+    n = table.kernels.shape[1]
     live[:] = 0
     j = m - 1
     for b in range(n - 1, stop // (n + 1) - 1, -1):
-        k, code = b, n
+        k = b
+        code = n
         while True:
             is_stop = b * (n + 1) + code == stop
             for i in range(graph[k], graph[k + 1]):
@@ -234,7 +269,8 @@ def _fill_live(table, runs, m, live, use, stop):
 @jit
 def _insert(table, runs, m, node, b):
     """Adds runs of all members of a node before kernel b; returns the runs in use."""
-    graph, n = table.graph, table.kernels.shape[1]
+    graph = table.graph
+    n = table.kernels.shape[1]
     for i in range(graph[3 * n + 3 + node], graph[3 * n + 4 + node]):
         key = b * n + graph[i]
         z = m
@@ -251,7 +287,9 @@ def _insert(table, runs, m, node, b):
 @jit
 def _remove(table, runs, m, node, b):
     """Removes the runs of a node before kernel b; returns the runs in use."""
-    kernels, n, z = table.kernels, table.kernels.shape[1], 0
+    kernels = table.kernels
+    n = table.kernels.shape[1]
+    z = 0
     for i in range(m):
         if runs[i] // n != b or kernels[NODE, runs[i] % n] != node:
             runs[z] = runs[i]
@@ -262,9 +300,13 @@ def _remove(table, runs, m, node, b):
 @jit
 def _split(rng, table, rules, runs, m, live, before, use, stop):
     """Splits the lifetime of a tensor that is retained across step ``stop``; returns the runs in use."""
-    nodes, tensors, worth, n = table.nodes, table.tensors, table.worth, table.kernels.shape[1]
+    nodes = table.nodes
+    tensors = table.tensors
+    worth = table.worth
+    n = table.kernels.shape[1]
     _fill_live(table, runs, m, live, use, stop)
-    x, total = -1, 0.0
+    x = -1
+    total = 0.0
     for i in range(live.shape[0]):
         g = tensors[OWNER, i]
         if live[i] == 1 and worth[i] > 0.0 and nodes[FROM, g] <= use[i] <= nodes[TO, g] and rules[g] != BANNED:
@@ -274,7 +316,8 @@ def _split(rng, table, rules, runs, m, live, before, use, stop):
     for _ in range(LONGEST):
         if x < 0:
             break
-        g, b = tensors[OWNER, x], use[x]
+        g = tensors[OWNER, x]
+        b = use[x]
         low = max(stop // (n + 1) + 1, nodes[FROM, g])
         if b > low and uniform(rng) < EARLY:
             b = low + int(uniform(rng) * (b - low + 1))
@@ -283,7 +326,8 @@ def _split(rng, table, rules, runs, m, live, before, use, stop):
             break
         before[:] = live
         _fill_live(table, runs, m, live, use, stop)
-        x, count = -1, 0
+        x = -1
+        count = 0
         for i in range(live.shape[0]):  # tensors that must be retained now
             if live[i] == 1 and before[i] == 0:
                 g = tensors[OWNER, i]
@@ -297,14 +341,19 @@ def _split(rng, table, rules, runs, m, live, before, use, stop):
 @jit
 def _shift(rng, table, runs, m, copy):
     """Moves a run or a pass; returns the runs in use."""
-    kernels, nodes, graph = table.kernels, table.nodes, table.graph
-    n, i = kernels.shape[1], int(uniform(rng) * m)
-    k, b = runs[i] % n, runs[i] // n
+    kernels = table.kernels
+    nodes = table.nodes
+    graph = table.graph
+    n = kernels.shape[1]
+    i = int(uniform(rng) * m)
+    k = runs[i] % n
+    b = runs[i] // n
     if uniform(rng) < NEAR:
         distance = 1 + int(-STEP * math.log(1.0 - uniform(rng)))
         goal = b + distance if uniform(rng) < 0.5 else b - distance
     else:
-        uses, created = graph[k + 1] - graph[k], graph[n + 2 + k] - graph[n + 1 + k]
+        uses = graph[k + 1] - graph[k]
+        created = graph[n + 2 + k] - graph[n + 1 + k]
         if uses + created == 0:
             return m
         z = int(uniform(rng) * (uses + created))
@@ -329,7 +378,8 @@ def _shift(rng, table, runs, m, copy):
 @jit
 def _drop(rng, table, rules, runs, m):
     """Removes a run, unless its node is locked; returns the runs in use."""
-    n, i = table.kernels.shape[1], int(uniform(rng) * m)
+    n = table.kernels.shape[1]
+    i = int(uniform(rng) * m)
     g = table.kernels[NODE, runs[i] % n]
     return m if rules[g] == LOCKED else _remove(table, runs, m, g, runs[i] // n)
 
@@ -348,20 +398,26 @@ def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):
         Runs in use of the final state; the runs of the fastest state within the limit and the ns of its counted runs
         (-1: none was found); the final price.
     """
-    n, max_runs = table.kernels.shape[1], runs.shape[0] - table.room
+    n = table.kernels.shape[1]
+    max_runs = runs.shape[0] - table.room
     live, before, use = np.zeros((3, table.tensors.shape[1]), np.int64)
     stamp = np.zeros(table.nodes.shape[1], np.int64)
     counted = np.zeros(runs.shape[0], np.bool_)
-    new, copy = np.empty_like(runs), np.empty_like(runs)
+    new = np.empty_like(runs)
+    copy = np.empty_like(runs)
     m, extra, excess, worst = _sweep(table, limit, runs, m, live, stamp, counted)
-    best, best_ns = runs[:0].copy(), -1
+    best = runs[:0].copy()
+    best_ns = -1
     if excess == 0.0:
-        best, best_ns = runs[:m].copy(), extra
-    lowest, highest = price / RANGE, price * RANGE
+        best = runs[:m].copy()
+        best_ns = extra
+    lowest = price / RANGE
+    highest = price * RANGE
     for step in range(moves):
         temperature = hot * (cold / hot) ** (step / moves)
         new[:m] = runs[:m]
-        z, kind = m, uniform(rng)
+        z = m
+        kind = uniform(rng)
         if kind < REMOVE:
             if m > 0:
                 z = _drop(rng, table, rules, new, z)
@@ -384,8 +440,12 @@ def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):
         worse = ns - extra + price * (new_excess - excess)
         if z <= max_runs and (worse <= 0.0 or uniform(rng) < math.exp(-worse / temperature)):
             runs[:z] = new[:z]
-            m, extra, excess, worst = z, ns, new_excess, new_worst
+            m = z
+            extra = ns
+            excess = new_excess
+            worst = new_worst
             if new_excess == 0.0 and (best_ns < 0 or ns < best_ns):
-                best, best_ns = new[:z].copy(), ns
+                best = new[:z].copy()
+                best_ns = ns
         price = min(max(price * (1.0 - RATE if excess == 0.0 else 1.0 + RATE), lowest), highest)
     return m, best, best_ns, price

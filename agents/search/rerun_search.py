@@ -26,8 +26,14 @@ from simulator.plan import Plan, Rerun
 from simulator.program import Program
 from simulator.residency import recompute_ns
 
-HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, as fractions of the ideal time
-FIRST, KICK, SETTLE = 200_000, 20_000, 10_000  # moves of the first annealing, of a kick, and after a kick
+# temperatures, as fractions of the ideal time
+HOT = 1e-3
+WARM = 3e-4
+COLD = 1e-5
+# moves of the first annealing, of a kick, and after a kick
+FIRST = 200_000
+KICK = 20_000
+SETTLE = 10_000
 PATIENCE = 40  # kicks without improvement before a restart
 CHUNK = 1_000  # moves between clock checks
 EXPLORE = (0.1, 1.0)  # added to the fractions of ``relaxed``, cyclically
@@ -82,7 +88,8 @@ def least_bytes(program: Program, table: Tables) -> int:
     """Returns the maximum over kernels of their own memory plus that of tensors that cannot be recomputed."""
     load = table.kernels[WORKSPACE] + table.base
     for x, tensor in enumerate(program.tensors):
-        uses, g = program.accesses[x], table.tensors[OWNER, x]
+        uses = program.accesses[x]
+        g = table.tensors[OWNER, x]
         if tensor.persistent or not uses:
             continue
         is_rerunnable = table.nodes[FROM, g] <= table.nodes[TO, g]
@@ -122,7 +129,10 @@ class _Search:
     """Search state: the current plan (``current``) and the best so far; ns of its reruns, -1: none fits."""
 
     def __init__(self, program: Program, table: Tables, limit: int, seed: int, deadline: float) -> None:
-        self.n, self.table, self.limit, self.deadline = len(program.kernels), table, limit, deadline
+        self.n = len(program.kernels)
+        self.table = table
+        self.limit = limit
+        self.deadline = deadline
         self.rng = np.random.default_rng(seed)
         self.ideal = max(program.ideal_ns, 1)
         self.price = PRICE * self.ideal / sum(max(used - limit, 0) for used in program.live_bytes)
@@ -143,10 +153,13 @@ class _Search:
         """Starts from the program without reruns."""
         self.worth = self.table.worth * (explore + self.fractions)
         runs, ns, last, self.price = self._anneal(np.empty(0, np.int64), FIRST, HOT, np.zeros_like(self.lock, np.int64))
-        self.current, self.since_ns, self.failures = runs if ns >= 0 else last, ns, 0
+        self.current = runs if ns >= 0 else last
+        self.since_ns = ns
+        self.failures = 0
         self._accept(runs, ns)
         if not self.starts and self.best_ns >= 0:  # before the first restart, the best runs so far are perturbed next
-            self.current, self.since_ns = self.best, self.best_ns
+            self.current = self.best
+            self.since_ns = self.best_ns
 
     def kick(self) -> None:
         """Anneals briefly with one node banned or locked, then without; restarts after PATIENCE failures."""
@@ -162,11 +175,13 @@ class _Search:
         if len(node) and (self.rng.random() < 0.5 or not lock.any()):  # each ban is used once before any repeats
             self.ban_deck = [g for g in self.ban_deck if g in node] or self.rng.permutation(np.unique(node)).tolist()
             g = self.ban_deck.pop()
-            rules[g], start = BANNED, self.current[node != g]
+            rules[g] = BANNED
+            start = self.current[node != g]
         elif lock.any():
             g = int(self.rng.choice(len(lock), p=lock / lock.sum()))
             members = np.flatnonzero(self.table.kernels[NODE] == g)
-            rules[g], start = LOCKED, np.union1d(self.current, self.rng.choice(self.uses[g]) * self.n + members)
+            rules[g] = LOCKED
+            start = np.union1d(self.current, self.rng.choice(self.uses[g]) * self.n + members)
         else:
             return
         runs, ns, last, _ = self._anneal(start, KICK, WARM, rules)
@@ -180,9 +195,13 @@ class _Search:
         """Anneals once from ``runs``; returns the best runs, their ns, the final state and the final price."""
         table = self.table._replace(worth=self.worth)
         state = np.empty(2 * len(runs) + 2 * self.n + table.room, np.int64)
-        state[: len(runs)], m = runs, len(runs)
+        state[: len(runs)] = runs
+        m = len(runs)
         rng = self.rng.integers(1, 2**63, 1, dtype=np.uint64)
-        best, best_ns, price, fall = runs, -1, self.price, COLD / hot
+        best = runs
+        best_ns = -1
+        price = self.price
+        fall = COLD / hot
         for move in range(0, moves, CHUNK):
             if move and time.monotonic() > self.deadline:
                 break
@@ -191,7 +210,8 @@ class _Search:
                 rng, table, self.limit, rules, state, m, min(CHUNK, moves - move), begin, end, price
             )
             if ns >= 0 and (best_ns < 0 or ns < best_ns):
-                best, best_ns = candidate, ns
+                best = candidate
+                best_ns = ns
         return best, best_ns, state[:m].copy(), price
 
     def _accept(self, runs: Ints, ns: int) -> None:
@@ -199,8 +219,10 @@ class _Search:
         if ns < 0:
             return
         if self.since_ns < 0 or ns < self.since_ns:
-            self.since_ns, self.failures = ns, 0
+            self.since_ns = ns
+            self.failures = 0
         if ns <= self.since_ns * (1 + SLACK):
             self.current = runs
         if self.best_ns < 0 or ns < self.best_ns:
-            self.best, self.best_ns = runs, ns
+            self.best = runs
+            self.best_ns = ns

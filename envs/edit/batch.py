@@ -21,7 +21,9 @@ from simulator.plan import Plan
 ACCEPT = ("metropolis", "better", "always")
 REWARDS = ("best", "log")
 EDITS = ("neighbours", "gap")
-OFFSET, LARGEST = 0.3, 1.0  # points added inside the logarithm of the reward; bound on the reward of one edit
+# points added inside the logarithm of the reward; bound on the reward of one edit
+OFFSET = 0.3
+LARGEST = 1.0
 AGES = 1 << 14
 GAP_COLUMNS = PLAN_COLUMNS - 1 + 1 + TRIAL_COLUMNS * MODES
 
@@ -74,9 +76,13 @@ class EditBatch(EnvBatch):
         if not 0 < cold <= hot:
             raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
         super().__init__(tasks, count)
-        self.by_gap, self.budget = edits == "gap", budget
-        self.accept, self.hot, self.cold = ACCEPT.index(accept), hot, cold
-        self.logarithmic, self.shaping = reward == "log", shaping
+        self.by_gap = edits == "gap"
+        self.budget = budget
+        self.accept = ACCEPT.index(accept)
+        self.hot = hot
+        self.cold = cold
+        self.logarithmic = reward == "log"
+        self.shaping = shaping
         self.reference = [0.0] * len(self.tasks) if reference is None else list(reference)
         max_gaps = max(len(task.graph) for task in self.tasks)
         slots = 1 if self.by_gap else neighbours
@@ -93,7 +99,8 @@ class EditBatch(EnvBatch):
         self.mask = np.zeros((count, self.actions), np.int8)
         self.task = np.zeros(count, np.int64)
         self.best_overhead, self.effect_ns, self.temperature = np.zeros((3, count))
-        self.accepted, self.calls = np.zeros(count, np.bool_), np.zeros(count, np.int64)
+        self.accepted = np.zeros(count, np.bool_)
+        self.calls = np.zeros(count, np.int64)
         self.has_ended = np.ones(count, np.bool_)
         self._state = np.zeros(count, compiled.STATE)  # copies of the walkers' current records
         self._random = [np.random.default_rng() for _ in range(count)]
@@ -120,21 +127,33 @@ class EditBatch(EnvBatch):
             if not self.by_gap:
                 compiled.draw_all(self._walkers[t], members, *self._trial_arrays(t))
         self._finish(mask)
-        self.rewards[mask], self.terminated[mask], self.truncated[mask] = 0, False, False
-        self.accepted[mask], self.feasible[mask], self.has_ended[mask] = False, True, False
+        self.rewards[mask] = 0
+        self.terminated[mask] = False
+        self.truncated[mask] = False
+        self.accepted[mask] = False
+        self.feasible[mask] = True
+        self.has_ended[mask] = False
 
     def _begin(self, i: int, t: int, start: Start) -> None:
         """Starts an episode of walker i from a plan of task t."""
-        task, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
+        task = self.tasks[t]
+        walkers = self._walkers[t]
+        moves = self._moves[t]
         self.task[i] = t
         moves.reset(start.rows)
-        walkers.rows[i], walkers.on[i], walkers.load[i] = moves.rows, moves.on, moves.load
+        walkers.rows[i] = moves.rows
+        walkers.on[i] = moves.on
+        walkers.load[i] = moves.load
         walkers.rng[i] = self._random[i].integers(1, 2**63, dtype=np.uint64)
         walkers.best[i, : len(start.rows)] = start.rows
         ns = start.iteration_ns
         walkers.state[i] = ns, ns, 0, 0, 0, len(start.rows), self._calls(i, task), ns, 0
-        walkers.effect[i], walkers.tried_at[i], walkers.accepted_at[i], walkers.changed_at[i] = 0, -1, 0, -1
-        self.static[i], self.gaps[i] = 0, 0
+        walkers.effect[i] = 0
+        walkers.tried_at[i] = -1
+        walkers.accepted_at[i] = 0
+        walkers.changed_at[i] = -1
+        self.static[i] = 0
+        self.gaps[i] = 0
         self.static[i, : len(task.graph)] = task.static
         self.bins[i, :, : task.static_bins.shape[1]] = task.static_bins
         self._show_plan(i)
@@ -169,13 +188,16 @@ class EditBatch(EnvBatch):
             raise ValueError(f"actions: expected {self.count} integers from 0 to {self.actions - 1}")
         old_times = self._times()
         for t, members in self._by_task(mask):
-            task, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
+            task = self.tasks[t]
+            walkers = self._walkers[t]
+            moves = self._moves[t]
             valid = actions.copy()
             if self.by_gap:  # actions on padding gaps have no effect
                 valid[members] = np.where(self.mask[members, actions[members]] > 0, actions[members], -1)
                 self._count_skipped(walkers, members[valid[members] < 0])
                 members = members[valid[members] >= 0]
-            position, answer_ns = 0, -1
+            position = 0
+            answer_ns = -1
             while position < len(members):
                 engine_arrays = task.engine.direct(len(task.graph) + 8)
                 position = compiled.step(
@@ -204,7 +226,8 @@ class EditBatch(EnvBatch):
         """Counts a step in which no candidate edit was tried."""
         walkers.state["steps"][members] += 1
         walkers.state["since"][members] += 1
-        walkers.state["time_ns"][members], walkers.state["accept"][members] = NEVER, 0
+        walkers.state["time_ns"][members] = NEVER
+        walkers.state["accept"][members] = 0
 
     def _by_task(self, mask: NDArray[np.bool_]) -> list[tuple[int, NDArray[np.int64]]]:
         """Groups the walkers of ``mask`` by task."""
@@ -220,7 +243,9 @@ class EditBatch(EnvBatch):
     def _show_plan(self, i: int) -> None:
         """Updates the observation of walker i from the simulation log of its plan."""
         t = int(self.task[i])
-        task, walkers, moves = self.tasks[t], self._walkers[t], self._moves[t]
+        task = self.tasks[t]
+        walkers = self._walkers[t]
+        moves = self._moves[t]
         log = task.engine.log(walkers.rows[i][walkers.on[i]])
         compiled.show_plan(
             log,
@@ -239,7 +264,8 @@ class EditBatch(EnvBatch):
     def _finish(self, mask: NDArray[np.bool_]) -> None:
         """Updates trial columns, masks, edits and plan columns of the walkers in ``mask``."""
         for t, members in self._by_task(mask):
-            walkers, moves = self._walkers[t], self._moves[t]
+            walkers = self._walkers[t]
+            moves = self._moves[t]
             compiled.show_trials(walkers, members, self._ages, self.gaps[:, :, PLAN_COLUMNS - 1 :])
             self._state[members] = walkers.state[members]
             if self.by_gap:
@@ -249,11 +275,15 @@ class EditBatch(EnvBatch):
                 self.edits[members] = walkers.codes[members]
                 self.mask[members] = walkers.counts[members] > 0
         self.mask[mask & ~self.mask.any(1), 0] = 1  # no neighbors: the episode ends with the next step
-        state, ideal = self._state[mask], self._ideal[self.task[mask]]
-        overhead, best_overhead = state["now_ns"] / ideal - 1, state["best_ns"] / ideal - 1
+        state = self._state[mask]
+        ideal = self._ideal[self.task[mask]]
+        overhead = state["now_ns"] / ideal - 1
+        best_overhead = state["best_ns"] / ideal - 1
         progress = np.minimum(state["steps"] / np.maximum(state["budget"], 1), 1.0)
         temperature = self.hot * (self.cold / self.hot) ** progress
-        self.overhead[mask], self.best_overhead[mask], self.temperature[mask] = overhead, best_overhead, temperature
+        self.overhead[mask] = overhead
+        self.best_overhead[mask] = best_overhead
+        self.temperature[mask] = temperature
         self.calls[mask] = state["steps"]
         columns = [
             np.log1p(100 * overhead) / 2,
@@ -271,7 +301,9 @@ class EditBatch(EnvBatch):
 
     def _reward(self, mask: NDArray[np.bool_], old_times: NDArray[np.float64]) -> None:
         """Computes rewards and episode ends of ``mask``. ``old_times``: (W, 2), ``_times`` before the step."""
-        state, times, ideal = self._state, self._times(), self._ideal[self.task][:, None]
+        state = self._state
+        times = self._times()
+        ideal = self._ideal[self.task][:, None]
         if self.logarithmic:
             reference = np.array(self.reference)[self.task][:, None]
             old, new = (np.log(np.maximum(100 * (t / ideal - 1) - reference, 0) + OFFSET) for t in (old_times, times))

@@ -18,7 +18,9 @@ from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
 
-PRIOR_FLOOR, PRIOR_SCALE = 1e-3, 3.0  # least prior probability; divisor of its logarithm
+# least prior probability; divisor of its logarithm
+PRIOR_FLOOR = 1e-3
+PRIOR_SCALE = 3.0
 BOUND = 10.0  # observations are clipped to [-BOUND, BOUND]
 
 
@@ -54,14 +56,18 @@ class EditTask:
     def __init__(
         self, program: Program, machine: Machine, limit: int, mode: str, min_bytes: int, start: Plan | StartMaker
     ) -> None:
-        self.program, self.machine, self.limit, self.mode = program, machine, int(limit), check_mode(mode)
+        self.program = program
+        self.machine = machine
+        self.limit = int(limit)
+        self.mode = check_mode(mode)
         self.engine = Engine(program, machine, self.limit)
         self.moves = Moves(program, self.limit, mode, min_bytes, 0)
         if not self.moves.gaps:
             raise ValueError(
                 f"{program.name!r}: no tensor of at least {min_bytes:,} bytes can be evicted in mode {mode!r}"
             )
-        self.min_bytes, self.ideal_ns = min_bytes, max(program.ideal_ns, 1)
+        self.min_bytes = min_bytes
+        self.ideal_ns = max(program.ideal_ns, 1)
         self.graph = GapGraph(program, machine, self.limit, self.moves, mode)
         self.priors = np.full((len(self.graph), 4), 0.25)
         self.starts = self._starts(start)
@@ -91,7 +97,8 @@ class EditTask:
         return columns.astype(np.float32)
 
     def _times(self) -> Times:
-        n, m = len(self.program.kernels), len(self.graph)
+        n = len(self.program.kernels)
+        m = len(self.graph)
         begins = np.array(self.program.start_ns[:n], np.float64)
         bins = np.minimum((begins / self.ideal_ns * BINS).astype(np.int64), BINS - 1)
         duration = np.array([kernel.duration_ns for kernel in self.program.kernels], np.float64)

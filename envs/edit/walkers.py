@@ -34,10 +34,16 @@ from simulator.compiled.scoring import score_one
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED
 from simulator.moves.plan_moves import PlanArrays, _shifted, _start, propose, prune, put, repair, rows_in_use, uniform
 
-FILL, SHIFT, MODES = 0, 4, 5  # changes of a gap; 1 to 3 are SWAPPED, RECOMPUTED, KEPT
+# changes of a gap; 1 to 3 are SWAPPED, RECOMPUTED, KEPT
+FILL = 0
+SHIFT = 4
+MODES = 5
 CHANGES = 10  # maximum changes of a neighbor
 BINS = 64  # bins of time per iteration
-PLAN_COLUMNS, TRIAL_COLUMNS, BIN_COLUMNS, WHOLE_COLUMNS = 17, 3, 7, 6
+PLAN_COLUMNS = 17
+TRIAL_COLUMNS = 3
+BIN_COLUMNS = 7
+WHOLE_COLUMNS = 6
 METROPOLIS, BETTER, ALWAYS = range(3)
 LOOK = 0.02  # fraction of the ideal time by which a plan may be slower before its simulation is stopped
 FAILED = 2.0  # points: effect reported for an infeasible plan, or one slower by more than LOOK
@@ -117,7 +123,8 @@ def _read_changes(current, new, differ, codes, rows):
             seen = seen or codes[c] // MODES == g
         if seen:
             continue
-        old_mode, new_mode = mode_of(current.on, current.rows, g), mode_of(new.on, new.rows, g)
+        old_mode = mode_of(current.on, current.rows, g)
+        new_mode = mode_of(new.on, new.rows, g)
         if old_mode == new_mode and (new_mode == FILL or _equal_rows(new.rows[g], current.rows[g])):
             continue
         if count == CHANGES:
@@ -157,7 +164,8 @@ def draw_all(walkers, members, limit, gaps, new, scratch):
 def write_mask(walkers, members, gaps, mask):
     """Writes to ``mask`` which (gap, mode) actions change the plan, (walkers, m * MODES)."""
     for i in members:
-        on, rows = walkers.on[i], walkers.rows[i]
+        on = walkers.on[i]
+        rows = walkers.rows[i]
         for g in range(on.shape[0]):
             mode = mode_of(on, rows, g)
             mask[i, g * MODES + FILL] = mask[i, g * MODES + SHIFT] = on[g]
@@ -169,7 +177,9 @@ def write_mask(walkers, members, gaps, mask):
 @stage
 def _change_gap(rng, limit, gaps, current, new, scratch, g, mode):
     """Sets ``new`` to the plan with gap g in another mode, repaired and pruned as in ``propose``; False on failure."""
-    nbytes, differ, rows = gaps.nbytes, scratch.differ, current.rows
+    nbytes = gaps.nbytes
+    differ = scratch.differ
+    rows = current.rows
     _start(current, new, differ)
     if mode == FILL:
         put(new, nbytes, differ, g, False, rows[g])
@@ -198,7 +208,8 @@ def open_trial(state, rng, accept, hot, cold, ideal):
 @stage
 def apply_edit(walkers, i, slot, gaps, new, scratch):
     """Sets ``new`` to neighbor ``slot`` of walker i."""
-    codes, changed = walkers.codes[i, slot], walkers.changed_rows[i, slot]
+    codes = walkers.codes[i, slot]
+    changed = walkers.changed_rows[i, slot]
     _start(plan_of(walkers, i), new, scratch.differ)
     for c in range(walkers.counts[i, slot]):
         put(new, gaps.nbytes, scratch.differ, codes[c] // MODES, codes[c] % MODES > 0, changed[c])
@@ -213,11 +224,14 @@ def score_trial(state, rows, ideal, scratch, engine):
 @stage
 def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
     """Records the trial of neighbor ``slot`` and accepts or rejects its plan; returns whether it was accepted."""
-    state, current, codes = walkers.state[i], plan_of(walkers, i), walkers.codes[i, slot]
+    state = walkers.state[i]
+    current = plan_of(walkers, i)
+    codes = walkers.codes[i, slot]
     is_accepted = ns < min(state.accept, NEVER)
     effect = effect_of(ns, state.now_ns, ideal)
     for c in range(walkers.counts[i, slot]):
-        g, mode = codes[c] // MODES, codes[c] % MODES
+        g = codes[c] // MODES
+        mode = codes[c] % MODES
         walkers.effect[i, g, mode] = effect
         walkers.tried_at[i, g, mode] = state.steps
         walkers.accepted_at[i, g, mode] = state.accepted
@@ -233,11 +247,14 @@ def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
         state.now_ns = ns
         state.accepted += 1
         if ns < state.best_ns:
-            state.best_ns, state.best_rows, state.since = ns, rows, 0
+            state.best_ns = ns
+            state.best_rows = rows
+            state.since = 0
             for r in range(rows):
                 for c in range(current.rows.shape[1]):
                     walkers.best[i, r, c] = scratch.plan[r, c]
-    state.time_ns, state.accept = ns, is_accepted
+    state.time_ns = ns
+    state.accept = is_accepted
     return is_accepted
 
 
@@ -266,10 +283,12 @@ def step(
     """
     for position in range(begin, members.shape[0]):
         i = members[position]
-        state, a = walkers.state[i], actions[i]
+        state = walkers.state[i]
+        a = actions[i]
         slot = 0 if by_gap else a
         has_answer = position == begin and answer_ns >= 0
-        ns, valid = answer_ns, True
+        ns = answer_ns
+        valid = True
         if not has_answer:
             scratch.differ[0] = -1
             if by_gap:
@@ -311,7 +330,8 @@ def show_trials(walkers, members, ages, out):
     """
     max_age = ages.shape[0] - 1
     for i in members:
-        step_no, accepted = walkers.state[i].steps, walkers.state[i].accepted
+        step_no = walkers.state[i].steps
+        accepted = walkers.state[i].accepted
         for g in range(walkers.on.shape[1]):
             changed_step = walkers.changed_at[i, g]
             out[i, g, 0] = 3.0 if changed_step < 0 else ages[min(step_no - changed_step, max_age)] / 4
@@ -336,7 +356,9 @@ class Times(NamedTuple):
 @stage
 def _read_log(log, times, plan, ideal, bins):
     """Reads the last complete iteration of a log into ``times`` and the link columns of ``bins``; returns the stall."""
-    kernels, copies, n = times.kernels, times.copies, times.duration.shape[0]
+    kernels = times.kernels
+    copies = times.copies
+    n = times.duration.shape[0]
     kernels[:, :] = 0.0
     copies[:, :] = -1.0
     rows = 0
@@ -344,7 +366,8 @@ def _read_log(log, times, plan, ideal, bins):
         if plan.on[g]:
             times.gap_of[rows] = g
             rows += 1
-    end_entry, begin_entry = -1, -1
+    end_entry = -1
+    begin_entry = -1
     for e in range(log.shape[0] - 1, -1, -1):
         if log[e, 2] == LOG_BOUNDARY:
             if end_entry < 0:
@@ -354,9 +377,15 @@ def _read_log(log, times, plan, ideal, bins):
                 break
     begin_ns = log[begin_entry, 1] if begin_entry >= 0 else 0
     end_entry = log.shape[0] if end_entry < 0 else end_entry
-    kernel, data, memory, rerun, stall = 0, 0.0, 0.0, 0.0, 1.0
+    kernel = 0
+    data = 0.0
+    memory = 0.0
+    rerun = 0.0
+    stall = 1.0
     for e in range(begin_entry + 1, end_entry):
-        event, index, took_ns = log[e, 2], log[e, 3], log[e, 1] - log[e, 0]
+        event = log[e, 2]
+        index = log[e, 3]
+        took_ns = log[e, 1] - log[e, 0]
         if event == LOG_RECOMPUTE:
             rerun += took_ns
         elif event == LOG_KERNEL and index < n:
@@ -376,7 +405,8 @@ def _read_log(log, times, plan, ideal, bins):
             c, column = (0, 4) if event == LOG_OUT else (2, 5)
             copies[c, times.gap_of[index]] = log[e, 0] - begin_ns
             copies[c + 1, times.gap_of[index]] = log[e, 1] - begin_ns
-            remaining, b = took_ns / ideal * BINS, times.bin_of[kernel]
+            remaining = took_ns / ideal * BINS
+            b = times.bin_of[kernel]
             while remaining > 0.0:  # the link is busy in this bin and the next ones
                 bins[b, column] += min(remaining, 1.0)
                 remaining -= 1.0
@@ -398,16 +428,23 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
         gap_out: (m, >= PLAN_COLUMNS - 1) output.
         bin_out: (BINS, BIN_COLUMNS) output.
     """
-    plan, nbytes = plan_of(walkers, i), gaps.nbytes
-    on, rows, m, n = plan.on, plan.rows, plan.on.shape[0], plan.load.shape[0]
-    kernels, copies, duration = times.kernels, times.copies, times.duration
+    plan = plan_of(walkers, i)
+    nbytes = gaps.nbytes
+    on = plan.on
+    rows = plan.rows
+    m = plan.on.shape[0]
+    n = plan.load.shape[0]
+    kernels = times.kernels
+    copies = times.copies
+    duration = times.duration
     gap_out[:, : PLAN_COLUMNS - 1] = 0.0
     bin_out[:, :] = 0.0
     stall = _read_log(log, times, plan, ideal, bin_out)
     bin_out[:, 0] = 4.0
     for k in range(n):
         kernels[4, k] = limit - plan.load[k]
-        b, slack = times.bin_of[k], kernels[4, k] / excess
+        b = times.bin_of[k]
+        slack = kernels[4, k] / excess
         bin_out[b, 0] = min(bin_out[b, 0], slack)
         bin_out[b, 1] += slack * duration[k] / ideal * BINS
         bin_out[b, 2] += kernels[1, k]
@@ -420,15 +457,22 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
         for c in (4, 5):
             bin_out[b, c] = min(bin_out[b, c], 3.0)
     for g in range(m):
-        out, mode = gap_out[g], mode_of(on, rows, g)
+        out = gap_out[g]
+        mode = mode_of(on, rows, g)
         out[mode] = 1.0
         if mode > 0 and not _equal_rows(rows[g], gaps.ways[g, mode]):
             out[4] = 1.0  # shifted
         kind = SWAPPED if gaps.weights[g, SWAPPED] > 0.0 else RECOMPUTED
-        after, closing = gaps.ways[g, kind, AFTER], gaps.ways[g, kind, BEFORE]
+        after = gaps.ways[g, kind, AFTER]
+        closing = gaps.ways[g, kind, BEFORE]
         out[5] = _log(kernels[1, closing] / ideal, 1000.0)
         opening = after + 1 if after + 1 < n else 0
-        k, min_slack, memory, data, tight_ns, span_ns = opening, 4.0 * nbytes[g], 0.0, 0.0, 0.0, 1.0
+        k = opening
+        min_slack = 4.0 * nbytes[g]
+        memory = 0.0
+        data = 0.0
+        tight_ns = 0.0
+        span_ns = 1.0
         while k != closing:
             min_slack = min(min_slack, kernels[4, k])
             data += kernels[1, k]

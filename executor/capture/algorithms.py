@@ -63,8 +63,12 @@ class Algorithm:
 
 def algorithms(conv: Convolution, conv_pass: Pass) -> list[Algorithm]:
     """Returns all algorithms that apply to one pass."""
-    n, c, k, item = conv.batch, conv.channels, conv.filters, conv.itemsize
-    taps, pixels = prod(conv.filter), prod(conv.output)
+    n = conv.batch
+    c = conv.channels
+    k = conv.filters
+    item = conv.itemsize
+    taps = prod(conv.filter)
+    pixels = prod(conv.output)
     tensors = item * n * c * prod(conv.image), item * c * k * taps, item * n * k * pixels  # images, filters, outputs
     flops = 2 * n * k * pixels * c * taps
     # For the gradient of images, the outputs are unrolled, and the input channels are those of the result.
@@ -143,7 +147,8 @@ def with_algorithms(
     for k, points in choices.items():
         fastest, workspace = points[-1]
         # Rounding ends, not durations, keeps the sum exact.
-        begin, clock = clock, clock + fastest
+        begin = clock
+        clock = clock + fastest
         best = clock * captured_ns // modeled_ns - begin * captured_ns // modeled_ns, workspace
         slower = [(t * captured_ns // modeled_ns, w) for t, w in points[:-1]]
         variants = (*(variant for variant in slower if variant[0] > best[0]), best)

@@ -350,7 +350,8 @@ def _capture(
         if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
             return _capture(**{**params, "as_capturable": True})
         raise CaptureError(_explain(error, state)) from error
-    recorder, graph = trace_result.recorder, trace_result.graph
+    recorder = trace_result.recorder
+    graph = trace_result.graph
     trace_result.effects.clear()
     if norms:
         norms.clear()

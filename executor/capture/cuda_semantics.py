@@ -151,7 +151,8 @@ def _cuda_autocast(library: Library) -> Iterator[None]:
         self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
     ) -> None:
         if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+            device_type = "cpu"
+            dtype = dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, *args, **kwargs)
 
     with patch_attrs((torch.autocast, "__init__", init)):
@@ -325,7 +326,9 @@ def _supports_flash(attn: Attention) -> bool:
 
 
 def _supports_efficient(attn: Attention) -> bool:
-    width, dtype, is_ampere = attn.query.shape[-1], attn.query.dtype, attn.capability >= (8, 0)
+    width = attn.query.shape[-1]
+    dtype = attn.query.dtype
+    is_ampere = attn.capability >= (8, 0)
     if not _supports_fused(attn, (5, 0), allows_groups=False) or attn.key.shape[-1] != width:
         return False
     if dtype not in (torch.float32, *HALF) or (dtype == torch.bfloat16 and not is_ampere):

@@ -29,13 +29,16 @@ from simulator.kernel_times import KernelTimes, scaled
 from simulator.machine import Machine
 from simulator.program import Kernel, Program
 
-TILE, TILE_FLOAT32 = 128, 64  # rows and columns of a matrix product's tile, with and without tensor cores
+# rows and columns of a matrix product's tile, with and without tensor cores
+TILE = 128
+TILE_FLOAT32 = 64
 WINDOW = 9  # elements of the pooling window that ``pool`` and ``pool_backward`` were fitted to
 LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_forward"})
 PERSISTENT = 1024  # elements of the longest row that PyTorch's softmax keeps in registers and reads once
 ALIGNMENT = 16  # bytes; the widest load of a thread
 WELFORD = 3  # values that Welford's algorithm updates per element (count, mean, sum of squares); a sum updates one
-JOINS, COPIES = frozenset({"cat", "stack"}), frozenset({"_to_copy", "copy_"})
+JOINS = frozenset({"cat", "stack"})
+COPIES = frozenset({"_to_copy", "copy_"})
 POINTWISE = frozenset({"elementwise", "activation", "dropout", "copy"})
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 TENSOR_CORES = frozenset({"tf32", "bfloat16", "float16"})
@@ -85,14 +88,17 @@ def kernel_ns(
     dtype = compute_dtype(kernel, nodes, machine, precision)
     if not dtype:
         return 0  # an allocation or a marker launches nothing
-    node, times, bandwidth = nodes[0], machine.kernel_times, machine.memory_bytes_per_s
+    node = nodes[0]
+    times = machine.kernel_times
+    bandwidth = machine.memory_bytes_per_s
     if times is None:
         return machine.kernel_ns(kernel.kind, kernel.flops, kernel.bytes, dtype)
     name = node.target._overloadpacket.__name__
     if multi_tensor:
         launch_ns = times.launch_ns if name.startswith(("_foreach", "_fused")) else 0
         return launch_ns + round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
-    is_backward, tensor_cores = "backward" in name, dtype in TENSOR_CORES
+    is_backward = "backward" in name
+    tensor_cores = dtype in TENSOR_CORES
     rate = _rate(machine, dtype) if kernel.flops else 0
     matmul_share = times.matmul if tensor_cores else times.matmul_float32
     if kernel.kind == "conv":
@@ -201,7 +207,8 @@ def _pass(c: Convolution, part: Pass, times: KernelTimes, tensor_cores: bool, is
     share = times.conv if is_forward else times.conv_backward
     fewest_channels = min(c.channels, c.filters)
     if times.unaligned and is_nhwc and c.itemsize * fewest_channels % ALIGNMENT:  # conversions pad the channels
-        share, fewest_channels = share * times.unaligned, max(c.channels, c.filters)
+        share = share * times.unaligned
+        fewest_channels = max(c.channels, c.filters)
     idle_factor = 1 + times.conv_channels / fewest_channels
     return flops / share * idle_factor, traffic, 2 * (images + outputs)
 
@@ -237,13 +244,15 @@ def _normalized_length(node: fx.Node) -> int:
 
 def _softmax_length(node: fx.Node) -> int:
     """Returns the row length of softmax; 0 if it is not over the last dimension."""
-    shape, dim = _largest_meta(node).shape, _bound_arguments(node)["dim"]
+    shape = _largest_meta(node).shape
+    dim = _bound_arguments(node)["dim"]
     return shape[-1] if shape and dim % len(shape) == len(shape) - 1 else 0
 
 
 def _keeps_contiguous(node: fx.Node) -> bool:
     """Returns whether a reduction keeps the dimension in which its input is contiguous."""
-    source, dims = _metas(node)[0], _bound_arguments(node).get("dim")
+    source = _metas(node)[0]
+    dims = _bound_arguments(node).get("dim")
     if not isinstance(dims, (list, tuple)) or not dims:
         return False
     reduced = {dim % len(source.shape) for dim in dims}

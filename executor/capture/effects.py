@@ -87,7 +87,8 @@ class Effects:
                 self.refusals.append(f"the step changes the set {owner.path}, which has no order: make it a list")
         else:
             for key in dict.fromkeys((*before, *after)):
-                old, new = before.get(key, _MISSING), after.get(key, _MISSING)
+                old = before.get(key, _MISSING)
+                new = after.get(key, _MISSING)
                 if old is not new:
                     self._compare_entry(owner, key, old, new)
 
@@ -102,7 +103,9 @@ class Effects:
 
     def clear(self) -> None:
         """Drops the traced tensors."""
-        self.tensors, self.rebound, self._slots = [], [], []
+        self.tensors = []
+        self.rebound = []
+        self._slots = []
 
     def _compare_entry(self, owner: Owner, key: Any, old: Any, new: Any) -> None:
         name = owner.name(key)

@@ -225,7 +225,9 @@ class Places:
     """
 
     def __init__(self, modules: Mapping[int, str], parameters: Mapping[int, str], outside: str) -> None:
-        self.modules, self.parameters, self.outside = modules, parameters, outside
+        self.modules = modules
+        self.parameters = parameters
+        self.outside = outside
         self._task = -1  # backward pass of the last operator; -1 if none
         self._parent: dict[int, int] = {}  # backward pass -> backward pass in which its nodes were created
         self._created: dict[int, dict[int, Place]] = {-1: {}}  # per backward pass: sequence number -> place of creation
@@ -234,7 +236,8 @@ class Places:
 
     def locate(self, phase: Phase) -> Place:
         """Returns the source location of the operator being dispatched; must be called once per operator, in order."""
-        outer_task, self._task = self._task, torch._C._current_graph_task_id()
+        outer_task = self._task
+        self._task = torch._C._current_graph_task_id()
         task = self._task
         if task != -1:
             self._parent.setdefault(task, outer_task)
@@ -248,15 +251,18 @@ class Places:
             if module is not None:  # of a checkpoint
                 place = Place(module, line or place.line)
         # The engine's GPU threads have their own counters, so existing entries are kept.
-        created, next_number = self._created.setdefault(task, {}), torch.autograd._get_sequence_nr()
+        created = self._created.setdefault(task, {})
+        next_number = torch.autograd._get_sequence_nr()
         for number in range(self._next if self._next <= next_number else next_number - 1, next_number):
             created.setdefault(number, place)
-        self._next, self._last = next_number, place
+        self._next = next_number
+        self._last = place
         return place
 
     def _walk_stack(self, backward: bool) -> tuple[str | None, str]:
         """Returns the innermost module's path (or None) and the user's line (or ""), within the current engine."""
-        module, line = None, ""
+        module = None
+        line = ""
         frame = sys._getframe(3)
         while frame is not None and (module is None or not line):
             code = frame.f_code
@@ -310,4 +316,5 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 _HERE = str(Path(__file__).parents[1]) + "/"
 _CAPTURE = str(Path(__file__).with_name("capture.py"))
 _LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
-_CALL, _ENGINE = nn.Module._call_impl.__code__, graph._engine_run_backward.__code__
+_CALL = nn.Module._call_impl.__code__
+_ENGINE = graph._engine_run_backward.__code__

@@ -159,7 +159,11 @@ class Option:
     """
 
     def __init__(self, optimizer: Optimizer, group: int, key: str, part: int | None, value: float):
-        self.optimizer, self.group, self.key, self.part, self.captured = optimizer, group, key, part, value
+        self.optimizer = optimizer
+        self.group = group
+        self.key = key
+        self.part = part
+        self.captured = value
         self.__name__ = self.__qualname__ = key if part is None else f"{key}_{part}"  # shown in generated code
         self.__module__ = "option"
 

@@ -27,12 +27,18 @@ from executor.capture.profile import Cache, Profile, ProfileError, limit_to_row,
 from executor.capture.state import view_memory
 from executor.memory import cache_bytes, cuda_index
 
-WARMUP, WARMUP_STEPS = 3, 2  # unmeasured runs of a kernel and of a step
-SHORT_NS, ROW = 1_000_000, 8  # shorter kernels are timed in rows
+# unmeasured runs of a kernel and of a step
+WARMUP = 3
+WARMUP_STEPS = 2
+# shorter kernels are timed in rows
+SHORT_NS = 1_000_000
+ROW = 8
 EMPTY_KERNELS = 50  # empty kernels that are timed with and without events around each
 WAKE_S = 0.5  # seconds of GPU work before measuring, because an idle GPU has low clocks
 COMPUTE_BOUND = ("conv", "matmul")  # kinds of kernels whose time depends on the clock of the multiprocessors
-SLOW_NS, FEW_REPEATS = 50_000_000, 3  # repeats of longer runs
+# repeats of longer runs
+SLOW_NS = 50_000_000
+FEW_REPEATS = 3
 SEGMENT = 250  # kernels; with two events each they fit a stream's queue of about a thousand entries
 SUSTAINED_S = 0.6  # seconds of steps in a row, until clocks have settled
 CYCLES_PER_NS = 2.0  # upper bound of a GPU's clock rate, to convert ns into cycles of ``_sleep``
@@ -115,7 +121,10 @@ class _Runner:
     def __init__(
         self, captured: Captured, device: torch.device, repeats: int, deadline: float = math.inf, cache: Cache = "hot"
     ):
-        self.captured, self.device, self.repeats, self.deadline = captured, device, repeats, deadline
+        self.captured = captured
+        self.device = device
+        self.repeats = repeats
+        self.deadline = deadline
         self.flush_buffer: Tensor | None = None  # read to fill the cache with clean lines
         if cache == "cold":
             self.flush_buffer = torch.zeros(cache_bytes(device) // 2, device=device)
@@ -247,7 +256,8 @@ class _Runner:
                     values[a] = _number(a) if meta is None else _random_tensor(meta, self.devices[a])
             return values[a]
 
-        args, kwargs = list(map_arg(node.args, value)), dict(map_arg(node.kwargs, value))
+        args = list(map_arg(node.args, value))
+        kwargs = dict(map_arg(node.kwargs, value))
         if self.is_moved and isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = self.device
         packet = getattr(node.target, "overloadpacket", None)
@@ -287,7 +297,9 @@ class StepRunner:
     def __init__(
         self, captured: Captured, device: torch.device, devices: dict[fx.Node, torch.device], is_moved: bool
     ) -> None:
-        self.device, self.is_moved, self.count = device, is_moved, len(captured.nodes)
+        self.device = device
+        self.is_moved = is_moved
+        self.count = len(captured.nodes)
         self.schedule = _schedule(captured)
         self.start: dict[fx.Node, Any] = {}
         memory: dict[int, torch.UntypedStorage] = {}  # preserves memory sharing among the tensors
@@ -316,8 +328,10 @@ class StepRunner:
         Raises:
             ProfileError: If no step was measured before ``deadline``.
         """
-        cuda, kernels = self.device.type == "cuda", [k for _, k, _ in self.schedule if k >= 0]
-        workspaces, issue_ns = [0] * self.count, 0
+        cuda = self.device.type == "cuda"
+        kernels = [k for _, k, _ in self.schedule if k >= 0]
+        workspaces = [0] * self.count
+        issue_ns = 0
         for _ in range(WARMUP_STEPS):  # the last one measures workspaces and the host's issue times
             begin = time.perf_counter_ns()
             workspaces = self._measure_each(lambda call: measure_workspace(call, self.device))
@@ -368,7 +382,9 @@ class StepRunner:
     def _time_rows(self, issue_ns: int, kernels: int) -> list[tuple[int, int]]:
         """Executes one step on CUDA and returns the last kernel and the ns of each row of ``kernels`` kernels."""
         spans: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
-        begin, count, last = None, 0, sum(k >= 0 for _, k, _ in self.schedule)
+        begin = None
+        count = 0
+        last = sum(k >= 0 for _, k, _ in self.schedule)
 
         def around(k: int, call: Callable[[], Any]) -> Any:
             nonlocal begin, count
@@ -377,7 +393,8 @@ class StepRunner:
                 _occupy(issue_ns)
             if count % kernels == 0:
                 begin = _event()
-            out, count = call(), count + 1
+            out = call()
+            count = count + 1
             if count % kernels == 0 or count == last:
                 spans.append((k, begin, _event()))
             return out
@@ -391,7 +408,8 @@ class StepRunner:
         """Returns the median ns of steps in a row on CUDA, or None if the host does not keep the device busy."""
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            begin, marks = time.perf_counter(), [_event()]
+            begin = time.perf_counter()
+            marks = [_event()]
             while len(marks) < 5 or time.perf_counter() - begin < SUSTAINED_S:
                 self._run(lambda _, call: call())
                 marks.append(_event())
@@ -463,7 +481,8 @@ def _schedule(captured: Captured) -> list[tuple[fx.Node, int, list[fx.Node]]]:
 def _wake(device: torch.device) -> None:
     """Keeps the GPU busy until its clocks have ramped up."""
     with torch.cuda.device(device):
-        a, deadline = torch.ones(1024, 1024, device=device), time.monotonic() + WAKE_S
+        a = torch.ones(1024, 1024, device=device)
+        deadline = time.monotonic() + WAKE_S
         while time.monotonic() < deadline:
             a = a @ a * 0
             torch.cuda.synchronize()

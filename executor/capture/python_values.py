@@ -109,7 +109,8 @@ class Owner(NamedTuple):
 
     def restore(self, before: dict[Any, Any]) -> None:
         """Restores the content to ``before``."""
-        items, container = self.content(), self.container
+        items = self.content()
+        container = self.container
         if have_same_objects(items, before):
             return
         if isinstance(container, (list, deque)):
@@ -152,9 +153,11 @@ class Watched(NamedTuple):
 
     def changes(self) -> dict[Any, Change]:
         """Returns the changed values by key; a list counts as one value."""
-        current, captured = self.owner.content(), self.before
+        current = self.owner.content()
+        captured = self.before
         if isinstance(self.owner.container, list):
-            current, captured = {None: tuple(current.values())}, {None: tuple(captured.values())}
+            current = {None: tuple(current.values())}
+            captured = {None: tuple(captured.values())}
         return {
             key: Change(self.owner.name(key), captured.get(key), current.get(key))
             for key in dict.fromkeys((*captured, *current))
@@ -284,7 +287,8 @@ class Code:
                 method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
                 if isinstance(method, types.FunctionType) and is_user_file(method.__code__.co_filename):
                     self.add_function(method)
-        functions, self._new = self._new, []
+        functions = self._new
+        self._new = []
         return functions
 
 

@@ -269,7 +269,8 @@ class Recorder(TorchDispatchMode):
         """Returns the number that the step's Python code reads, which may depend only on the batch and constants."""
         mode = get_proxy_mode()
         assert mode is not None
-        needed, producers = {self._storage(tensor)}, list[_Op]()
+        needed = {self._storage(tensor)}
+        producers = list[_Op]()
         for op in reversed(self.ops):
             if needed & {*op.writes}:
                 needed.update(op.reads)
@@ -320,7 +321,8 @@ class Recorder(TorchDispatchMode):
             )
         self._is_reading_flag = True
         skipped.item()
-        self._is_reading_flag, self._optional = False, True
+        self._is_reading_flag = False
+        self._optional = True
         try:
             yield
         finally:
@@ -449,7 +451,8 @@ class Recorder(TorchDispatchMode):
         for i, op in enumerate(self.ops):
             if op.sums is None or op.sums[0] == op.sums[1]:
                 continue
-            reused, total = op.sums[0], op.writes[0]
+            reused = op.sums[0]
+            total = op.writes[0]
             if reused in self.persistent or self.death.get(reused) != i + 1:
                 continue  # something else holds it
             op.nodes[0].target = op.func = torch.ops.aten.add_.Tensor

@@ -45,7 +45,9 @@ from simulator.report import size
 from simulator.schedule import lower
 from simulator.timeline import Timeline
 
-MAX_PLANS, MAX_SCHEDULES = 6, 4  # most plans and most Inductor schedules per graph
+# most plans and most Inductor schedules per graph
+MAX_PLANS = 6
+MAX_SCHEDULES = 4
 SLACK = 0.05  # fraction of the limit: the search stops at a plan that leaves less unused
 TOLERANCE = 0.01  # fraction of the limit: a plan whose estimate exceeds the limit by less may still fit
 LIBRARIES = 0.01  # fraction of the limit reserved for scratch memory of convolutions (oneDNN), which no graph shows
@@ -103,7 +105,8 @@ class Graph:
         swaps = [self.program.tensors[d.tensor].nbytes for d in self.plan.decisions if isinstance(d, Swap)]
         swapped = f"; {len(swaps)} swaps, {size(sum(swaps))} each way" if swaps else ""
         plan = f"plan of {self.plan.planner}: {len(reruns)} kernels recomputed, {ns / 1e6:.2f} ms on {self.machine}"
-        ms, overhead = self.iteration_ns / 1e6, self.iteration_ns / self.ideal_ns - 1
+        ms = self.iteration_ns / 1e6
+        overhead = self.iteration_ns / self.ideal_ns - 1
         lines = [
             f"{line} ({size(self.without_bytes)} without a plan)",
             f"  {plan}{swapped}",
@@ -163,7 +166,11 @@ def search(
     """
     scheduled: list[_ScheduledCandidate] = []
     unscheduled: list[_Candidate] = []  # not scheduled yet
-    limit, planned_limit, estimate_error, reason = aim, 0, 0, ""  # error: Inductor's peak minus the estimate
+    # error: Inductor's peak minus the estimate
+    limit = aim
+    planned_limit = 0
+    estimate_error = 0
+    reason = ""
 
     def schedule_candidate(candidate: _Candidate) -> _ScheduledCandidate:
         joint = schedule(candidate)
@@ -181,7 +188,8 @@ def search(
                 break
             limit = (limit + planned_limit) // 2  # Inductor's peak may be below the estimate
             continue
-        planned_limit, needs = limit, candidate.nbytes + estimate_error
+        planned_limit = limit
+        needs = candidate.nbytes + estimate_error
         if limit >= enough or -TOLERANCE * aim <= aim - needs < SLACK * aim:
             scheduled.append(schedule_candidate(candidate))
             needs = scheduled[-1].peak_bytes
@@ -242,7 +250,10 @@ class Partitioner(CustomPartitionerFn):
             require_operators(mode)
         if not is_fraction(memory):
             size_bytes(memory, "memory")
-        self.memory, self.planner, self.seconds, self.mode = memory, planner, seconds, mode
+        self.memory = memory
+        self.planner = planner
+        self.seconds = seconds
+        self.mode = mode
         self.machine = Machine.load(machine) if isinstance(machine, str) else machine
         self.graphs: list[Graph] = []
         self._key = planner if isinstance(planner, str) else uuid4().hex  # a function may be another one next time
@@ -277,7 +288,8 @@ class Partitioner(CustomPartitionerFn):
         if skip_reason:
             self._skip(name, skip_reason)
             return forward, backward
-        begin, self._scheduling_s = time.process_time(), 0.0
+        begin = time.process_time()
+        self._scheduling_s = 0.0
         joint = self._schedule(forward, backward, kwargs["num_fwd_outputs"])
         peak = joint.peak_bytes()
         limit = int(peak * _fraction(self.memory)) if is_fraction(self.memory) else size_bytes(self.memory, "memory")

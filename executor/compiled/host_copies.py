@@ -24,7 +24,8 @@ class HostPool:
 
     def reset(self) -> None:
         """Resets the counters and keeps the allocations."""
-        self.peak, self.copies = self.bytes_in_use, 0
+        self.peak = self.bytes_in_use
+        self.copies = 0
 
     def allocate(self, like: Tensor) -> Tensor:
         """Returns pool memory of the same size, freed with the last tensor that uses it."""
@@ -75,7 +76,8 @@ def register_cpu_copies() -> torch.library.Library:
     ) -> Tensor:
         if device.type != "cpu":
             return reload(tensor, device, size, stride)
-        size, stride = size or list(tensor.shape), stride or list(tensor.stride())
+        size = size or list(tensor.shape)
+        stride = stride or list(tensor.stride())
         return POOL.start(torch.empty_strided(size, stride, dtype=tensor.dtype), tensor)
 
     def wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, last: Tensor | None = None) -> Tensor:

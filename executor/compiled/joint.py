@@ -27,7 +27,8 @@ from simulator.machine import Machine
 from simulator.program import Kernel, Program, Tensor
 from simulator.schedule import Schedule
 
-FORWARD, BACKWARD = "forward:", "backward:"
+FORWARD = "forward:"
+BACKWARD = "backward:"
 
 
 class Call(NamedTuple):
@@ -65,7 +66,8 @@ class Joint:
 
         Saved tensors are storages of the forward.
         """
-        inputs, backward_inputs = _inputs(self.forward), _inputs(self.backward)
+        inputs = _inputs(self.forward)
+        backward_inputs = _inputs(self.backward)
         first = {s: FORWARD + s for s in _written(self.first) if s not in inputs}
         second = {s: BACKWARD + s for s in self.tangents}
         second |= {s: BACKWARD + s for s in _written(self.second) if s not in backward_inputs}
@@ -159,7 +161,8 @@ class Joint:
                 them out.
         """
         index = {storage: i for i, storage in enumerate(self.storages)}
-        caller_reads, grads = self.calls[-1].reads, {*self.returned[1], *self.calls[self.between].writes}
+        caller_reads = self.calls[-1].reads
+        grads = {*self.returned[1], *self.calls[self.between].writes}
         tensors = [Tensor(s, n, "gradient" if s in grads else "activation") for s, n in self.storages.items()]
         kernels = []
         born: set[str] = set()
@@ -212,7 +215,9 @@ class Joint:
         roots = [nodes[v] for v in launch.values if self.first.stored[v] in planned and v in nodes]
         if {self.first.stored[root.name] for root in roots} != planned:
             return False
-        launch_values, seen, stack = set(launch.values), set(), list(roots)
+        launch_values = set(launch.values)
+        seen = set()
+        stack = list(roots)
         while stack:
             node = stack.pop()
             if node in seen:
@@ -259,11 +264,13 @@ class Joint:
 
         The estimate assumes that recomputed launches are fused and write in place as they did the first time.
         """
-        names, size = [t.name for t in schedule.program.tensors], [b.nbytes for b in schedule.blocks]
+        names = [t.name for t in schedule.program.tensors]
+        size = [b.nbytes for b in schedule.blocks]
         ledger = _Ledger()
         overwritten: dict[str, int] = {}  # inputs that the next launch overwrites
         for item in items:
-            step, (k, reads_only, _) = item.step, self.kernels[item.step.kernel]
+            step = item.step
+            (k, reads_only, _) = self.kernels[item.step.kernel]
             ledger.move(item.before, size)
             blocks = {names[t]: block for t, block in step.uses.items()}
             dying = {s: block for s, block in blocks.items() if block in step.frees}
@@ -306,7 +313,8 @@ class _Ledger:
         self.now -= sum(size[block] for kind, block in moves if kind in ("reclaim", "release"))
 
     def _end(self) -> None:
-        self.now, self.late = self.now - self.late, 0
+        self.now = self.now - self.late
+        self.late = 0
 
 
 def donatable(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> set[str]:

@@ -140,7 +140,9 @@ class _Reader:
         from torch._inductor import ir
 
         self.ir: Any = ir
-        self.gm, self.lowering, self.scheduler = gm, lowering, lowering.scheduler
+        self.gm = gm
+        self.lowering = lowering
+        self.scheduler = lowering.scheduler
         self.outputs = set(lowering.get_output_names())
         self.reused = self._find_reused()
 
@@ -340,7 +342,8 @@ class _Reader:
         call = node.inputs[0] if isinstance(node, self.ir.MultiOutput) else None
         if str(getattr(call, "op_overload", "")) == "ao.offload.default":
             return 0
-        node, without_tensor = self._unwrapped(node), (self.ir.NoneLayout, self.ir.MultiOutputLayout)
+        node = self._unwrapped(node)
+        without_tensor = (self.ir.NoneLayout, self.ir.MultiOutputLayout)
         if not isinstance(node, self.ir.Buffer) or isinstance(node.layout, without_tensor):
             return 0
         numel = self.lowering.sizevars.optimization_hint(self.lowering.get_allocation_storage_size(node), fallback=0)

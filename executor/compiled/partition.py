@@ -55,9 +55,11 @@ class _Writer:
     """Writes the steps of a schedule into one graph."""
 
     def __init__(self, joint: Joint, program: Program) -> None:
-        self.joint, self.graph = joint, fx.Graph()
+        self.joint = joint
+        self.graph = fx.Graph()
         self.names = [t.name for t in program.tensors]
-        forward, backward = joint.forward.graph, joint.backward.graph
+        forward = joint.forward.graph
+        backward = joint.backward.graph
         self.forward = {node.name: node for node in forward.nodes}
         self.backward = {node.name: node for node in backward.nodes}
         self.order = {node: i for i, node in enumerate((*forward.nodes, *backward.nodes))}
@@ -99,9 +101,14 @@ class _Writer:
             self._write_impure(self.backward.values())
             self.grads = self._write_all(_results(self.joint.backward.graph), env)
         else:
-            nodes, graph, prefix = self.forward, self.joint.first, FORWARD  # possibly recomputed in the backward
+            # possibly recomputed in the backward
+            nodes = self.forward
+            graph = self.joint.first
+            prefix = FORWARD
             if k > self.joint.between:
-                nodes, graph, prefix = self.backward, self.joint.second, BACKWARD
+                nodes = self.backward
+                graph = self.joint.second
+                prefix = BACKWARD
             roots = [nodes[v] for v in launch.values if v in nodes]
             blocks = {self.names[t]: block for t, block in step.uses.items()}
             for root in roots:
@@ -136,7 +143,8 @@ class _Writer:
             self.values.pop(block)
         elif kind == "in":
             original = self.roots[block].meta["val"]
-            size, stride = list(original.size()), list(original.stride())
+            size = list(original.size())
+            stride = list(original.stride())
             self.arriving[block] = self._call(ao.reload.default, self.on_host[block], original.device, size, stride)
         else:
             restored = self._call(ao.wait_tensor.default, self.arriving.pop(block), None, self.on_host[block])

@@ -61,7 +61,8 @@ class ChainSolver(CustomKnapsackSolver):
         nodes = [n for n in node_info.required_fw_nodes if n.op == "call_function"]
         recomputed = {node: len(values) + i for i, node in enumerate(nodes)}  # columns: saved, then recomputed
         rows: list[tuple[int, int, float]] = [(0, i, m) for i, m in enumerate(memory)]
-        lower, upper = [-np.inf], [max(max_memory, 0.0)]
+        lower = [-np.inf]
+        upper = [max(max_memory, 0.0)]
         for value in values:  # saved or recomputed
             if value in recomputed:
                 rows += [(len(lower), saved[value], 1.0), (len(lower), recomputed[value], 1.0)]

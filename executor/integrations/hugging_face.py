@@ -130,7 +130,8 @@ def reachable_code(owner: type, start: str) -> tuple[list[FunctionType], set[str
     Functions of transformers are left out.
     """
     functions: list[FunctionType] = []
-    names, pending = set[str](), [start]
+    names = set[str]()
+    pending = [start]
     while pending:
         method = inspect.getattr_static(owner, pending.pop(), None)
         method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
@@ -141,7 +142,8 @@ def reachable_code(owner: type, start: str) -> tuple[list[FunctionType], set[str
             elif functions or names:
                 continue
             code_names = names_of(method.__code__)
-            names, pending = names | code_names, [*pending, *code_names]
+            names = names | code_names
+            pending = [*pending, *code_names]
     return functions, names
 
 
@@ -157,7 +159,8 @@ class PlannedTrainer(Trainer):
 
     def __init__(self, *args: Any, memory: int | float | str, options: dict[str, Any] | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.memory, self.options = memory, options or {}
+        self.memory = memory
+        self.options = options or {}
         self.planned: FittedSteps | None = None
         self._loss: TrainersLoss | None = None
         self._problem_type: str | None = None  # the model's value in the capture
@@ -199,14 +202,17 @@ class PlannedTrainer(Trainer):
         if (is_scaled := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
             scaled = is_scaled
         wrapped = self.optimizer
-        optimizer, scaler = wrapped.optimizer, wrapped.scaler
+        optimizer = wrapped.optimizer
+        scaler = wrapped.scaler
         self._loss = TrainersLoss(self, model)
         hook = optimizer.register_step_pre_hook(self._loss.before_update)
-        wrapped.optimizer, wrapped.scaler = Updated(optimizer), None
+        wrapped.optimizer = Updated(optimizer)
+        wrapped.scaler = None
 
         def undo() -> None:
             hook.remove()
-            wrapped.optimizer, wrapped.scaler = optimizer, scaler
+            wrapped.optimizer = optimizer
+            wrapped.scaler = scaler
 
         self._undo.append(undo)
         fit_step = partial(

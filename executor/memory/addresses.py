@@ -30,7 +30,9 @@ from executor.memory import ALIGNMENT, cuda_index
 from simulator.compiled.encoding import Ints
 from simulator.compiled.jit import jit
 
-ARENAS, REQUESTS = 32, 1 << 17  # maximum number of open arenas, and of requests in one capture
+# maximum number of open arenas, and of requests in one capture
+ARENAS = 32
+REQUESTS = 1 << 17
 CHUNK = 128 << 20  # bytes of physical memory behind an aliased arena
 # Row 0 of the table: spin lock, row of the serving arena, whether the log holds the answers, index of the next request.
 # Each other row describes one arena.
@@ -38,7 +40,10 @@ _LOCK, _SERVING, _HAS_ANSWERS, _NEXT = range(4)
 _BASE, _NBYTES, _DEVICE, _LIVE, _USED, _REFUSED = range(6)
 _TABLE = np.zeros((1 + ARENAS, 6), np.int64)  # never freed: PyTorch may call FREE late
 _LOG = np.zeros((REQUESTS, 2), np.int64)  # bytes and address of each request
-_ADDRESS, _SHAPE, _LOG_ADDRESS, _LOG_SHAPE = _TABLE.ctypes.data, _TABLE.shape, _LOG.ctypes.data, _LOG.shape
+_ADDRESS = _TABLE.ctypes.data
+_SHAPE = _TABLE.shape
+_LOG_ADDRESS = _LOG.ctypes.data
+_LOG_SHAPE = _LOG.shape
 _ROWS_LOCK = threading.Lock()  # guards the search for a free row
 _SERVING_LOCK = threading.Lock()  # one arena serves at a time: PyTorch captures one graph at a time
 _types: Any = types  # Numba's type functions have no annotations
@@ -66,7 +71,8 @@ def _exchange(context, address, value):  # type: ignore[no-untyped-def]
 @jit
 def _allocate(table, log, nbytes, device):  # type: ignore[no-untyped-def]
     """Returns the address for the next request, or 0 if the request is refused."""
-    row, k = table[table[0, _SERVING]], table[0, _NEXT]
+    row = table[table[0, _SERVING]]
+    k = table[0, _NEXT]
     if table[0, _SERVING] == 0 or nbytes <= 0 or device != row[_DEVICE]:
         return 0
     rounded = (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
@@ -78,7 +84,8 @@ def _allocate(table, log, nbytes, device):  # type: ignore[no-untyped-def]
         row[_REFUSED] = nbytes
         return 0
     if table[0, _HAS_ANSWERS] == 0:
-        log[k, 0], log[k, 1] = nbytes, row[_BASE] + row[_USED]
+        log[k, 0] = nbytes
+        log[k, 1] = row[_BASE] + row[_USED]
         row[_USED] += rounded
     table[0, _NEXT] = k + 1
     row[_LIVE] += 1
@@ -103,7 +110,8 @@ def functions() -> tuple[Any, Any]:
     ``ctypes`` callable for tests. Addresses are integers; 0 is NULL.
     """
     lock = _ADDRESS + 8 * _LOCK
-    word, number = _types.intp, _types.int32
+    word = _types.intp
+    number = _types.int32
 
     @cfunc(word(word, number, word))  # type: ignore[untyped-decorator]
     def allocate(nbytes, device, stream):  # type: ignore[no-untyped-def]
@@ -198,7 +206,8 @@ class Arena:
         Raises:
             MemoryError: the device has too little free memory, or the CUDA driver is not installed.
         """
-        driver, address = Driver(device), ctypes.c_uint64()
+        driver = Driver(device)
+        address = ctypes.c_uint64()
         torch.cuda.empty_cache()
         try:
             driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes + ALIGNMENT))
@@ -218,8 +227,10 @@ class Arena:
         Raises:
             MemoryError: the device has no CHUNK bytes free, or the CUDA driver is not installed.
         """
-        driver, size = Driver(device), -(-nbytes // CHUNK) * CHUNK
-        handle, base = ctypes.c_uint64(), ctypes.c_uint64()
+        driver = Driver(device)
+        size = -(-nbytes // CHUNK) * CHUNK
+        handle = ctypes.c_uint64()
+        base = ctypes.c_uint64()
         torch.cuda.empty_cache()
         location = np.array([1, driver.index], np.int32)  # CU_MEM_LOCATION_TYPE_DEVICE
         # CUmemAllocationProp: pinned, no handle type, location, no security attributes, no flags; CUmemAccessDesc.
@@ -273,7 +284,9 @@ class Arena:
             _LOG[:] = 0
             if requests is not None:
                 _LOG[: len(requests)] = requests
-            _TABLE[0, _NEXT], _TABLE[0, _HAS_ANSWERS], _TABLE[0, _SERVING] = 0, requests is not None, self._index
+            _TABLE[0, _NEXT] = 0
+            _TABLE[0, _HAS_ANSWERS] = requests is not None
+            _TABLE[0, _SERVING] = self._index
             try:
                 yield
             finally:
@@ -299,7 +312,8 @@ class Arena:
             return
         if self in Arena._closed:
             Arena._closed.remove(self)
-        release, self._release = self._release, None
+        release = self._release
+        self._release = None
         self._row[_BASE] = self._row[_NBYTES] = 0  # before the release: the address may be reused at once
         release()
 

@@ -115,7 +115,8 @@ class CudaEngines(Engines):
     """Copy engines for tensors on a GPU: one stream per direction (``copy_streams``)."""
 
     def __init__(self, device: torch.device):
-        self.device, self._index = device, cuda_index(device)
+        self.device = device
+        self._index = cuda_index(device)
         self.d2h, self.h2d = self.streams = copy_streams(self._index, torch.cuda.current_stream(device))
         self._compute_event = torch.cuda.Event()
         self._compute: torch.cuda.Stream | None = None
@@ -132,7 +133,8 @@ class CudaEngines(Engines):
 
     def begin(self) -> bool:
         previous = self._compute
-        self._compute, caller = torch.cuda.current_stream(self.device), torch.cuda.current_stream()
+        self._compute = torch.cuda.current_stream(self.device)
+        caller = torch.cuda.current_stream()
         self.d2h, self.h2d = self.streams = copy_streams(self._index, self._compute)
         # set_stream also changes the current device, so the caller's stream is restored after the compute stream.
         self._to_restore = (self._compute,) if caller.device == self._compute.device else (self._compute, caller)

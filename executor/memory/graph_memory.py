@@ -81,13 +81,17 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
     """
     index = {int(address): i for i, address in enumerate(memory.served[:, 1])}
     n = len(index)
-    nbytes, begin, end = np.zeros(n, np.int64), np.full(n, -1), np.full(n, len(events))
+    nbytes = np.zeros(n, np.int64)
+    begin = np.full(n, -1)
+    end = np.full(n, len(events))
     last_allocation = np.full(n, -1)
     for time, event in enumerate(events):
         i = index[event.address]
         if event.allocates:
             begin[i] = time if begin[i] < 0 else begin[i]
-            last_allocation[i], nbytes[i], end[i] = time, max(nbytes[i], event.nbytes), len(events)
+            last_allocation[i] = time
+            nbytes[i] = max(nbytes[i], event.nbytes)
+            end[i] = len(events)
         else:
             end[i] = time
     if n and begin.min() < 0:
@@ -105,7 +109,9 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
                 peers = members[memory.served[members, 0] == size]
                 if len(peers) > 1 and (last_allocation[peers] > begin[peers]).any():  # a segment was reused
                     group[peers] = peers[0]
-                    begin[peers], end[peers], nbytes[peers] = begin[peers].min(), end[peers].max(), nbytes[peers].max()
+                    begin[peers] = begin[peers].min()
+                    end[peers] = end[peers].max()
+                    nbytes[peers] = nbytes[peers].max()
     return Requests(memory.served, nbytes, begin, end, len(events), group)
 
 
@@ -118,7 +124,8 @@ class GraphMemory:
     """
 
     def __init__(self, device: torch.device, arena: Arena):
-        self.device, self.arena = torch.device("cuda", cuda_index(device)), arena
+        self.device = torch.device("cuda", cuda_index(device))
+        self.arena = arena
         self.stream = capture_stream(self.device.index)
         self.operators: list[tuple[int, int]] = []
         self.served = np.zeros((0, 2), np.int64)
@@ -153,7 +160,8 @@ class GraphMemory:
         try:
             n_before = len(self._trace())
             yield events
-            low, high = self.arena.base, self.arena.base + self.arena.nbytes
+            low = self.arena.base
+            high = self.arena.base + self.arena.nbytes
             actions = {"alloc": True, "free_requested": False}
             events += [
                 Event(actions[entry["action"]], entry["addr"], entry["size"])

@@ -71,9 +71,11 @@ def replace_memsets(device: torch.device, graph: int) -> int:
     Raises:
         MemoryError: the CUDA driver reports an error.
     """
-    driver, replaced = Driver(device), 0
+    driver = Driver(device)
+    replaced = 0
     for node in _list_nodes(driver, "cuGraphGetNodes", graph):
-        kind, memset = ctypes.c_int(), _Memset()
+        kind = ctypes.c_int()
+        memset = _Memset()
         driver("cuGraphNodeGetType", c_void_p(node), byref(kind))
         if kind.value == MEMSET:
             driver("cuGraphMemsetNodeGetParams", c_void_p(node), byref(memset))
@@ -81,7 +83,8 @@ def replace_memsets(device: torch.device, graph: int) -> int:
             continue
         parents = _list_nodes(driver, "cuGraphNodeGetDependencies", node)
         children = _list_nodes(driver, "cuGraphNodeGetDependentNodes", node)
-        kernel, params = c_void_p(), _kernel_params(memset, _fill(driver.index).func)
+        kernel = c_void_p()
+        params = _kernel_params(memset, _fill(driver.index).func)
         driver(
             "cuGraphAddKernelNode_v2",
             byref(kernel),

@@ -37,7 +37,10 @@ class _Slab:
     """Pinned whole pages; ``is_used`` until their last array has died."""
 
     def __init__(self, pages: mmap.mmap, address: int):
-        self.pages, self.address, self.nbytes, self.is_used = pages, address, len(pages), False
+        self.pages = pages
+        self.address = address
+        self.nbytes = len(pages)
+        self.is_used = False
 
     def release(self) -> None:
         self.is_used = False
@@ -60,7 +63,9 @@ class Slabs:
         settle: Callable[[], None],
         inherit_on_fork: bool = False,
     ) -> None:
-        self._pin, self._unpin, self._settle = pin, unpin, settle
+        self._pin = pin
+        self._unpin = unpin
+        self._settle = settle
         self._advice = [mmap.MADV_HUGEPAGE, *([] if inherit_on_fork else [mmap.MADV_DONTFORK])]
         self._slabs: list[_Slab] = []
         self._lock = threading.Lock()
@@ -146,15 +151,21 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, str]]:
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, maximum, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            top = root / "sys/fs/cgroup"
+            maximum = "memory.max"
+            usage = "memory.current"
+            cache = "inactive_file"
         elif "memory" in controllers.split(","):
-            top, cache = root / "sys/fs/cgroup/memory", "total_inactive_file"
-            maximum, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            top = root / "sys/fs/cgroup/memory"
+            cache = "total_inactive_file"
+            maximum = "memory.limit_in_bytes"
+            usage = "memory.usage_in_bytes"
         else:
             continue
         folder = top / path.lstrip("/")
         for group in (folder, *folder.parents):
-            limit, used = _read(group / maximum), _read(group / usage)
+            limit = _read(group / maximum)
+            used = _read(group / usage)
             if limit.isdigit() and used.isdigit():
                 stat = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines() if " " in line)
                 yield int(limit) - int(used) + int(stat.get(cache, 0)), f"limit in {group / maximum}"

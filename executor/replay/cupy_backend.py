@@ -106,7 +106,8 @@ class CupyBackend(Backend):
             with self._errors(f"{host_bytes:,} bytes of host memory cannot be pinned"):
                 self.host = CUDA.take(host_bytes)
             with self._errors(f"an arena of {device_bytes:,} bytes cannot be allocated"):
-                self._log, self._slots = runtime.malloc(24 * max(slots, 1)), slots
+                self._log = runtime.malloc(24 * max(slots, 1))
+                self._slots = slots
                 free, _ = runtime.memGetInfo()
                 self._arena = runtime.malloc(max(device_bytes, 1))
                 self._counted_bytes = free - runtime.memGetInfo()[0]
@@ -144,7 +145,8 @@ class CupyBackend(Backend):
     # ---------------------------------------------------------------------------------- work
 
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
-        on_device, on_host = self._address(device, nbytes), self.host.ctypes.data + host
+        on_device = self._address(device, nbytes)
+        on_host = self.host.ctypes.data + host
         self.check_range(host, nbytes, len(self.host), "host buffer")
         target, source, kind = (
             (on_host, on_device, runtime.memcpyDeviceToHost)
@@ -166,7 +168,8 @@ class CupyBackend(Backend):
 
     def verify(self, device: int, nbytes: int, seed: int, slot: int) -> None:
         if nbytes:
-            start, log = self._address(device, nbytes), self._log + 8 * (self._slots + slot)
+            start = self._address(device, nbytes)
+            log = self._log + 8 * (self._slots + slot)
             self._launch(self._verify, self._grid(nbytes), THREADS, "compute", start, nbytes, np.uint32(seed), log)
 
     def log(self) -> Log:

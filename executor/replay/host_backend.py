@@ -56,10 +56,12 @@ class HostBackend(Backend):
         if device_bytes > self.memory_bytes:
             raise BackendError(f"{self.name} has {self.memory_bytes:,} bytes, too few for {device_bytes:,}")
         if host_bytes > self.machine.host_bytes:
-            name, available = self.machine.name, self.machine.host_bytes
+            name = self.machine.name
+            available = self.machine.host_bytes
             raise BackendError(f"{host_bytes:,} bytes of host memory cannot be pinned: {name} has {available:,}")
         try:
-            self.host, self._arena = HOST.take(host_bytes), np.zeros(device_bytes, np.uint8)
+            self.host = HOST.take(host_bytes)
+            self._arena = np.zeros(device_bytes, np.uint8)
         except MemoryError as error:
             raise BackendError(str(error)) from None
         self._log = np.zeros((3, slots), np.uint64)
@@ -71,7 +73,9 @@ class HostBackend(Backend):
 
     def free(self) -> None:
         self.synchronize()
-        self._arena, self._nodes, self.task = None, None, ""
+        self._arena = None
+        self._nodes = None
+        self.task = ""
         if hasattr(self, "host"):
             del self.host
 
@@ -79,7 +83,8 @@ class HostBackend(Backend):
 
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
         is_swap_out = stream == "d2h"
-        on_device, on_host = self._bytes("arena", device, nbytes), self._bytes("host buffer", host, nbytes)
+        on_device = self._bytes("arena", device, nbytes)
+        on_host = self._bytes("host buffer", host, nbytes)
         duration_ns = self.machine.d2h_ns(nbytes) if is_swap_out else self.machine.h2d_ns(nbytes)
 
         def work() -> None:
@@ -122,7 +127,8 @@ class HostBackend(Backend):
         return Log(*self._log.copy())
 
     def _clear_log(self) -> None:
-        self._log[:2], self._log[2] = NEVER, 0
+        self._log[:2] = NEVER
+        self._log[2] = 0
 
     def _bytes(self, space: str, offset: int, nbytes: int) -> Bytes:
         assert self._arena is not None, "no arena is allocated"
@@ -142,7 +148,8 @@ class HostBackend(Backend):
         self._nodes = []
 
     def end_capture(self) -> Callable[[], None]:
-        nodes, self._nodes = self._nodes or [], None
+        nodes = self._nodes or []
+        self._nodes = None
 
         def launch() -> None:
             self._clear_log()

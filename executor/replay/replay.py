@@ -65,7 +65,8 @@ class Measured:
     @property
     def iteration_ns(self) -> float:
         """Median over the measured iterations, or over the means of periods of several iterations."""
-        times, group = self.iterations_ns, self.period
+        times = self.iterations_ns
+        group = self.period
         return median(sum(times[i : i + group]) / group for i in range(0, len(times), group))
 
     @property
@@ -115,10 +116,12 @@ def replay(
         raise ValueError(f"expected iterations >= 2 and warmup >= 1, got {iterations} and {warmup}")
     if mode not in ("time", "check"):
         raise ValueError(f"mode: expected time or check, got {mode!r}")
-    check, machine = mode == "check", replace(machine, issue_ns=0, copy_contention=0.0)
+    check = mode == "check"
+    machine = replace(machine, issue_ns=0, copy_contention=0.0)
     order = circle(program, plan, machine, limit)
     group = order.iterations
-    skip, rounds = -(-warmup // group) * group, -(-warmup // group) - (-iterations // group)
+    skip = -(-warmup // group) * group
+    rounds = -(-warmup // group) - (-iterations // group)
     with backend.arena(order.footprint, order.host_bytes, slots(order, rounds, check)):
         run = Run(order, backend, rounds, machine.graph_launch_ns, check)
         log = run.log(trace=check)
@@ -149,8 +152,12 @@ class Run:
     """Captures rounds of a circle of jobs as a graph, launches it and reads the log."""
 
     def __init__(self, order: Circle, backend: Backend, rounds: int, pause_ns: int, check: bool):
-        self.order, self.backend, self.rounds, self.pause_ns = order, backend, rounds, pause_ns
-        self.check, self.program = check, order.program
+        self.order = order
+        self.backend = backend
+        self.rounds = rounds
+        self.pause_ns = pause_ns
+        self.check = check
+        self.program = order.program
         self.checks: list[tuple[Block, str]] = []
         self.awaited = {other for job in order.jobs for _, other in job.waits}
         self.kernels = len(order.program.kernels) // order.iterations  # per iteration
@@ -185,11 +192,14 @@ class Run:
         return log
 
     def _issue(self, trace: bool) -> None:
-        backend, ends = self.backend, dict[tuple[int, int], object]()
+        backend = self.backend
+        ends = dict[tuple[int, int], object]()
         debt_ns = 0  # part of the pauses in ns (<= 0) that exceeded earlier spins and is subtracted from later ones
         for i in range(self.rounds):
             for j, job in enumerate(self.order.jobs):
-                stream, index, slot = job.span.stream, job.span.index, i * len(self.order.jobs) + j
+                stream = job.span.stream
+                index = job.span.index
+                slot = i * len(self.order.jobs) + j
                 backend.task = self._name(job, i)
                 for rounds, other in job.waits:
                     if i >= rounds:
@@ -262,7 +272,8 @@ class Run:
         return f"tensor {self.order.original[block.owner]} ({self.program.tensors[block.owner].name!r})"
 
     def _name(self, job: Job, i: int) -> str:
-        index, n = job.span.index, self.kernels
+        index = job.span.index
+        n = self.kernels
         if job.span.stream != "compute":
             direction = "swap-out" if job.span.kind == "swap_out" else "swap-in"
             return f"{direction} of {self._owner(Block(index, 0, 0))}, iteration {i * self.order.iterations}"
@@ -274,23 +285,27 @@ class Run:
 
     def boundaries(self, log: Log) -> list[int]:
         """Returns the end of each iteration by the device's clock, in ns."""
-        count, n = len(self.order.jobs), self.kernels
+        count = len(self.order.jobs)
+        n = self.kernels
         last = [j for j, job in enumerate(self.order.jobs) if job.span.kind == "kernel" and job.span.index % n == n - 1]
         return [int(log.end[i * count + j]) for i in range(self.rounds) for j in last]
 
     def read(self, log: Log, program: Program, limit: int, skip: int) -> Timeline:
         """Returns the timeline that starts (time 0) at the end of iteration ``skip``, with indices of ``program``."""
-        n, jobs = self.kernels, self.order.jobs
+        n = self.kernels
+        jobs = self.order.jobs
         count = len(jobs)
         boundaries = self.boundaries(log)
-        zero, last = boundaries[skip - 1], boundaries[-1]
+        zero = boundaries[skip - 1]
+        last = boundaries[-1]
         starts, ends = (times.astype(np.int64).tolist() for times in (log.begin, log.end))
         spans: list[Span] = []
         stalls: list[tuple[int, int, str]] = []
         marks: list[_Key] = []  # keys of the iteration boundaries
         ready = starts[next(j for j, job in enumerate(jobs) if job.span.stream == "compute")]  # end of the last kernel
         for slot in range(self.rounds * count):
-            job, i = jobs[slot % count], slot // count
+            job = jobs[slot % count]
+            i = slot // count
             stream, kind, index = job.span[2:]
             if stream != "compute":
                 if not job.block:
@@ -335,10 +350,12 @@ class Run:
     def _events(self, starts: list[int], stops: list[int]) -> list[tuple[_Key, BlockEvent]]:
         """Returns the allocations and frees of blocks, each with its sort key."""
         events: list[tuple[_Key, BlockEvent]] = []
-        count, n = len(self.order.jobs), self.kernels
+        count = len(self.order.jobs)
+        n = self.kernels
         total = self.rounds * count
         for stay in self.order.residencies:
-            index, nbytes = stay.block.owner, stay.block.nbytes
+            index = stay.block.owner
+            nbytes = stay.block.nbytes
             owner = self.order.original[index] if index >= 0 else -1 - (-1 - index) % n
             for i in range(-1 if stay.crosses else 0, self.rounds if stay.begin is not None else 0):
                 ends = [(stops[slot], slot) for later, j in stay.ends if 0 <= (slot := (i + later) * count + j) < total]

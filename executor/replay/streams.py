@@ -132,7 +132,8 @@ def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle
     """
     plan.only("a replay", "swap", "recompute", "rerun")
     plan.check(program)
-    schedule, repeats = lower(program, plan), 1
+    schedule = lower(program, plan)
+    repeats = 1
     predicted = simulate(program, plan, machine, limit, schedule=schedule)
     if not predicted.period:
         predicted = simulate(program, plan, machine, limit, iterations=LONGEST, schedule=schedule)
@@ -172,7 +173,8 @@ def unrolled(program: Program, plan: Plan, times: int) -> tuple[Program, Plan, l
     Returns:
         The unrolled program, its plan, and the original index of each tensor.
     """
-    n, tensors = len(program.kernels), list(program.tensors)
+    n = len(program.kernels)
+    tensors = list(program.tensors)
     original = list(range(len(tensors)))
     kernels: list[Kernel] = []
     decisions: list[Decision] = []
@@ -203,7 +205,8 @@ class _CircleBuilder:
     """
 
     def __init__(self, schedule: Schedule, timeline: Timeline, lives: Lifetimes, packing: Packing, machine: Machine):
-        self.schedule, self.program = schedule, schedule.program
+        self.schedule = schedule
+        self.program = schedule.program
         self._moments(timeline)
         shares_engine = machine.copy_engines == 1
         self.streams = ["copy" if shares_engine and j.span.stream != "compute" else j.span.stream for j in self.jobs]
@@ -227,7 +230,8 @@ class _CircleBuilder:
 
     def _moments(self, timeline: Timeline) -> None:
         """Orders the starts and ends of jobs as simulator.pool.intervals does (rule 9)."""
-        spans, end = timeline.spans, timeline.boundaries[-1]
+        spans = timeline.spans
+        end = timeline.boundaries[-1]
         starts = [span.start_ns for span in spans]
         # An end precedes the first later span that starts at or after it; of several ends, compute's is last.
         following = [bisect_left(starts, span.end_ns, i + 1) for i, span in enumerate(spans)]
@@ -266,7 +270,8 @@ class _CircleBuilder:
 
     def _gap(self, j: int) -> tuple[tuple[int, int], Swap]:
         """Returns a copy's decision and the kernel (as ``_latest``) whose end issued it or opened its gap."""
-        span, candidates = self.jobs[j].span, []
+        span = self.jobs[j].span
+        candidates = []
         for d in self.schedule.moved:
             if d.tensor == span.index:
                 kernels = self.kernels[d.copied_at if span.kind == "swap_out" else d.after]
@@ -277,7 +282,9 @@ class _CircleBuilder:
 
     def _find_residencies(self, lives: Lifetimes, packing: Packing) -> None:
         """Finds the blocks that each job places and the jobs that free that memory before."""
-        schedule, blocks, gaps = self.schedule, lives.intervals, self.schedule.gaps_of_blocks
+        schedule = self.schedule
+        blocks = lives.intervals
+        gaps = self.schedule.gaps_of_blocks
         step_of = dict(zip(self.compute, schedule.steps, strict=True))
         placements: dict[int, list[tuple[int, int]]] = {}  # block -> (placing job, number of earlier gaps)
         for j, job in enumerate(self.jobs):
@@ -307,7 +314,8 @@ class _CircleBuilder:
             self.residencies.append(Residency(block, b, j, tuple((int(f < j), f) for f in ends(b, index)), crosses))
             self.placed[j].append(self.residencies[-1])
         self.freed_by: list[set[int]] = [set() for _ in self.jobs]  # jobs that free the memory of each job's blocks
-        lower, upper = packing.offsets, packing.offsets + blocks.nbytes
+        lower = packing.offsets
+        upper = packing.offsets + blocks.nbytes
         for i, entry in enumerate(self.residencies):
             if entry.begin is not None:
                 shared = np.flatnonzero((lower < upper[i]) & (lower[i] < upper))
@@ -352,14 +360,17 @@ class _CircleBuilder:
             for j, job in enumerate(self.jobs):
                 job.waits = []
                 for rounds, i in sorted(self._required_jobs(j, sync), reverse=True):
-                    key, number = (self.streams[j], self.streams[i]), rounds * count + i
+                    key = (self.streams[j], self.streams[i])
+                    number = rounds * count + i
                     if key[0] != key[1] and number > waited.get(key, -4 * count):
                         waited[key] = number
                         job.waits.append((-rounds, i))
 
     def _required_jobs(self, j: int, sync: list[int]) -> set[tuple[int, int]]:
         """Returns the jobs that job ``j`` waits for (list at the top of the module), as ``_latest``."""
-        kind, position, t = self.jobs[j].span.kind, self.begins[j], self.jobs[j].span.index
+        kind = self.jobs[j].span.kind
+        position = self.begins[j]
+        t = self.jobs[j].span.index
         required = {self._latest([i], position) for i in self.freed_by[j]}
         if kind == "swap_out":
             required.add(self.gap[j][0])

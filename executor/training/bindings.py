@@ -23,8 +23,12 @@ class Binding(UserTensor):
     """A user's tensor bound to a placeholder of the captured graph."""
 
     def __init__(self, captured: Captured, i: int):
-        self.node, self.name, self.home = captured.placeholders[i], captured.names[i], captured.homes[i]
-        self.source, self.tensor, self.layout = captured.sources[i], captured.values[self.node], layout_of(captured, i)
+        self.node = captured.placeholders[i]
+        self.name = captured.names[i]
+        self.home = captured.homes[i]
+        self.source = captured.sources[i]
+        self.tensor = captured.values[self.node]
+        self.layout = layout_of(captured, i)
         self.user = self.device_tensor = self.visible = None  # type: ignore[assignment]
         self.block: Block | None = None  # set if the plan swaps the tensor
 
@@ -63,7 +67,8 @@ class Binding(UserTensor):
         compare(self.name, now, self.node, *self.layout)
         if self.block and now.untyped_storage().nbytes() != nbytes:
             raise StepError(f"{self.name} is part of other memory than at the capture; capture the step again")
-        self.user, self.device_tensor = now, now.detach()
+        self.user = now
+        self.device_tensor = now.detach()
         self.visible = self.device_tensor
 
     def _may_be_on_host(self) -> bool:
@@ -86,7 +91,8 @@ def inputs_of(captured: Captured) -> set[int]:
 
 def layout_of(captured: Captured, i: int) -> tuple[torch.device, int | None]:
     """Returns the expected device of a placeholder's tensor, and its storage offset if the graph depends on it."""
-    node, source = captured.placeholders[i], captured.sources[i]
+    node = captured.placeholders[i]
+    source = captured.sources[i]
     absolute = any(user.target is torch.ops.aten.as_strided.default for user in node.users)
     return captured.devices[i], source.storage_offset() if absolute and source is not None else None
 
@@ -146,8 +152,11 @@ def check_settings(captured: Captured) -> None:
                     )
 
 
-_TRAINING, _CHILDREN = attrgetter("training"), attrgetter("_modules")
-_GRAD, _REQUIRES_GRAD, _HOOKS = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_backward_hooks")
+_TRAINING = attrgetter("training")
+_CHILDREN = attrgetter("_modules")
+_GRAD = attrgetter("grad")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_HOOKS = attrgetter("_backward_hooks")
 
 
 class ChangeDetector:
@@ -184,7 +193,8 @@ class ChangeDetector:
         self.requires_grad = list(map(_REQUIRES_GRAD, self.parameters))
         self.modules = [module for module, _, _ in captured.modules]
         self.modes, self.children = list(map(_TRAINING, self.modules)), list(map(_CHILDREN, self.modules))
-        self.module_hooks, self.n_hooks = hooks_of(self.modules), captured.hooks
+        self.module_hooks = hooks_of(self.modules)
+        self.n_hooks = captured.hooks
         self.parameter_hooks = list(map(_HOOKS, self.parameters))
         self.submodules = tuple(chain.from_iterable(children for _, _, children in captured.modules))
 
@@ -247,7 +257,8 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
     """
     if b.home is None or not isinstance(b.home.container, Optimizer) or not isinstance(b.home.key[0], Tensor):
         raise StepError(f"{b.name} is not where it was at the capture; capture the step again")
-    optimizer, param = b.home.container, b.home.key[0]
+    optimizer = b.home.container
+    param = b.home.key[0]
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
     if group.get("dampening") and group.get("momentum"):
         raise StepError("SGD with dampening uses its first gradient undamped: run the first step eagerly")
@@ -258,7 +269,8 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
     attributes = dict(vars(optimizer))
     recorded: defaultdict[Any, _FirstValues] = defaultdict(_FirstValues)
     try:
-        optimizer.param_groups, optimizer.state = [{**group, "params": [probe]}], recorded
+        optimizer.param_groups = [{**group, "params": [probe]}]
+        optimizer.state = recorded
         step_without_hooks(optimizer)
     finally:
         vars(optimizer).clear()

@@ -35,7 +35,8 @@ RUNS = 2
 SMALL_FLOPS = 10**8  # smaller steps are checked on the whole batch: a second capture would take longer
 # Tolerance where kernels do not repeat their results: a multiple of the largest difference between two eager runs,
 # which itself is noise only if it is small beside the largest value.
-SPREAD, NOISE = 4, 0.01
+SPREAD = 4
+NOISE = 0.01
 PEAK_TOLERANCE = 0.01, 4096  # relative, bytes
 # Attributes that a planned step does not update and that no result depends on.
 _NOT_COMPARED = FLAGS | {"_step_count", "training"}
@@ -53,7 +54,8 @@ def check(captured: Captured) -> None:
     """
     if captured.python.unrepeatable or any(d.type == "meta" for d in captured.devices):
         return
-    source, args = captured.source, captured.source.args
+    source = captured.source
+    args = captured.source.args
     if any(isinstance(x, Tensor) and x.device.type == "meta" for x in (*captured.sources, *flatten(args)[0])):
         return
     reduced = captured
@@ -97,7 +99,9 @@ class _Comparison:
     """The user's step and its captured counterpart, both on the user's objects."""
 
     def __init__(self, captured: Captured, args: Any) -> None:
-        self.captured, self.args, self.step = captured, args, captured.source.step
+        self.captured = captured
+        self.args = args
+        self.step = captured.source.step
         self.roots = (*captured.source.roots, (args, ""))
         self.device = device_of(captured)
 
@@ -133,7 +137,8 @@ class _Comparison:
             return difference(a, b) <= tolerance
 
         for name in dict.fromkeys((*eager.state, *planned.state)):
-            a, b = eager.state.get(name), planned.state.get(name)
+            a = eager.state.get(name)
+            b = planned.state.get(name)
             if self.captured.skippable and ".state." in name and a is None:
                 continue  # a GradScaler has skipped the update that would create it
             if not agree(a, b):
@@ -147,7 +152,8 @@ class _Comparison:
                     f"result {i} of the captured step differs from the eager step ({_diff(a, b)}): the step reads "
                     "a value that was not captured; pass it as an argument, or set check=False"
                 )
-        expected, (relative, nbytes) = self.captured.program.peak_bytes, PEAK_TOLERANCE
+        expected = self.captured.program.peak_bytes
+        (relative, nbytes) = PEAK_TOLERANCE
         if eager.peak and abs(eager.peak - expected) > max(relative * expected, nbytes):
             warnings.warn(
                 f"the step's peak is {eager.peak:,} bytes by PyTorch's MemTracker and {expected:,} by the capture: a "
@@ -181,7 +187,8 @@ class _Comparison:
 
     def observe(self) -> Iterator[tuple[str, Any]]:
         """Yields every reachable tensor and Python value with its path."""
-        reach, seen = self.reach(), dict[str, int]()
+        reach = self.reach()
+        seen = dict[str, int]()
         for owner in reach.owners.values():
             for key, value in owner.content().items():
                 named = key in reach.code.names and key not in _NOT_COMPARED
@@ -256,7 +263,8 @@ def difference(a: Any, b: Any) -> float:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype):
         return math.inf
     wide = torch.complex128 if a.is_complex() else torch.float64
-    x, y = a.to(wide), b.to(wide)
+    x = a.to(wide)
+    y = b.to(wide)
     gap = (x - y).abs().masked_fill((x == y) | (x.isnan() & y.isnan()), 0)
     return float(gap.nan_to_num(math.inf).max())
 
@@ -301,7 +309,8 @@ def memory_tracker() -> Any:
 @contextmanager
 def _tracker(comparison: _Comparison, batch: list[Any]) -> Iterator[Any]:
     """Yields a memory tracker that covers the models, their optimizers and the batch."""
-    tracker, reach = memory_tracker(), comparison.reach()
+    tracker = memory_tracker()
+    reach = comparison.reach()
     owned = [t for owner in reach.owners.values() for t in owner.content().values() if isinstance(t, Tensor)]
     submodules = {id(m) for module in reach.modules for m in module.children()}
     tracker.track_external(
@@ -316,7 +325,8 @@ def _tracker(comparison: _Comparison, batch: list[Any]) -> Iterator[Any]:
 class _NoModules(nullcontext[None]):
     """Placeholder for MemTracker's hooks."""
 
-    is_bw, parents = False, frozenset({"Global"})
+    is_bw = False
+    parents = frozenset({"Global"})
 
     def register_user_hooks(self, *_: Any) -> None: ...
 

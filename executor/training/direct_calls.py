@@ -40,7 +40,9 @@ class _Dispatched(BaseException):
     """Raised with the first dispatched operator, before it runs."""
 
     def __init__(self, target: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-        self.target, self.call_args, self.options = target, args, options
+        self.target = target
+        self.call_args = args
+        self.options = options
 
 
 class _RaiseDispatched(TorchDispatchMode):

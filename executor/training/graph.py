@@ -42,7 +42,9 @@ from simulator.compiled.encoding import Ints
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.packed import pack_within
 
-CAPTURES, REPLAYS_PER_CAPTURE = 3, 100  # captures always allowed; replays that allow one more capture
+# captures always allowed; replays that allow one more capture
+CAPTURES = 3
+REPLAYS_PER_CAPTURE = 100
 SEGMENT = 20 << 20  # bytes by which PyTorch may round up a request
 ADDRESSES = 1 << 32  # bytes of extra address space in a dry capture
 UNDONE = "a replay cannot be undone"
@@ -88,7 +90,9 @@ def not_by_default(captured: Captured, undo: bool) -> str | None:
 
 def graph_refusal(captured: Captured, calls: Calls, undo: bool) -> str | None:
     """Returns why the step cannot be captured as a graph, or None if it can."""
-    schedule, device, inputs = calls.schedule, device_of(captured), inputs_of(captured)
+    schedule = calls.schedule
+    device = device_of(captured)
+    inputs = inputs_of(captured)
     program = schedule.program
     if captured.returned.gradients:
         return "a graph copies its outputs, and so would copy the kept gradients"
@@ -157,7 +161,10 @@ class GraphStep:
     """
 
     def __init__(self, step: StepState, limit: int, always_recapture: bool = True) -> None:
-        self._step, self._limit, self.always_recapture, self._replays = step, limit, always_recapture, 0
+        self._step = step
+        self._limit = limit
+        self.always_recapture = always_recapture
+        self._replays = 0
         self.captures = self.peak_bytes = 0
         self.graph: Graph | None = None
         self.is_warm = False
@@ -205,7 +212,9 @@ class GraphStep:
             return [output.clone() for output in self.graph.outputs]
 
     def _capture(self, batch: dict[fx.Node, Tensor]) -> None:
-        step, blocks, values = self._step, self._step.blocks.blocks, self._step.captured.values
+        step = self._step
+        blocks = self._step.blocks.blocks
+        values = self._step.captured.values
         self._slots = {node: tensor.detach().clone() for node, tensor in batch.items()}
         swapped = {node: blocks[values[node]] for node in batch if values.get(node) in blocks}
         for node, block in swapped.items():
@@ -227,7 +236,9 @@ class GraphStep:
         finally:  # kernel-by-kernel steps use the caller's batch
             for block in swapped.values():
                 step.blocks.used += block.nbytes * (block.place is Place.HOST)
-                block.place, block.storage, block.bytes = Place.DEVICE, None, None
+                block.place = Place.DEVICE
+                block.storage = None
+                block.bytes = None
                 block.valid = block.is_shown = False
         for node in batch.keys() & swapped.keys():
             if values[node] in on_host(step):  # the replay swaps it in from there
@@ -252,7 +263,8 @@ class GraphStep:
 
     def _table(self) -> list[Any]:
         """Returns the table of values before the first kernel."""
-        step, table = self._step, self._step.table.copy()
+        step = self._step
+        table = self._step.table.copy()
         for node, slot in self._slots.items():
             table[step.calls.slots[node]] = slot
         for out, function, get, options in step.whole.first:
@@ -261,7 +273,9 @@ class GraphStep:
 
     def close(self) -> None:
         """Frees the graph's memory; the next step is captured again."""
-        graph, self.graph, self._checked = self.graph, None, None
+        graph = self.graph
+        self.graph = None
+        self._checked = None
         if graph is not None:
             graph.close()
 
@@ -273,7 +287,8 @@ def on_host(step: StepState) -> set[int]:
 
 def swap_out(step: StepState, candidates: Iterable[Block]) -> None:
     """Moves tensors to the host and shows the host copies to the user; the copies may be in flight."""
-    blocks, moved = step.blocks, [block for block in candidates if block.place is Place.DEVICE]
+    blocks = step.blocks
+    moved = [block for block in candidates if block.place is Place.DEVICE]
     if moved:
         blocks.engines.begin()
     for block in moved:
@@ -342,7 +357,8 @@ class _Capture:
             table.clear()
             self.abandon(step)
             raise NoGraph(f"the step cannot be captured: {reason}") from error
-        blocks.allocate, blocks.values = Block.allocate, []
+        blocks.allocate = Block.allocate
+        blocks.values = []
 
     def _take(self, block: Block) -> None:
         """Allocates the memory of a swapped block from a new pool."""
@@ -352,7 +368,9 @@ class _Capture:
     def abandon(self, step: StepState) -> None:
         """Frees all memory and leaves swapped persistent tensors on the host."""
         blocks = step.blocks
-        blocks.allocate, blocks.values, blocks.used = Block.allocate, [], blocks.total
+        blocks.allocate = Block.allocate
+        blocks.values = []
+        blocks.used = blocks.total
         for block in blocks.blocks.values():
             block.place = Place.DEVICE
             if not block.persistent:
@@ -360,7 +378,8 @@ class _Capture:
                 continue
             if block.storage is not None and block.storage.nbytes():
                 block.storage.resize_(0)
-            block.place, block.valid = Place.HOST, True
+            block.place = Place.HOST
+            block.valid = True
             blocks.used -= block.nbytes
             block.show()
         self.outputs.clear()
@@ -419,12 +438,17 @@ class Dry:
         """Lifetimes of the requests on a circle; the second of two twins has zero bytes."""
         requests = self.requests
         period = max(requests.length, 1)
-        lower, upper, nbytes = requests.begin.copy(), requests.end.copy(), requests.nbytes.copy()
+        lower = requests.begin.copy()
+        upper = requests.end.copy()
+        nbytes = requests.nbytes.copy()
         for first, last in self.twins:
             if first == last:
-                lower[first], upper[first] = 0, period
+                lower[first] = 0
+                upper[first] = period
             else:  # from its last swap-in across the boundary to its first swap-out
-                lower[first], upper[first], nbytes[last] = lower[last], period + upper[first], 0
+                lower[first] = lower[last]
+                upper[first] = period + upper[first]
+                nbytes[last] = 0
         return Intervals(lower, upper, nbytes, period)
 
     def answers(self, packing: Packing, base: int) -> Ints:
@@ -491,7 +515,8 @@ def _release_graph(graph: Any, memory: GraphMemory, outputs: list[Tensor], resid
     outputs.clear()
     with _disable_current_modes():  # the garbage collector may call this
         for tensor in resident:
-            storage, content = tensor.untyped_storage(), tensor.clone()
+            storage = tensor.untyped_storage()
+            content = tensor.clone()
             storage.resize_(0)
             storage.resize_(content.nbytes)
             tensor.copy_(content)

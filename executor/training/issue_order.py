@@ -116,8 +116,11 @@ class _IssueBuilder:
     """Walk over iterations item by item; items and kernels are numbered consecutively across iterations."""
 
     def __init__(self, schedule: Schedule, limit: int, graph: bool):
-        self.schedule, self.limit, self.graph = schedule, limit, graph
-        self.program, self.steps = schedule.program, schedule.steps
+        self.schedule = schedule
+        self.limit = limit
+        self.graph = graph
+        self.program = schedule.program
+        self.steps = schedule.steps
         self.residency = np.array(schedule.residency, np.int64)
         self.size = [t.nbytes for t in self.program.tensors]
         self.n = len(self.program.kernels)
@@ -165,11 +168,13 @@ class _IssueBuilder:
         ``lead``: distance from the item before which the swap-in is issued to the first item that waits for it.
         """
         compute = [s for s in timeline.spans if s.stream == "compute"]
-        starts, ends = [s.start_ns for s in compute], [s.end_ns for s in compute]
+        starts = [s.start_ns for s in compute]
+        ends = [s.end_ns for s in compute]
         starts += [s + timeline.iteration_ns for s in starts[-len(self.steps) :]]  # one more iteration
         self.reclaim_distance: dict[Swap, int] = {}
         self.lead: dict[Swap, int] = {}
-        gaps, count = self.schedule.gaps_of_blocks, Counter[tuple[int, bool]]()
+        gaps = self.schedule.gaps_of_blocks
+        count = Counter[tuple[int, bool]]()
         for event in timeline.events:
             if (swaps := gaps.get(event.block)) is None:
                 continue
@@ -180,7 +185,8 @@ class _IssueBuilder:
             count[event.block, is_swap_in] += 1
             if gap == len(swaps):
                 continue
-            d, item = swaps[gap], bisect_left(starts, event.time_ns)
+            d = swaps[gap]
+            item = bisect_left(starts, event.time_ns)
             if not is_swap_in:
                 self.reclaim_distance[d] = item - iteration * len(self.steps) - self.schedule.step_of(d.after)
                 continue
@@ -268,7 +274,8 @@ class _IssueBuilder:
                 self._swap_in(t, before)
             peak = max(peak, self.used)
             for t in sorted(self.evicted, key=lambda t: (self.needed_at[t], t)):
-                d, kernel = self.evicted[t], self.needed_at[t]
+                d = self.evicted[t]
+                kernel = self.needed_at[t]
                 if self.clock < self._first_wait(t, kernel) - self.lead.get(d, 0) or (self.barrier and kernel >= end):
                     continue
                 if not self._fits(t, charged):

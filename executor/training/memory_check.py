@@ -51,7 +51,8 @@ class FirstStepObserver:
     """
 
     def __init__(self, state: StepState) -> None:
-        self._state, self.is_done = state, False
+        self._state = state
+        self.is_done = False
         self._differing: dict[str, tuple[int, int]] = {}
         self._before: dict[str, Any] | None = None
         self._others = self._peak_bytes = self._ledger_bytes = 0
@@ -62,14 +63,16 @@ class FirstStepObserver:
 
     def begin(self) -> None:
         """Starts observing a step."""
-        state, self._differing = self._state, {}
+        state = self._state
+        self._differing = {}
         for b in state.bindings:
             if b.block is None:
                 self._compare(b.name, b.device_tensor, state.order.program.tensors[b.tensor].nbytes)
         self._before = allocator_stats(state.device)
         if self._before is not None:
             self._others = self._before["allocated_bytes.all.current"] - state.blocks.used
-        self._peak_bytes, self._ledger_bytes = 0, state.blocks.used
+        self._peak_bytes = 0
+        self._ledger_bytes = state.blocks.used
 
     def _compare(self, name: str, tensor: Tensor, nbytes: int) -> None:
         real = tensor.untyped_storage().nbytes()
@@ -77,7 +80,9 @@ class FirstStepObserver:
             self._differing.setdefault(name, (real, nbytes))
 
     def _observe(self, table: list[Any], i: int) -> Any:
-        order, calls, used = self._state.order, self._state.calls, self._state.blocks.used
+        order = self._state.order
+        calls = self._state.calls
+        used = self._state.blocks.used
         for b in order.items[i].step.allocates:
             owner = order.schedule.blocks[b].owner
             for value in (table[slot] for slot in calls.slots_of_block.get(b, ()) if owner >= 0):
@@ -109,7 +114,8 @@ class FirstStepObserver:
                 f"has {real:,} and not {nbytes:,} bytes; the limit holds only in bytes of the program",
                 stacklevel=3,
             )
-        now, before = allocator_stats(self._state.device), self._before
+        now = allocator_stats(self._state.device)
+        before = self._before
         if before is None or now is None:
             return None, self._differing
         if now["allocated_bytes.all.peak"] > before["allocated_bytes.all.peak"]:  # includes peaks within kernels

@@ -64,7 +64,9 @@ class Block:
     """
 
     def __init__(self, name: str, nbytes: int, persistent: bool):
-        self.name, self.nbytes, self.persistent = name, nbytes, persistent
+        self.name = name
+        self.nbytes = nbytes
+        self.persistent = persistent
         self.host: Any = None
         self.place = Place.DEVICE
         self.storage: torch.UntypedStorage | None = None
@@ -121,9 +123,13 @@ class Blocks:
     """
 
     def __init__(self, engines: Engines, blocks: dict[int, Block], total: int):
-        self.engines, self.blocks, self.total, self.used = engines, blocks, total, total
+        self.engines = engines
+        self.blocks = blocks
+        self.total = total
+        self.used = total
         for block in blocks.values():
-            block.out_event, block.in_event = engines.event(), engines.event()
+            block.out_event = engines.event()
+            block.in_event = engines.event()
         self.values: list[Any] = []
         self.allocate: Callable[[Block], None] = Block.allocate
         self.tolerant = False
@@ -150,7 +156,8 @@ class Blocks:
 
     def swap_out(self, block: Block) -> None:
         """Starts the copy to the host; the tensor stays usable until ``reclaim``."""
-        block.event, block.valid = block.out_event, False
+        block.event = block.out_event
+        block.valid = False
         try:
             if not block.absent:
                 self.engines.copy_out(block.host, block.bytes, block.out_event)  # type: ignore[arg-type]
@@ -197,7 +204,8 @@ class Blocks:
             return
         self.allocate(block)
         self.used += block.nbytes
-        block.place, block.event = Place.IN, block.in_event
+        block.place = Place.IN
+        block.event = block.in_event
         try:
             self.engines.copy_in(block.bytes, block.host, block.in_event)  # type: ignore[arg-type]
         except TransferError as error:
@@ -295,7 +303,9 @@ class Blocks:
         self.used = self.total
         for t, block in self.blocks.items():
             if not block.persistent:
-                block.place, block.storage, block.bytes = Place.DEVICE, None, None
+                block.place = Place.DEVICE
+                block.storage = None
+                block.bytes = None
             elif block.place is Place.HOST and t in on_host:
                 self.used -= block.nbytes
             elif block.place in (Place.HOST, Place.IN):
@@ -343,7 +353,9 @@ class HostMemory:
     """
 
     def __init__(self, blocks: Blocks, places: dict[int, int], device: torch.device) -> None:
-        self._blocks, self._places, self._device = blocks, places, device
+        self._blocks = blocks
+        self._places = places
+        self._device = device
         self.copies: list[tuple[Tensor, UserTensor]] = []
         self.bindings: list[UserTensor] = []
         self.undo: list[tuple[list[Tensor], list[UserTensor]]] = []
@@ -351,7 +363,9 @@ class HostMemory:
 
     def allocate(self) -> None:
         """Allocates the memory; raises StepError, with nothing allocated, if the host has too little."""
-        blocks, rest, message = self._blocks.blocks, self.bindings, "the plan cannot be run"
+        blocks = self._blocks.blocks
+        rest = self.bindings
+        message = "the plan cannot be run"
         try:
             places = slab(self._blocks.engines, [b.nbytes for b in blocks.values()], [self._places[t] for t in blocks])
             message = "the host has no memory to undo a step"
@@ -375,7 +389,8 @@ class HostMemory:
         """Frees the memory; it must hold no content, and no copy may use it before the next ``allocate``."""
         for block in self._blocks.blocks.values():
             block.host = None
-        self.undo, self.is_allocated = [], False
+        self.undo = []
+        self.is_allocated = False
 
 
 def slab(engines: Engines, sizes: Sequence[int], offsets: Sequence[int]) -> list[Tensor]:

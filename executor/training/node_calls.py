@@ -54,7 +54,9 @@ class Calls:
     """
 
     def __init__(self, captured: Captured, schedule: Schedule):
-        self.captured, self.schedule, self.values = captured, schedule, captured.values
+        self.captured = captured
+        self.schedule = schedule
+        self.values = captured.values
         self.slots: dict[fx.Node, int] = {}
         self.table: list[Any] = []
         self.fixed: list[Call] = []
@@ -149,7 +151,9 @@ class Calls:
         """Assigns slots and the kernel after which each node is called; -1 if it needs only persistent tensors."""
         kernel_of = {node: k for k, nodes in enumerate(self.captured.nodes) for node in nodes}
         left_out = {node for k in self.captured.skippable for node in self.captured.nodes[k]}
-        leaves, parts, idle = self.captured.leaves, len(self.first), _idle_nodes(self.captured, self._aliases)
+        leaves = self.captured.leaves
+        parts = len(self.first)
+        idle = _idle_nodes(self.captured, self._aliases)
         batch = {leaf for leaf in leaves if isinstance(leaf, fx.Node)}
         # The last micro-batch whose tensors a node needs.
         part = {leaf: i * parts // len(leaves) for i, leaf in reversed([*enumerate(leaves)]) if leaf in batch}
@@ -231,9 +235,11 @@ class Calls:
         args: Sequence[Any] = node.args
         if isinstance(function, OpOverload):
             metas, kwargs = map_arg((args, dict(node.kwargs)), self._stand_in)
-            target, function = function, direct(function, metas, kwargs)
+            target = function
+            function = direct(function, metas, kwargs)
             if len(args) == 2 and target in SIZES and (spread := direct(target, metas, kwargs, (metas[0], *metas[1]))):
-                function, args = spread, (args[0], *node.args[1])  # type: ignore[misc]
+                function = spread
+                args = (args[0], *node.args[1])
         numbers = [key for key, value in node.kwargs.items() if isinstance(value, fx.Node) and value in self._numbers]
         keys = [key for key, value in node.kwargs.items() if isinstance(value, fx.Node) and key not in numbers]
         options = {

@@ -110,7 +110,8 @@ class PlannedStep:
     ) -> None:
         if captured.python.unrepeatable:
             raise StepError(captured.python.unrepeatable)
-        self.captured, self.plan = captured, plan
+        self.captured = captured
+        self.plan = plan
         machine = machine or Machine.load(plan.machine or "gtx1080ti")
         self.limit = limit or plan.limit or captured.program.peak_bytes
         self.not_graph = "graph=False" if graph is False else None if graph else not_by_default(captured, undo)
@@ -127,7 +128,9 @@ class PlannedStep:
         self.order = order(schedule, timeline, self.not_graph is None)
         self.state = StepState(captured, self.order, calls, graph=self.not_graph is None)
         self.program: Program = self.order.program
-        self.calls, self.device, self.pinned_bytes = self.state.calls, self.state.device, self.state.pinned_bytes
+        self.calls = self.state.calls
+        self.device = self.state.device
+        self.pinned_bytes = self.state.pinned_bytes
         self._observer = FirstStepObserver(self.state)
         self.peak_bytes = 0
         self.allocator: Allocator | None = None
@@ -157,7 +160,8 @@ class PlannedStep:
         late = {t for kernel in self.program.kernels for t in kernel.outputs} - state.early if undo_all else set()
         early = [b for b in state.bindings if b.tensor in state.early]
         later = [b for b in state.bindings if b.tensor in late]
-        state.host.copies, state.host.bindings = [(torch.empty_like(b.device_tensor), b) for b in early], list(later)
+        state.host.copies = [(torch.empty_like(b.device_tensor), b) for b in early]
+        state.host.bindings = list(later)
         self._undoes_swapped = any(b.block for b in (*early, *later))
 
     # ------------------------------------------------------------------------------------ binding
@@ -201,7 +205,8 @@ class PlannedStep:
             for b in changed:
                 b.user = None  # type: ignore[assignment]  # the next step binds it again
             raise
-        state.table, self._numbers = self.calls.table.copy(), []
+        state.table = self.calls.table.copy()
+        self._numbers = []
         for b in state.bindings:
             state.table[self.calls.slots[b.node]] = b.device_tensor
         with torch.no_grad():
@@ -210,7 +215,8 @@ class PlannedStep:
 
     def _read_numbers(self) -> None:
         """Reads the current optimizer numbers, such as learning rates."""
-        numbers, table = self.captured.numbers, self.state.table
+        numbers = self.captured.numbers
+        table = self.state.table
         current = {option: option() for option in numbers.options}
         typed_values = [(type(value), value) for value in current.values()]
         if typed_values == self._numbers:
@@ -227,7 +233,8 @@ class PlannedStep:
         self._numbers = typed_values
 
     def _bind_tensors(self, changed: list[Binding]) -> None:
-        blocks, bindings = self.state.blocks, self.state.bindings
+        blocks = self.state.blocks
+        bindings = self.state.bindings
         for b in changed:
             if b.current() is None:
                 create_state(b, bindings)
@@ -242,7 +249,9 @@ class PlannedStep:
             if block := blocks.blocks.get(t):
                 if block.place is Place.HOST:  # the host copy is no longer the user's
                     blocks.used += block.nbytes
-                block.place, block.is_shown, block.users = Place.DEVICE, False, groups[t]
+                block.place = Place.DEVICE
+                block.is_shown = False
+                block.users = groups[t]
                 block.adopt()
         if self.graph:  # the step will be captured again
             self.graph.close()
@@ -273,7 +282,10 @@ class PlannedStep:
         """
         state = self.state
         part, batch = state.match_batch(args)
-        blocks, progress, commit, peak = state.blocks, state.progress, state.commit, self.peak_bytes
+        blocks = state.blocks
+        progress = state.progress
+        commit = state.commit
+        peak = self.peak_bytes
         if progress.done:
             check_model(self.captured, self._parameters)
             check_settings(self.captured)
@@ -291,7 +303,8 @@ class PlannedStep:
                     if not self._falls_back(error):
                         raise
             blocks.values = state.table.copy()
-        table, index = blocks.values, part.begin - 1
+        table = blocks.values
+        index = part.begin - 1
         with Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             try:
                 self._begin(part, batch, table)
@@ -315,7 +328,8 @@ class PlannedStep:
                     blocks.used -= freed
                     for act, t in after:
                         act(t)
-                is_last, loss = part.end == len(state.work), progress.loss if progress.by_micro_batch else None
+                is_last = part.end == len(state.work)
+                loss = progress.loss if progress.by_micro_batch else None
                 outputs = [table[slot] for slot in self.calls.outputs] if is_last else []
                 if not is_last:
                     progress.pause(part, state.parts[progress.done + 1])
@@ -339,7 +353,8 @@ class PlannedStep:
         if self.graph is None or self.graph.always_recapture:
             return False
         self.graph.close()
-        self.not_graph, self.graph = str(error), None
+        self.not_graph = str(error)
+        self.graph = None
         warnings.warn(f"from now on the step runs kernel by kernel: {error}", stacklevel=3)
         return True
 
@@ -376,7 +391,9 @@ class PlannedStep:
 
     def _begin(self, part: Part, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
         """Snapshots undo state, binds the batch and applies the initial tensor placement."""
-        state, blocks, progress = self.state, self.state.blocks.blocks, self.state.progress
+        state = self.state
+        blocks = self.state.blocks.blocks
+        progress = self.state.progress
         is_first = progress.done == 0
         if is_first:
             state.random.save(BEGIN)
@@ -410,14 +427,16 @@ class PlannedStep:
 
     def _report(self, outcome: str) -> None:
         """Raises StepError if copies have failed without loss of content."""
-        faults, self.state.blocks.faults = self.state.blocks.faults, []
+        faults = self.state.blocks.faults
+        self.state.blocks.faults = []
         if faults:
             raise StepError(f"{faults[0]}; {outcome}")
 
     @torch.no_grad()
     def _fail(self, index: int, part: Part, error: BaseException) -> None:
         """Undoes a failed step if possible; raises StepError unless the step was interrupted."""
-        state, subject = self.state, "the step"
+        state = self.state
+        subject = "the step"
         if index >= part.begin:
             k = self.order.items[index].step.kernel
             subject = f"kernel {k} ({self.program.kernels[k].name})"
@@ -439,11 +458,13 @@ class PlannedStep:
 
     def _undo(self, has_begun: bool, restore: bool) -> None:
         """Abandons the current step: ends copies, frees memory and, with ``restore``, restores the model."""
-        state, blocks = self.state, self.state.blocks
+        state = self.state
+        blocks = self.state.blocks
         blocks.values.clear()
         state.progress.end()
         try:
-            blocks.tolerant, blocks.faults = False, []
+            blocks.tolerant = False
+            blocks.faults = []
             blocks.drain(self.order.start.keys() - state.inputs)
             blocks.settle()
             if restore:

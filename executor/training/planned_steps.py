@@ -89,14 +89,13 @@ class PlannedSteps:
         for name, value in (("keep", keep), ("accumulate", accumulate)):
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
-        self.parts, self.machine, self.planner, self.keep, self.undo = (
-            (model, loss_fn, optimizer),
-            machine,
-            planner,
-            keep,
-            undo,
-        )
-        self.accumulate, self.options = accumulate, options
+        self.parts = (model, loss_fn, optimizer)
+        self.machine = machine
+        self.planner = planner
+        self.keep = keep
+        self.undo = undo
+        self.accumulate = accumulate
+        self.options = options
         self._requested_limit = limit
         self.limit: int | None = None
         self.steps: dict[tuple[Form, ...], PlannedStep] = {}
@@ -132,9 +131,11 @@ class PlannedSteps:
         form = _form(batch)
         if not (self._is_announced or self.in_progress):
             self._select_step((batch,) * self.accumulate)
-        step, was_announced = self._current, self._is_announced
+        step = self._current
+        was_announced = self._is_announced
         assert step is not None
-        done, forms = step.done, next(reversed(self.steps))
+        done = step.done
+        forms = next(reversed(self.steps))
         try:
             loss = step(*batch)
         except StepError as error:

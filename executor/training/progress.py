@@ -23,7 +23,9 @@ from executor.training.node_calls import Call, Calls
 
 # Keys of random states besides kernels: restored by an undo; before the step or the current micro-batch; before a
 # kernel is recomputed.
-UNDO, BEGIN, NOW = -3, -2, -1
+UNDO = -3
+BEGIN = -2
+NOW = -1
 
 
 @dataclass
@@ -68,7 +70,8 @@ def parts(captured: Captured, order: Order, calls: Calls, random_keys: dict[int,
         slots = [slot for node, slot in calls.slots.items() if captured.values.get(node) in tensors - read_later]
         return Part(begin, end, leaves, tensors, slots, read_later, first)
 
-    n, count = len(order.items), len(captured.leaves)
+    n = len(order.items)
+    count = len(captured.leaves)
     whole = part(0, n, range(count), [call for first in calls.first for call in first])
     ends = [order.schedule.first[micro.end] for micro in captured.micro[:-1]]
     count_per_part = count // (len(ends) + 1)
@@ -77,7 +80,8 @@ def parts(captured: Captured, order: Order, calls: Calls, random_keys: dict[int,
         for i, (begin, end) in enumerate(pairwise([0, *ends, n]))
     ]
     for micro, (before, after) in zip(captured.micro, pairwise(micro_parts), strict=False):
-        after.random, before.restores_random = random_keys.get(micro.draw_kernel, BEGIN), micro.is_reset
+        after.random = random_keys.get(micro.draw_kernel, BEGIN)
+        before.restores_random = micro.is_reset
     return whole, micro_parts
 
 
@@ -130,8 +134,11 @@ class Progress:
     """
 
     def __init__(self, blocks: Blocks, random: Random) -> None:
-        self._blocks, self._random = blocks, random
-        self.done, self.by_micro_batch, self.absent = 0, False, set[int]()
+        self._blocks = blocks
+        self._random = random
+        self.done = 0
+        self.by_micro_batch = False
+        self.absent = set[int]()
         self.loss: Tensor | None = None
         self.needed_batches: list[tuple[Tensor, int]] = []
         self._grad_mode = False
@@ -167,9 +174,14 @@ class Progress:
 
     def end(self) -> None:
         """Resets the progress after a finished or abandoned step."""
-        self.done, self.by_micro_batch, self.loss, self._shown_blocks, self.needed_batches = 0, False, None, [], []
+        self.done = 0
+        self.by_micro_batch = False
+        self.loss = None
+        self._shown_blocks = []
+        self.needed_batches = []
         for block in map(self._blocks.blocks.__getitem__, self.absent):
-            block.place, block.absent = Place.DEVICE, False
+            block.place = Place.DEVICE
+            block.absent = False
         self.absent.clear()
 
     # ---------------------------------------------------------------------------- absent batch tensors
@@ -184,8 +196,11 @@ class Progress:
         """Moves a tensor that has arrived on the device to the location that the plan has reached."""
         self.absent.discard(t)
         block = self._blocks.blocks[t]
-        planned, valid = block.place, block.valid
-        block.place, block.valid, block.absent = Place.DEVICE, False, False
+        planned = block.place
+        valid = block.valid
+        block.place = Place.DEVICE
+        block.valid = False
+        block.absent = False
         if planned is Place.HOST:
             self._blocks.used += block.nbytes
         if valid or planned is Place.OUT:
@@ -204,7 +219,8 @@ class Interrupt:
     """
 
     def __enter__(self) -> Interrupt:
-        self.stop, self.caught = False, None
+        self.stop = False
+        self.caught = None
         handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
         self.handler = handler if callable(handler) else None
         if self.handler:

@@ -56,7 +56,8 @@ class UpdateSkipper:
     """
 
     def __init__(self, blocks: Blocks, work: list[WorkItem]) -> None:
-        self._blocks, self._work = blocks, work
+        self._blocks = blocks
+        self._work = work
         self.calls: dict[int, tuple[Call, ...]] = {}  # item -> its calls if the update is skipped
         self._normal: dict[int, WorkItem] = {}
 
@@ -103,8 +104,12 @@ class StepState:
     """
 
     def __init__(self, captured: Captured, order: Order, calls: Calls, graph: bool) -> None:
-        self.captured, self.order, self.calls = captured, order, calls
-        self.device, self.inputs, tensors = device_of(captured), inputs_of(captured), order.program.tensors
+        self.captured = captured
+        self.order = order
+        self.calls = calls
+        self.device = device_of(captured)
+        self.inputs = inputs_of(captured)
+        tensors = order.program.tensors
         self.bindings = [
             Binding(captured, i)
             for i, node in enumerate(captured.placeholders)
@@ -139,8 +144,10 @@ class StepState:
 
     def _host_places(self, graph: bool) -> tuple[dict[int, int], int]:
         """Returns the offset in host memory of each swapped tensor, and the bytes in total."""
-        tensors, slots = self.order.program.tensors, self.order.host_slots(ALIGNMENT)
-        places, pinned = dict(slots.offsets), slots.footprint
+        tensors = self.order.program.tensors
+        slots = self.order.host_slots(ALIGNMENT)
+        places = dict(slots.offsets)
+        pinned = slots.footprint
         for t in places if graph else ():
             if tensors[t].persistent:
                 places[t] = pinned
@@ -163,14 +170,18 @@ class StepState:
         """Resets the state after a finished or undone step."""
         self.skipping.end()
         self.progress.end()
-        self.blocks.tolerant, self.blocks.values, self.undo_batch = False, [], []
+        self.blocks.tolerant = False
+        self.blocks.values = []
+        self.undo_batch = []
         for block in self.swapped_inputs():  # the caller's memory
             block.storage = block.bytes = None
 
     def match_batch(self, args: tuple[Any, ...]) -> tuple[Part, dict[fx.Node, Tensor]]:
         """Returns the part of the step to run and its batch by placeholder; raises StepError on a mismatch."""
         leaves, spec = flatten(args)
-        done, captured, part = self.progress.done, self.captured, self.whole
+        done = self.progress.done
+        captured = self.captured
+        part = self.whole
         if captured.micro and spec == captured.spec.child(0):
             part = self.parts[done]
         elif spec != captured.spec:
@@ -221,8 +232,12 @@ class StepState:
 
     def _fill(self, graph: bool, random_keys: dict[int, int]) -> None:
         """Fills the work list; ``random_keys`` maps a kernel to the key of the random state after it."""
-        order, calls, random, kernels = self.order, self.calls, self.random, self.order.program.kernels
-        draws, n = self.captured.draws, len(kernels)
+        order = self.order
+        calls = self.calls
+        random = self.random
+        kernels = self.order.program.kernels
+        draws = self.captured.draws
+        n = len(kernels)
         repeated = {item.step.kernel for item in order.items if item.step.again and calls.is_random(item.step.kernel)}
         starts = {k: random_keys.get(source, BEGIN) for k, source in draws.items() if k < n}
         end = random_keys.get(draws[n], BEGIN) if n in draws else None
@@ -230,7 +245,9 @@ class StepState:
         grad_mode = False
         for item, (step_calls, clear) in zip(order.items, calls.steps, strict=True):
             kernel = item.step.kernel
-            before, first, after = self._actions(item.before), list[Action](), self._actions(item.after)
+            before = self._actions(item.before)
+            first = list[Action]()
+            after = self._actions(item.after)
             forward = kernels[kernel].phase == "forward"
             if forward is not grad_mode:
                 grad_mode = forward
@@ -259,7 +276,8 @@ class StepState:
 
     def _actions(self, moves: tuple[Move, ...]) -> list[Action]:
         """Converts moves to actions."""
-        blocks, memory = self.blocks, self.order.schedule.blocks
+        blocks = self.blocks
+        memory = self.order.schedule.blocks
         methods = {
             "out": blocks.start_swap_out,
             "release": blocks.release,
@@ -278,7 +296,8 @@ class StepState:
 
 def before_the_update(schedule: Schedule) -> tuple[int, set[int]]:
     """Returns the first schedule step whose writes cannot be undone, and the tensors written before it."""
-    program, written = schedule.program, set[int]()
+    program = schedule.program
+    written = set[int]()
     for i, step in enumerate(schedule.steps):
         kernel = program.kernels[step.kernel]
         outputs = () if step.again else kernel.outputs

@@ -40,7 +40,8 @@ UNDEFINED, NEW, FIRST_ARGUMENT, LIST = range(4)  # kinds of results; the same va
 
 
 def _resnet50() -> Parts:
-    blocks, width = [], 4
+    blocks = []
+    width = 4
     for count, stride in zip((3, 4, 6, 3), (1, 2, 2, 2), strict=True):
         out = 12 - width  # every stage changes the width, so that its first block has a projection
         blocks += [resnet.Bottleneck(out if i else width, out, 1 if i else stride) for i in range(count)]
@@ -77,7 +78,8 @@ def host_times(machine: Machine, networks: Sequence[str], repeats: int) -> dict[
 
 def steps_of(machine: Machine, model: nn.Module, x: Tensor, y: Tensor) -> list[Callable[[], Tensor]]:
     """Returns a planned step without transfers and an eager step; each has run once."""
-    twin, loss_fn = copy.deepcopy(model), nn.CrossEntropyLoss()
+    twin = copy.deepcopy(model)
+    loss_fn = nn.CrossEntropyLoss()
 
     def optimizer(module: nn.Module) -> torch.optim.Optimizer:
         if x.is_floating_point():
@@ -85,7 +87,8 @@ def steps_of(machine: Machine, model: nn.Module, x: Tensor, y: Tensor) -> list[C
         return torch.optim.AdamW(module.parameters(), 1e-4, foreach=True)
 
     captured = capture(model, loss_fn, optimizer(model), (x, y), machine=machine, check=False)
-    planned, eager_optimizer = PlannedStep(captured, Plan(), machine), optimizer(twin)
+    planned = PlannedStep(captured, Plan(), machine)
+    eager_optimizer = optimizer(twin)
 
     def eager() -> Tensor:
         loss: Tensor = loss_fn(twin(x), y)
@@ -112,7 +115,8 @@ class _Recording(TorchDispatchMode):
 
     def __init__(self, tape: int) -> None:
         super().__init__()
-        self.tape, self.replaced = tape, set[str]()
+        self.tape = tape
+        self.replaced = set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -144,7 +148,8 @@ def without_kernels(steps: Sequence[Callable[[], object]]) -> Iterator[list[Call
     """Yields the steps with operators that compute nothing; restores PyTorch's operators on exit."""
     if not hasattr(torch.ops.headroom, "begin"):
         _compile()
-    headroom, replaced = torch.ops.headroom, {"add_.Tensor"}
+    headroom = torch.ops.headroom
+    replaced = {"add_.Tensor"}
     for tape, step in enumerate(steps):
         with _Recording(tape) as recording:
             step()

@@ -20,7 +20,12 @@ from simulator.plan import Swap
 from simulator.schedule import MAX_ITERATIONS, Schedule
 
 # COMPLETED is SimPy's NORMAL. NEXT_ROUND is for work of zero duration, which completes after all other starts.
-COMPLETED, SETTLED, START_OUT, START_IN, START_STEP, NEXT_ROUND = 1, 2, 3, 4, 5, 6
+COMPLETED = 1
+SETTLED = 2
+START_OUT = 3
+START_IN = 4
+START_STEP = 5
+NEXT_ROUND = 6
 
 Events = Generator[simpy.Event, Any, None]
 
@@ -62,7 +67,9 @@ class Model:
                 f"the plan needs {max(schedule.on_host):,} bytes of host memory, more than {machine.host_bytes:,}"
             )
         self.program = program = schedule.program
-        self.machine, self.limit, self.iterations = machine, limit, iterations
+        self.machine = machine
+        self.limit = limit
+        self.iterations = iterations
         self.n = len(program.kernels)
         self.size = [t.nbytes for t in program.tensors]
         self.allocated = [sum(schedule.blocks[b].nbytes for b in step.allocates) for step in schedule.steps]
@@ -135,7 +142,9 @@ class Model:
         self.sleeping.clear()
 
     def _fire(self, event: simpy.Event, priority: int) -> simpy.Event:
-        event._ok, event._value = True, None  # Event.succeed with a custom priority
+        # Event.succeed with a custom priority
+        event._ok = True
+        event._value = None
         self.env.schedule(event, priority)
         return event
 
@@ -209,7 +218,8 @@ class Model:
             yield self.after(duration_ns)
         else:
             while current.work > 0:
-                current.since, current.rate = self.env.now, share if len(self.copying) == 2 else ALONE
+                current.since = self.env.now
+                current.rate = share if len(self.copying) == 2 else ALONE
                 current.disturbed = simpy.Event(self.env)
                 yield self.env.timeout(-(-current.work // current.rate)) | current.disturbed
                 current.work -= current.rate * (self.env.now - current.since)
@@ -245,7 +255,8 @@ class Model:
 
     def release(self, evicted: Evicted) -> None:
         """Frees the device memory of a tensor whose swap-out is complete."""
-        evicted.sync, evicted.out = False, True
+        evicted.sync = False
+        evicted.out = True
         self.used -= self.size[evicted.tensor]
 
     def first_ready(self) -> Evicted | None:
@@ -263,7 +274,8 @@ class Model:
         first = self.first_ready()
         if first is None:
             return None
-        nbytes, start = self.size[first.tensor], self.position + self.kernel_runs
+        nbytes = self.size[first.tensor]
+        start = self.position + self.kernel_runs
         if self.used + nbytes > self.limit or first.blocked >= start:
             return None
         for part in reversed(self.kernels_until_use(first)):
@@ -276,10 +288,12 @@ class Model:
 
     def kernels_until_use(self, evicted: Evicted) -> list[slice]:
         """Returns the kernels from now until the tensor's use, as one or two slices of an iteration."""
-        start, stop = self.position + self.kernel_runs, evicted.before
+        start = self.position + self.kernel_runs
+        stop = evicted.before
         if start >= stop:
             return []
-        first, last = start % self.n, (stop - 1) % self.n + 1
+        first = start % self.n
+        last = (stop - 1) % self.n + 1
         return [slice(first, last)] if first < last else [slice(first, self.n), slice(0, last)]
 
 

@@ -54,7 +54,8 @@ def simulation(
     if limit is None:
         needed = Engine(program, machine, program.peak_bytes).score(rows_of(plan.decisions)).required_bytes
         limit = max(needed, int(0.65 * program.peak_bytes))
-    engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
+    engine = Engine(program, machine, limit)
+    rows = rows_of(plan.decisions)
     schedule = lower(program, plan)
     results = {
         "engine": engine.score(rows).iteration_ns,
@@ -80,11 +81,13 @@ def simulation(
 
 def search_rate(program: Program, plan: Plan, machine: Machine, limit: int, mode: str, calls: int, seed: int) -> float:
     """Returns annealing's simulator calls per second, including all other work of the search (best of three)."""
-    engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
+    engine = Engine(program, machine, limit)
+    rows = rows_of(plan.decisions)
     start_ns = engine.score(rows).iteration_ns
     rates = []
     for _ in range(3):
-        moves, before = Moves(program, limit, mode, MIB, seed), engine.calls
+        moves = Moves(program, limit, mode, MIB, seed)
+        before = engine.calls
         start = time.perf_counter()
         anneal(moves, engine, rows, start_ns, calls, 1e-3, 1e-5, seed)
         rates.append((engine.calls - before) / (time.perf_counter() - start))
@@ -96,9 +99,11 @@ def batch_speedup(program: Program, plan: Plan, machine: Machine, limit: int, pl
 
     The batch has ``plans`` random subsets of the plan's decisions.
     """
-    engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
+    engine = Engine(program, machine, limit)
+    rows = rows_of(plan.decisions)
     selected = np.random.default_rng(seed).random((plans, len(rows))) < 0.97
-    stacked, lengths = np.concatenate([rows[k] for k in selected]), selected.sum(axis=1)
+    stacked = np.concatenate([rows[k] for k in selected])
+    lengths = selected.sum(axis=1)
 
     serial, all_cores = (timeit.Timer(partial(engine.score_batch, stacked, lengths, threads)) for threads in (1, None))
     all_cores.timeit(1)
@@ -177,9 +182,11 @@ def environment(
 
 def steps_per_s(env: Any, num_envs: int, steps: int, seed: int) -> int:
     """Returns the steps per second of an environment or of a vector environment with autoreset."""
-    vector, generator = hasattr(env, "num_envs"), np.random.default_rng(seed)
+    vector = hasattr(env, "num_envs")
+    generator = np.random.default_rng(seed)
     _, info = env.reset(seed=seed)
-    chosen, best = np.zeros(num_envs, np.int64), 0.0
+    chosen = np.zeros(num_envs, np.int64)
+    best = 0.0
     for _ in range(5):
         spent = 0.0
         for _ in range(max(1, steps // num_envs)):

@@ -43,13 +43,16 @@ def run_suite(cfg: DictConfig) -> dict[str, Any]:
     calls = cli.integer(cfg, "calls", 1)
     min_bytes = cli.size(cfg, "min_bytes")
     blocks = [int(n) for n in cli.values(cfg, "blocks")]
-    perfect_blocks, pack_seconds = cli.integer(cfg, "perfect_blocks", 1), float(cfg.pack_seconds)
-    particles, iterations = cli.integer(cfg, "home.particles", 1), cli.integer(cfg, "home.iterations", 1)
+    perfect_blocks = cli.integer(cfg, "perfect_blocks", 1)
+    pack_seconds = float(cfg.pack_seconds)
+    particles = cli.integer(cfg, "home.particles", 1)
+    iterations = cli.integer(cfg, "home.iterations", 1)
     seed = cli.integer(cfg, "seed")
     keys = ("simulate_us", "simulate_all_us", "speedup_vs_simpy", "speedup_vs_reference", "capture_s")
     results: dict[str, Any] = {key: {} for key in (*keys, "home_search_s", "home_call_us")}
     programs: dict[str, Program] = {}
-    networks, tasks = [str(name) for name in cli.values(cfg, "workloads")], cli.to_dict(cfg)["plans"]
+    networks = [str(name) for name in cli.values(cfg, "workloads")]
+    tasks = cli.to_dict(cfg)["plans"]
     with report.track_stages(stages(networks, list(tasks), len(blocks), pack_seconds), manual_refresh=True) as begin:
         for name in networks:
             begin(f"simulating {name}")
@@ -69,7 +72,8 @@ def run_suite(cfg: DictConfig) -> dict[str, Any]:
         env = str(cfg.env.workload)
         if env not in programs:
             programs[env] = capture(env, machine, 1)[1]
-        num_envs, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
+        num_envs = cli.integer(cfg, "env.num_envs", 1)
+        steps = cli.integer(cfg, "env.steps", 1)
         results |= environment(programs[env], machine, float(cfg.env.limit), num_envs, steps, seed)
         begin("packing")
         results |= packing(blocks, perfect_blocks, pack_seconds, seed)
@@ -140,7 +144,8 @@ def plans(
     results: dict[str, dict[str, float]] = {key: {} for key in keys}
     for name, task in tasks.items():
         begin(f"timing plans of {name}")
-        source, mode = str(task["program"]), str(task["mode"])
+        source = str(task["program"])
+        mode = str(task["mode"])
         if source not in programs:
             file = cli.CONFIGS.parent / source
             programs[source] = Program.load(file) if file.is_file() else capture(source, machine, 1)[1]
@@ -161,7 +166,8 @@ def capture(name: str, machine: Machine, times: int = 3) -> tuple[float, Program
     """Returns the shortest capture time of a workload in seconds, and its program; raises as in ``cli.workload``."""
     from experiments import workloads
 
-    config, programs = cli.workload(name), list[Program]()
+    config = cli.workload(name)
+    programs = list[Program]()
     load = partial(workloads.load, config, machine)
     spent = timeit.repeat(lambda: programs.append(load().program), gc.enable, number=1, repeat=times)
     return min(spent), programs[-1]

@@ -24,11 +24,14 @@ def largest(fits: Callable[[int], bool], first: int, most: int, part: int | None
     if not 1 <= first <= most:
         raise ValueError(f"first: expected 1 to {most}, got {first}")
     if fits(first):
-        low, high = first, min(2 * first, most + 1)
+        low = first
+        high = min(2 * first, most + 1)
         while high <= most and fits(high):
-            low, high = high, min(2 * high, most + 1)
+            low = high
+            high = min(2 * high, most + 1)
     else:
-        low, high = 0, first
+        low = 0
+        high = first
     return bisect(lambda size: not fits(size), low, high, part=part)[0]
 
 

@@ -18,8 +18,11 @@ from simulator.machine import Machine
 from simulator.program import Program
 
 LAST = 50  # window of the running means, in episodes
-GREEDY, GAP = "greedy/overhead", "greedy/gap"
-OVERHEAD, FEASIBLE, BEST = "episode/overhead", "episode/feasible", "episode/best_overhead"
+GREEDY = "greedy/overhead"
+GAP = "greedy/gap"
+OVERHEAD = "episode/overhead"
+FEASIBLE = "episode/feasible"
+BEST = "episode/best_overhead"
 NAMES = (OVERHEAD, FEASIBLE, BEST, GREEDY, GAP)
 LogPoint = Callable[[int, Mapping[str, float]], None]
 
@@ -47,7 +50,9 @@ class Curve:
         log: LogPoint | None = None,
         resumed: Path | None = None,
     ) -> None:
-        self.file, self.every, self.log = file, every, log
+        self.file = file
+        self.every = every
+        self.log = log
         self.recent: deque[float] = deque(maxlen=LAST)  # overheads of episodes
         self.best = math.nan
         self.task = program, machine, limit, mode

@@ -90,7 +90,8 @@ def show(help_: str) -> None:
 def attributes(kind: type) -> str:
     """Lists the fields of a dataclass with defaults and their lines under Attributes in the docstring."""
     entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", inspect.getdoc(kind) or "", re.MULTILINE)
-    meaning, lines = dict(entries), []
+    meaning = dict(entries)
+    lines = []
     for field in fields(kind):
         value = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default).lower()
         head = textwrap.shorten(f"{field.name}={value or repr('')}".replace(",", ", "), WIDTH, placeholder=" …")

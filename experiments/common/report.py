@@ -158,7 +158,8 @@ def score_with(
 ) -> tuple[Row, Plan | None, Timeline | None]:
     """Scores an existing planner as ``score``, and returns the timeline; ``label`` replaces its name in the row."""
     start = time.perf_counter()
-    plan, reason = None, ""
+    plan = None
+    reason = ""
     try:
         if workspace:
             plan = plan_with_variants(planner, program, machine, limit, fill=workspace is True)
@@ -173,7 +174,8 @@ def score_with(
         plan = None
     # A plan's limit may be lower: addresses of smartpool+autoswap are only valid under its own limit.
     timeline = simulator.simulate(program, plan, machine, min(limit, plan.limit)) if plan is not None else None
-    calls, mode = planner.simulator_calls, mode or "joint"
+    calls = planner.simulator_calls
+    mode = mode or "joint"
     result = row(program, machine, limit, label or planner.name, seed, timeline, plan_s, calls, reason, mode, workspace)
     return result, plan, timeline
 
@@ -192,7 +194,9 @@ def score_plan(
     Raises:
         PlanError: the plan is for another program.
     """
-    name, timeline, reason = plan.planner or "plan", None, mode_mismatch(plan, mode)
+    name = plan.planner or "plan"
+    timeline = None
+    reason = mode_mismatch(plan, mode)
     if not reason:
         try:
             if workspace == "least":
@@ -294,7 +298,8 @@ OmegaConf.register_new_resolver("planner_list", planner_list, replace=True)  # f
 
 def headline(program: Program, machine: Machine, limit: int) -> str:
     """Describes program, machine and limit in one sentence."""
-    peak, fraction = program.peak_bytes, limit / program.peak_bytes
+    peak = program.peak_bytes
+    fraction = limit / program.peak_bytes
     return (
         f"{program.name} on {machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:.1f} ms an "
         f"iteration, peak {peak / MB:,.0f} MB; limit {limit / MB:,.0f} MB ({fraction:.0%})"
@@ -404,7 +409,8 @@ def track_stages(stages: Mapping[str, float], manual_refresh: bool = False) -> I
         stages: expected duration of each stage, in any unit.
         manual_refresh: redraw only when a stage begins, as in ``progress``.
     """
-    names, total = list(stages), sum(stages.values())
+    names = list(stages)
+    total = sum(stages.values())
     with progress(manual_refresh=manual_refresh) as bar:
         task = bar.add_task(names[0], total=100)
         running: list[tuple[str, float]] = []
@@ -462,7 +468,8 @@ class RunDirectory:
         try:
             if self.path is not None and self.path.is_dir():
                 return self.path
-            path, n = self.path or self.default, 1
+            path = self.path or self.default
+            n = 1
             while True:
                 try:
                     path.mkdir(parents=True)

@@ -45,7 +45,8 @@ def resume_args(file: Path, overrides: list[str], config_name: str = "train_dqn"
             raise cli.UsageError(f"resume: {file}: config: `network` names Python code; type network= yourself")
         if key not in NOT_SETTINGS:
             words += [f"{_check_key(name)}={_format_value(leaf)}" for name, leaf in flat({key: value})]
-    program, machine = file.with_name("program.json"), data["config"].get("machine")
+    program = file.with_name("program.json")
+    machine = data["config"].get("machine")
     if program.is_file() and not {"program", "workload", "target"} & {*keys}:
         words.append(f"program={_format_value(str(program.absolute()))}")
     if isinstance(machine, dict):

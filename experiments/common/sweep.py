@@ -61,14 +61,16 @@ class SweepTable(Callback):
 
 def discard_folder() -> None:
     """Removes the folder of a sweep whose jobs could not be composed, if it only holds multirun.yaml."""
-    folder, SweepTable.folder = SweepTable.folder, None
+    folder = SweepTable.folder
+    SweepTable.folder = None
     if folder is not None and [file.name for file in folder.glob("*")] == ["multirun.yaml"]:
         shutil.rmtree(folder)
 
 
 def show_table() -> None:
     """Prints and saves the table of the finished sweep; does nothing if no job wrote rows."""
-    folder, SweepTable.folder = SweepTable.folder, None
+    folder = SweepTable.folder
+    SweepTable.folder = None
     files = sorted(folder.glob(JOB.format("*")), key=lambda file: (len(file.name), file.name)) if folder else []
     rows: list[dict[str, Any]] = []
     for file in files:
@@ -109,7 +111,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     for line in lines.values():
         values = dict(word.partition("=")[::2] for word in line[0]["overrides"])
         by_name = {row["planner"]: row["overhead"] for row in line if row["feasible"]}
-        lowest, floor = min(by_name.values(), default=None), line[0]["bound_overhead"]
+        lowest = min(by_name.values(), default=None)
+        floor = line[0]["bound_overhead"]
         cells = [_percent(by_name.get(name)) for name in chosen]
         marked = [
             f"[{c}]" if by_name.get(name) == lowest is not None else c for name, c in zip(chosen, cells, strict=True)
@@ -132,7 +135,9 @@ class RayLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Stores context, task and config (called by Hydra)."""
-        self.context, self.task, self.config = hydra_context, task_function, config
+        self.context = hydra_context
+        self.task = task_function
+        self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs the jobs and returns their results in order; raises Ray's error for a job that ran out of retries."""
@@ -143,7 +148,8 @@ class RayLauncher(Launcher):
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
             with open_dict(config):
-                config.hydra.job.id, config.hydra.job.num = f"{config.hydra.job.name}_{number}", number
+                config.hydra.job.id = f"{config.hydra.job.name}_{number}"
+                config.hydra.job.num = number
             tasks.append((self.context, config, self.task, Singleton.get_state()))
         results = dict(workers.results("ray", self.jobs, run_one, tasks))
         for job in results.values():

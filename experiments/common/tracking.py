@@ -76,7 +76,8 @@ class _MLflow(Tracker):
         client = import_module("mlflow").MlflowClient((out / "mlruns").absolute().as_uri() if local else None)
         existing = client.get_experiment_by_name("headroom")
         experiment = existing.experiment_id if existing else client.create_experiment("headroom")
-        self._client, self._run = client, client.create_run(experiment, run_name=out.name).info.run_id
+        self._client = client
+        self._run = client.create_run(experiment, run_name=out.name).info.run_id
         for key, value in flat(config):
             client.log_param(self._run, key, str(value)[:500])  # MLflow's length limit
 

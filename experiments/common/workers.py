@@ -41,7 +41,8 @@ def results(
     """
     max_running = jobs or len(tasks)
     with LAUNCHERS[launcher](jobs) as submit:
-        pending, running = enumerate(tasks), dict[Future[Any], int]()
+        pending = enumerate(tasks)
+        running = dict[Future[Any], int]()
         while True:
             for i, task in islice(pending, max_running - len(running)):
                 running[submit(_call, os.getcwd(), function, task)] = i

@@ -50,11 +50,15 @@ class QNetwork(nn.Module):
     def __init__(self, edges: np.ndarray, weights: np.ndarray, features: int, p: int, rounds: int):
         super().__init__()
         self.source, self.target = torch.from_numpy(edges)  # (E,) each; every node is also its own neighbor
-        self.weights, self.rounds = torch.from_numpy(weights)[:, None], rounds
-        self.features, self.neighbours = nn.Linear(features, p), nn.Linear(p, p, bias=False)
-        self.edge, self.edges = nn.Linear(1, p, bias=False), nn.Linear(p, p, bias=False)
+        self.weights = torch.from_numpy(weights)[:, None]
+        self.rounds = rounds
+        self.features = nn.Linear(features, p)
+        self.neighbours = nn.Linear(p, p, bias=False)
+        self.edge = nn.Linear(1, p, bias=False)
+        self.edges = nn.Linear(p, p, bias=False)
         self.all, self.current, self.node = (nn.Linear(p, p) for _ in range(3))
-        self.mix, self.q = nn.Linear(3 * p, p), nn.Linear(p, 1)
+        self.mix = nn.Linear(3 * p, p)
+        self.q = nn.Linear(p, 1)
 
     def gather(self, messages: Tensor, n: int) -> Tensor:
         """Sums the messages on each node's edges: (B, E, p) -> (B, N, p)."""
@@ -85,7 +89,8 @@ def main(args: Args) -> float:
     torch.set_num_threads(1)
     options = {"limit": args.limit, "autoreset_mode": "Disabled"}
     env = gymnasium.make_vec("GpuMemory-v0", args.num_envs, "vector_entry_point", **options)
-    task, metadata = env.unwrapped.tasks[0], {"agent": "dqn_single_file", "seed": args.seed, "reward": "paper"}
+    task = env.unwrapped.tasks[0]
+    metadata = {"agent": "dqn_single_file", "seed": args.seed, "reward": "paper"}
     curve = Curve(
         Path(args.curve) if args.curve else None,
         task.program,
@@ -104,8 +109,12 @@ def main(args: Args) -> float:
     # The replay buffer is a ring: row i of each tensor belongs to transition i.
     size = args.buffer
     obs, next_obs = ([torch.zeros(size, *x.shape[1:], dtype=x.dtype) for x in state_of(observation)] for _ in range(2))
-    actions_taken, rewards, ends = torch.zeros(size, dtype=torch.long), torch.zeros(size), torch.zeros(size)
-    stored, episodes, returns = 0, 0, np.zeros(args.num_envs)
+    actions_taken = torch.zeros(size, dtype=torch.long)
+    rewards = torch.zeros(size)
+    ends = torch.zeros(size)
+    stored = 0
+    episodes = 0
+    returns = np.zeros(args.num_envs)
 
     for step in range(0, args.steps, args.num_envs):
         # Epsilon-greedy among the valid actions.
@@ -120,7 +129,8 @@ def main(args: Args) -> float:
         slots = torch.arange(stored, stored + args.num_envs) % size
         for ring, values in zip((*obs, *next_obs), (*state, *state_of(observation)), strict=True):
             ring[slots] = values
-        actions_taken[slots], ends[slots] = torch.from_numpy(actions), torch.from_numpy(terminated).float()
+        actions_taken[slots] = torch.from_numpy(actions)
+        ends[slots] = torch.from_numpy(terminated).float()
         rewards[slots] = torch.from_numpy(reward * args.reward_scale).float()
         stored += args.num_envs
         returns += reward

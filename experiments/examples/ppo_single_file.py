@@ -88,7 +88,8 @@ class States:
 
     def __call__(self, observation: dict[str, np.ndarray]) -> tuple[Tensor, Tensor]:
         """Returns states, float32 (M, size), and masks of valid actions, bool (M, N)."""
-        nodes, position = observation["nodes"], observation["current"][:, None] / observation["nodes"].shape[1]
+        nodes = observation["nodes"]
+        position = observation["current"][:, None] / observation["nodes"].shape[1]
         parts = np.concatenate([nodes[:, self.acts, VALID], nodes[:, :, PRESSURE], nodes[:, :1, STUCK], position], 1)
         return torch.from_numpy(parts.astype(np.float32)), torch.from_numpy(observation["action_mask"] != 0)
 
@@ -107,14 +108,21 @@ def main(args: Args) -> float:
     torch.set_num_threads(1)
     env = environment(args, args.num_envs, autoreset_mode="SameStep")
     observation, _ = env.reset(seed=args.seed)
-    m, t, n, task = args.num_envs, args.num_steps, observation["action_mask"].shape[1], env.unwrapped.tasks[0]
+    m = args.num_envs
+    t = args.num_steps
+    n = observation["action_mask"].shape[1]
+    task = env.unwrapped.tasks[0]
     states_of = States(observation)
     agent = Agent(states_of.size, n, args.hidden)
     state, mask = states_of(observation)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5)
-    states, masks = torch.zeros(t, *state.shape), torch.zeros(t, m, n, dtype=torch.bool)
-    actions, logs, values = torch.zeros(t, m, dtype=torch.long), torch.zeros(t, m), torch.zeros(t + 1, m)
-    rewards, ends = torch.zeros(t, m), torch.zeros(t, m)
+    states = torch.zeros(t, *state.shape)
+    masks = torch.zeros(t, m, n, dtype=torch.bool)
+    actions = torch.zeros(t, m, dtype=torch.long)
+    logs = torch.zeros(t, m)
+    values = torch.zeros(t + 1, m)
+    rewards = torch.zeros(t, m)
+    ends = torch.zeros(t, m)
     name = "ppo_single_file" + ("" if args.actions == "paper" else f", {args.actions}")
     metadata = {"agent": name, "seed": args.seed, "reward": args.reward}
     curve = Curve(
@@ -126,7 +134,10 @@ def main(args: Args) -> float:
         metadata,
         args.greedy_every,
     )
-    updates, best, begin, calls = args.steps // (m * t), float("inf"), time.perf_counter(), 0
+    updates = args.steps // (m * t)
+    best = float("inf")
+    begin = time.perf_counter()
+    calls = 0
     pending = np.zeros(m)  # accumulated rewards with reward=episodic
 
     for update in range(updates):
@@ -138,7 +149,10 @@ def main(args: Args) -> float:
             with torch.no_grad():
                 policy = agent.policy(state, mask)
                 action = policy.sample()
-                states[k], masks[k], actions[k], logs[k] = state, mask, action, policy.log_prob(action)
+                states[k] = state
+                masks[k] = mask
+                actions[k] = action
+                logs[k] = policy.log_prob(action)
                 values[k] = agent.critic(state)[:, 0]
             observation, reward, terminated, _, info = env.step(action.numpy())
             if args.reward == "episodic":
@@ -156,7 +170,8 @@ def main(args: Args) -> float:
 
         with torch.no_grad():
             values[t] = agent.critic(state)[:, 0]
-            advantages, advantage = torch.zeros(t, m), torch.zeros(m)
+            advantages = torch.zeros(t, m)
+            advantage = torch.zeros(m)
             for k in reversed(range(t)):
                 continues = 1 - ends[k]
                 delta = rewards[k] + args.gamma * continues * values[k + 1] - values[k]

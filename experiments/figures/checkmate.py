@@ -75,12 +75,14 @@ class Checkmate(Figure):
         }
 
     def numbers(self, rows: list[Row]) -> Row:
-        names, planners = list(rows[0]["planners"]), []
+        names = list(rows[0]["planners"])
+        planners = []
         published = [row["published"]["overhead_percent"] for row in rows]
         for name in names:
             ours = [row["found"][name]["overhead_percent"] for row in rows]
             differences = [a - b for a, b in zip(ours, published, strict=True) if a is not None]
-            below, equal = sum(o < -SAME for o in differences), sum(abs(o) <= SAME for o in differences)
+            below = sum(o < -SAME for o in differences)
+            equal = sum(abs(o) <= SAME for o in differences)
             planners.append({"label": look(name).label, "below": below, "same": equal})
         lines = [
             {
@@ -137,7 +139,8 @@ def plan_from(run: Sequence[int]) -> Plan:
     for k in run:
         if k == kernel:
             decisions += [Rerun(w, kernel) for w in recomputed]
-            recomputed, kernel = [], kernel + 1
+            recomputed = []
+            kernel = kernel + 1
         else:
             recomputed.append(k)
     return Plan(tuple(decisions))

@@ -99,7 +99,9 @@ class Compiled(Figure):
         return result
 
     def numbers(self, rows: list[Row]) -> Row:
-        lines, results, lowest = [], [], 0
+        lines = []
+        results = []
+        lowest = 0
         for row in rows:
             methods = [(name, look_key(name, m), m) for name, m in row["methods"].items()]
             plain_bytes = row["methods"]["none"]["peak_bytes"]
@@ -135,11 +137,13 @@ class Compiled(Figure):
         }
 
     def chart(self, rows: list[Row]) -> Chart:
-        panels, device = [], rows[0]["on"]
+        panels = []
+        device = rows[0]["on"]
         text, measure = ("on the CPU", "CPU time") if device == "CPU" else (f"on an {device}", "time")
         axes = Axis("real peak", "{:.0%}"), Axis(f"{measure} of a step", "{:.2f}")
         for row in rows:
-            methods, marks = row["methods"], []
+            methods = row["methods"]
+            marks = []
             for method_kind, look in LOOKS.items():
                 points = sorted(
                     (m["peak_bytes"] / methods["none"]["peak_bytes"], m["ratio"])

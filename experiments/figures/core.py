@@ -45,7 +45,8 @@ WITHOUT = 100.0  # points for a run without a plan in time, and the maximum scor
 LATE = 1.25, 0.1  # tolerance of a time budget: a factor, plus seconds
 SPLITS = ("train", "test")
 BUDGETS = {"calls", "seconds", "seed"}  # budget options that an agent may accept
-DRAWS, LEVEL = 2_000, 95
+DRAWS = 2_000
+LEVEL = 95
 NO_NETWORK = "without_network"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 _TASK = {"workload", "machine", "limit", "split", "fingerprint"}
@@ -113,7 +114,8 @@ class Core(Figure):
         }
 
     def numbers(self, rows: list[Row]) -> Row:
-        by_key, lines = scores(rows), []
+        by_key = scores(rows)
+        lines = []
         for agent, budget in sorted(by_key, key=lambda key: (*sort_key(key[1]), iqm(by_key[key]))):
             gaps = by_key[agent, budget]
             parts = [gaps[[row["split"] == split for row in rows]] for split in SPLITS]
@@ -130,7 +132,8 @@ class Core(Figure):
         return {"lines": lines, "late": LATE, "most": WITHOUT}
 
     def chart(self, rows: list[Row]) -> Chart:
-        by_key, least = scores(rows), 0.01
+        by_key = scores(rows)
+        least = 0.01
         budgets = sorted({budget for _, budget in by_key if budget != (None, None)}, key=sort_key) or [(None, None)]
         names = list(dict.fromkeys(agent for agent, _ in by_key))
         panels = []
@@ -139,7 +142,8 @@ class Core(Figure):
             for y, agent in enumerate(names):
                 gaps = by_key.get((agent, budget), by_key.get((agent, (None, None))))
                 if gaps is not None:
-                    ink, ends = palette.look(agent).colour, [max(end, least) for end in interval(gaps)]
+                    ink = palette.look(agent).colour
+                    ends = [max(end, least) for end in interval(gaps)]
                     marker = "o" if (agent, budget) in by_key else "D"
                     marks += [
                         Line(ends, [y, y], ink, width=5, alpha=0.35),
@@ -261,7 +265,8 @@ def interval(values: NDArray[np.float64]) -> tuple[float, float]:
 
     Tasks are drawn with replacement, and so are the seeds of each task.
     """
-    rng, (n, seeds) = np.random.default_rng(0), values.shape
+    rng = np.random.default_rng(0)
+    (n, seeds) = values.shape
     tasks = rng.integers(n, size=(DRAWS, n, 1))
     samples = values[tasks, rng.integers(seeds, size=(DRAWS, n, seeds))].reshape(DRAWS, -1)
     low, high = np.percentile(trim_mean(samples, 0.25, axis=1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
@@ -349,9 +354,13 @@ class TestSplit(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         test, fresh = ([row for row in rows if row.get("fresh", False) is is_fresh] for is_fresh in (False, True))
-        gaps_by_line, lines, networks, by_family = gaps_of(test), [], [], []
+        gaps_by_line = gaps_of(test)
+        lines = []
+        networks = []
+        by_family = []
         for (line, calls), values in gaps_by_line.items():
-            gaps, heading = values[..., 0], {"label": with_calls(line, calls)}
+            gaps = values[..., 0]
+            heading = {"label": with_calls(line, calls)}
             lines.append(
                 {
                     **heading,

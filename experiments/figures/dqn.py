@@ -79,7 +79,8 @@ class Fig5(Figure):
         seeds = figures.integers(settings, "seeds", 0)
         shared: Row = {"limits": sorted(limits, reverse=True), "min_bytes": cli.integer(settings, "min_bytes", least=1)}
         shared["calls"] = cli.integer(settings, "calls", least=LEAST)
-        changes, kernels = cli.to_dict(settings.changes), cli.integer(settings, "floor_kernels")
+        changes = cli.to_dict(settings.changes)
+        kernels = cli.integer(settings, "floor_kernels")
         return [
             {
                 "networks": group,
@@ -100,7 +101,8 @@ class Fig5(Figure):
         return {"found": results}
 
     def numbers(self, rows: list[Row]) -> Row:
-        networks, limits = results_by_network(rows), rows[0]["limits"][-4:]
+        networks = results_by_network(rows)
+        limits = rows[0]["limits"][-4:]
         all_duels = [duel for net in networks for duel in duels(net)]
         above = [duel for duel in all_duels if duel["worst"] > duel["theirs"] + SAME]
         below = [d["theirs"] - d["mean"] for d in all_duels if d["theirs"] > SAME and d["mean"] < float("inf")]
@@ -129,7 +131,8 @@ class Fig5(Figure):
         }
 
     def chart(self, rows: list[Row]) -> Chart:
-        limits, panels = rows[0]["limits"], []
+        limits = rows[0]["limits"]
+        panels = []
         for net in results_by_network(rows):
             marks: list[Mark] = []
             heights = [0.05]
@@ -140,8 +143,10 @@ class Fig5(Figure):
                 points = sorted(net.common["baselines"][key], reverse=True)
                 hollow = family(net.name) in baseline.unsupported
                 heights += [o for _, o in points]
-                x, y = [1 - share for share, _ in points], [o for _, o in points]
-                ink, name = colour(baseline.planner), "" if hollow else baseline.label
+                x = [1 - share for share, _ in points]
+                y = [o for _, o in points]
+                ink = colour(baseline.planner)
+                name = "" if hollow else baseline.label
                 marks.append(Line(x, y, ink, name, baseline.marker, width=1.1, hollow=hollow))
             for mode, label in MODES.items():
                 line = sorted(net.dqn[mode].items(), reverse=True)
@@ -180,7 +185,8 @@ class Fig5(Figure):
 
 def compare(program: Program, machine: Machine, task: Row) -> Row:
     """Computes one program's baselines, the DQN in both modes, and the certified lower bound."""
-    peak, min_bytes = program.peak_bytes, task["min_bytes"]
+    peak = program.peak_bytes
+    min_bytes = task["min_bytes"]
     grid = [int(f * peak) for f in task["limits"]]
     mins = [limit for key in BASELINES if (limit := smallest_limit(key, program, machine, grid, min_bytes)) is not None]
     limits = sorted({*grid, *mins}, reverse=True)
@@ -213,7 +219,8 @@ def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode
     A plan for a tighter limit also fits the next, as does one of ``extra``, from a mode that this mode includes. No
     search is run at limits with a plan of zero overhead.
     """
-    peak, points = program.peak_bytes, list[Row]()
+    peak = program.peak_bytes
+    points = list[Row]()
     for limit in sorted(limits):
         candidates = [p for p in (*points[-1:], *extra) if p["limit"] <= limit / peak + SAME]
         point: Row = {
@@ -359,7 +366,8 @@ class Paper(Figure):
                 small_config = paper_config({**task, "agent": {}, "episodes": task["small_episodes"]})
                 small_trainer, _ = train(task["small"], task, machine, small_config)
                 small_trainer.save(Path(folder) / "checkpoint.pt")
-                small_calls, config = small_trainer.simulator_calls, replace(config, weights=folder)
+                small_calls = small_trainer.simulator_calls
+                config = replace(config, weights=folder)
             trainer, initial = train(task["network"], task, machine, config)
         overheads = [100 * episode.overhead for episode in trainer.history]
         return {

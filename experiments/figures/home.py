@@ -165,13 +165,15 @@ def largest_batch(is_feasible: Callable[[int], bool], low: int, high: int, resol
 
 def facts(row: Row) -> Row:
     """Returns one network's batches and images/s by method, at its own and at the paper's largest batch."""
-    paper, results = NETWORKS[row["network"]], row["found"]
+    paper = NETWORKS[row["network"]]
+    results = row["found"]
     ideal = {m: result["batch"] / result["ideal_ns"] for m, result in results.items()}
     at_paper = {
         m: result["at_paper"] and paper.batch[TABLE2[m]] / result["at_paper"]["iteration_ns"] * 1e9
         for m, result in results.items()
     }
-    home_result, pytorch = results["HOME"], results["PyTorch"]
+    home_result = results["HOME"]
+    pytorch = results["PyTorch"]
     return {
         "label": paper.label,
         "paper_batch": paper.batch,
@@ -242,13 +244,16 @@ class Fig6(Figure):
         }
 
     def chart(self, rows: list[Row]) -> Chart:
-        images, overheads = [], []
+        images = []
+        overheads = []
         for network, lines in figures.group_by(rows).items():
-            paper, short = NETWORKS[network], [row for row in lines if row["share"] > 1]
+            paper = NETWORKS[network]
+            short = [row for row in lines if row["share"] > 1]
             rates: list[Mark] = []
             losses: list[Mark] = []
             for method, (_, colour, marker) in LOOKS.items():
-                dash, name = DASHES.get(method, "-"), f"{method}, ours"
+                dash = DASHES.get(method, "-")
+                name = f"{method}, ours"
                 if method != "PyTorch":
                     overhead = [(row["methods"][method] or {}).get("overhead") for row in short]
                     label = f"{name} (overhead only)" * (method == ASPLOS)
@@ -361,9 +366,11 @@ class Fig7(Figure):
         return {"lines": fig7_lines(rows)}
 
     def chart(self, rows: list[Row]) -> Chart:
-        times, shares = [], []
+        times = []
+        shares = []
         for row in rows:
-            methods, unit = fig7_lines([row]), row["ideal_ns"]
+            methods = fig7_lines([row])
+            unit = row["ideal_ns"]
             marks: list[Mark] = [Rule(1)]
             starts = np.zeros(len(methods))
             longest = max((line["found"]["iteration_ns"] for line in methods if line["found"]), default=0) / unit
@@ -411,12 +418,14 @@ class Fig7(Figure):
 
 def split_iteration(timeline: Timeline) -> dict[str, int]:
     """Splits the last iteration into ns of computation, overlap, recomputation and swapping."""
-    begin, end = timeline.last_start_ns, timeline.boundaries[-1]
+    begin = timeline.last_start_ns
+    end = timeline.boundaries[-1]
     kernels, outs, ins = (
         [(max(s.start_ns, begin), min(s.end_ns, end)) for s in timeline.spans if s.kind == kind and s.end_ns > begin]
         for kind in ("kernel", "swap_out", "swap_in")
     )
-    overlap_out, overlap_in = intersect(kernels, outs), intersect(kernels, ins)
+    overlap_out = intersect(kernels, outs)
+    overlap_in = intersect(kernels, ins)
     overlap_ns = sum(b - a for a, b in overlap_out + overlap_in) - sum(b - a for a, b in intersect(overlap_out, ins))
     breakdown = timeline.breakdown
     waits = breakdown.stall_memory_ns + breakdown.stall_data_ns
@@ -458,7 +467,8 @@ def fig7_lines(rows: list[Row]) -> list[Row]:
 
 HATCHES = {"computation": "", "overlap": "//", "recomputation": "xx", "swapping": ".."}
 EXECUTORS = {"streams": "launches from Python", "graph": "one CUDA graph"}
-GRAPH, STREAMS = EXECUTORS["graph"], EXECUTORS["streams"]
+GRAPH = EXECUTORS["graph"]
+STREAMS = EXECUTORS["streams"]
 REPLAYED = {"resnet50_imagenet_bf16": "ResNet-50", "gpt2_medium_bf16": "GPT-2 medium", "llama_bf16": "Llama"}
 
 
@@ -477,7 +487,8 @@ class Fig9(Figure):
         for row in load_json(FOLDER / "probe.json", lambda data: data["rows"]):  # type: ignore[index]
             if row["section"] == "graph_replay":
                 _, workload, fraction, planner = row["plan"].split("-")
-                predicted, measured = row["predicted"], row["measured"]
+                predicted = row["predicted"]
+                measured = row["measured"]
                 replay = Replay(workload, float(fraction), planner, False, predicted, predicted, measured)
                 replayed.append(replay._asdict())
         return {"replays": replayed}
@@ -517,7 +528,8 @@ class Fig9(Figure):
         marks: list[Line | Rule] = [Rule(0), Rule(1, line=":", text="paper: below 1 %"), Rule(-1, line=":")]
         for executor, colour, marker in ((GRAPH, look("home").colour, "o"), (STREAMS, INK, "^")):
             group = [line for line in lines if line["executor"] == executor]
-            positions, errors = [names.index(line["label"]) for line in group], [100 * line["error"] for line in group]
+            positions = [names.index(line["label"]) for line in group]
+            errors = [100 * line["error"] for line in group]
             marks.append(Line(errors, positions, colour, executor, marker, "", hollow=executor == STREAMS))
         panel = Panel("", marks, Axis("predicted − measured, % of measured", "{:g}"), Axis(names=names))
         return Chart("Simulated iterations against replays on an H200", [panel], size=(6.5, 0.3 * len(names) + 1.2))

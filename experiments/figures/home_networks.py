@@ -137,12 +137,14 @@ class Sizes:
         machine: Machine,
         scale: tuple[int, float] | None = None,
     ) -> None:
-        self._batches, step = Batches(batches[0], captures[0], batches[1], captures[1]), batches[1] - batches[0]
+        self._batches = Batches(batches[0], captures[0], batches[1], captures[1])
+        step = batches[1] - batches[0]
         for small, large in zip(*map(_numbers, captures), strict=True):
             if (large - small) % step:
                 text = f"{small:,} and {large:,}"
                 raise ValueError(f"{text} differ by no multiple of {step} images; cannot interpolate")
-        self.machine, self.factor = machine, 1.0
+        self.machine = machine
+        self.factor = 1.0
         if scale is not None:
             self.factor = scale[1] * 1e9 / self.at_batch(scale[0]).ideal_ns
 
@@ -175,7 +177,9 @@ def modeled_program(network: str, machine: Machine, batch: int) -> Program:
 
     At the paper's largest batch of PyTorch, the throughput is the paper's.
     """
-    paper, captured, key = NETWORKS[network], program(network, machine, batch), (network, machine.name)
+    paper = NETWORKS[network]
+    captured = program(network, machine, batch)
+    key = (network, machine.name)
     if key not in _modeled_ns:
         _modeled_ns[key] = program(network, machine, paper.batch[0]).ideal_ns
     factor = paper.batch[0] / paper.throughput[0] * 1e9 / _modeled_ns[key]
@@ -190,5 +194,6 @@ def _captured(network: str) -> tuple[Program, Program]:
 
 def sizes(network: str, machine: Machine) -> Sizes:
     """Returns a network at any batch size, scaled to PyTorch's throughput at its largest batch in the paper."""
-    batch, throughput = NETWORKS[network].batch[0], NETWORKS[network].throughput[0]
+    batch = NETWORKS[network].batch[0]
+    throughput = NETWORKS[network].throughput[0]
     return Sizes(_captured(network), CAPTURED, machine, (batch, batch / throughput))

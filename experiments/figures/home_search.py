@@ -39,7 +39,8 @@ class Fig8(Figure):
     paper_networks = NETWORKS
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        share, options = home.batch_share(settings), home.search_options(settings)
+        share = home.batch_share(settings)
+        options = home.search_options(settings)
         seeds = figures.integers(settings, "seeds", 0)
         return [
             {**task, "share": share, "update": update, "seed": seed, **options}
@@ -125,7 +126,8 @@ def iterations_needed(run: Row) -> int:
 
 def fig8_facts(runs: list[Row]) -> Row:
     """Returns the means over the seeds of one network with one update rule."""
-    network, best = runs[0]["network"], curve(runs, "best")
+    network = runs[0]["network"]
+    best = curve(runs, "best")
     return {
         "label": NETWORKS[network].label,
         "update": NAMES[runs[0]["update"]],
@@ -189,7 +191,8 @@ class Table3(Figure):
         networks = [table3_facts(row) for row in rows]
         names = Axis(names=[net["label"] for net in networks])
         panels = []
-        search, single = ("search_paper", "search_s"), ("paper_ms", "ms")
+        search = ("search_paper", "search_s")
+        single = ("paper_ms", "ms")
         for title, unit, keys in (("The whole search", "seconds", search), ("One evaluation", "milliseconds", single)):
             theirs, ours = ([net[key] for net in networks] for key in keys)
             join, hollow, filled = pairs(look("home"), theirs, ours)
@@ -198,7 +201,8 @@ class Table3(Figure):
                 replace(hollow, texts=[f"{x:.3g}" for x in theirs]),
                 replace(filled, texts=[f"{x:.2g}" for x in ours], side="left"),
             ]
-            low, high = min(*theirs, *ours), max(*theirs, *ours)
+            low = min(*theirs, *ours)
+            high = max(*theirs, *ours)
             ticks = [10.0**n for n in range(-3, 4) if low / 3 <= 10.0**n <= 3 * high]
             panels.append(Panel(title, marks, Axis(unit, "{:g}", (low / 3, 3 * high), "log", ticks), names))
         title = "What HOME's search costs: the paper's in 16 threads, ours in one process"

@@ -148,7 +148,8 @@ def backward_order(layers: Sequence[Layer]) -> list[int]:
     for layer in layers:
         for i in layer.inputs:
             readers[i] += 1
-    order, stack = [], [len(layers) - 1]
+    order = []
+    stack = [len(layers) - 1]
     while stack:
         i = stack.pop()
         readers[i] -= 1
@@ -189,9 +190,11 @@ def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 
     gradients: list[dict[int, int]] = [{} for _ in layers]  # of each layer's output, by the reader that it comes from
     for i in backward_order(layers):
         layer = layers[i]
-        x, y = [outputs[s][i] for s in layer.inputs], next(iter(outputs[i].values()))
+        x = [outputs[s][i] for s in layer.inputs]
+        y = next(iter(outputs[i].values()))
         dy = list(gradients[i].values())
-        label, floats = f"gradient of {layer.name}'s input", layers[layer.inputs[0]].floats if layer.inputs else image
+        label = f"gradient of {layer.name}'s input"
+        floats = layers[layer.inputs[0]].floats if layer.inputs else image
         if layer.kind == "other":
             dx = [y]
             add_kernel(layer, "backward", [*x, y], dx)
@@ -264,7 +267,9 @@ def memory_steps(program: Program, plan: Plan) -> tuple[list[MemoryStep], int, i
     """
     timeline = simulate(program, plan, FREE, FREE.memory_bytes)
     in_memory: Counter[int] = Counter()
-    events, steps, recomputed = iter(timeline.events), [], 0
+    events = iter(timeline.events)
+    steps = []
+    recomputed = 0
     event = next(events, None)
     for span in timeline.spans:
         while event is not None and event.time_ns <= span.start_ns:
@@ -274,6 +279,7 @@ def memory_steps(program: Program, plan: Plan) -> tuple[list[MemoryStep], int, i
             continue
         recomputed += span.kind == "recompute"
         if span.kind == "kernel":
-            kernel, resident = program.kernels[span.index], tuple(sorted(+in_memory))
+            kernel = program.kernels[span.index]
+            resident = tuple(sorted(+in_memory))
             steps.append(MemoryStep(kernel.name, kernel.phase, sum(in_memory.values()), resident))
     return steps, recomputed, timeline.peak_bytes

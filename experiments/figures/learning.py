@@ -83,11 +83,15 @@ class Learning(Figure):
         return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends}
 
     def chart(self, rows: list[Row]) -> Chart:
-        panels, tasks = [], trainings(rows)
+        panels = []
+        tasks = trainings(rows)
         inks = dict(zip(dict.fromkeys(agent for group in tasks.values() for agent in group), cycle(INKS), strict=False))
         for (workload, _, limit, mode), group in tasks.items():
             for key, title in MEANT.items():
-                marks, starts, ends, least = [], [], [], math.inf
+                marks = []
+                starts = []
+                ends = []
+                least = math.inf
                 for agent, runs in group.items():
                     calls, gaps = over_seeds(runs, key)
                     if not calls:

@@ -23,9 +23,14 @@ DATA = cli.CONFIGS.parent / "tests" / "data" / "measured"
 STEPS = "steps.csv"  # steps with only the time published
 PEAKS = "xmem_points.csv"
 PARTS = ("steps", "fit", "peaks", "plans")
-STEP_BAR, KERNEL_BAR, PEAK_BAR, LEFT_OUT_BAR = 0.1, 0.15, 0.042, 0.12
+STEP_BAR = 0.1
+KERNEL_BAR = 0.15
+PEAK_BAR = 0.042
+LEFT_OUT_BAR = 0.12
 PLAN_BAR = 0.03  # of the ideal time, in points of overhead
-MODEL, ROOFLINE = "model", "roofline"  # time models of experiments/measured/plans.py
+# time models of experiments/measured/plans.py
+MODEL = "model"
+ROOFLINE = "roofline"
 ESTIMATORS = {"ours": "ours", "xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
 LEAST_US = 20.0
 FITTED = (
@@ -51,7 +56,8 @@ class Measured(Figure):
             tasks += [{"part": "steps", "file": path.name, "sha256": _digest(path)} for path in _files()]
         if "peaks" in parts:
             path = DATA / PEAKS
-            count, digest = len(path.read_text().splitlines()) - 1, _digest(path)
+            count = len(path.read_text().splitlines()) - 1
+            digest = _digest(path)
             tasks += [{"part": "peaks", "file": PEAKS, "point": i, "sha256": digest} for i in range(count)]
         if "plans" in parts:
             calls = cli.integer(settings, "calls", 1)
@@ -98,7 +104,8 @@ class Measured(Figure):
         return {"kind": "kernels", "label": label, "source": data.source, "step_ms": step_ms, "rows": kernel_rows}
 
     def numbers(self, rows: list[Row]) -> Row:
-        steps, fits = all_steps(rows), _rows_of(rows, "fit")
+        steps = all_steps(rows)
+        fits = _rows_of(rows, "fit")
         unseen = [step for step in steps if not step["fit"]]
         errors = [[abs(step[key]) for step in unseen] for key in ("error", "old")]
         return {
@@ -135,7 +142,8 @@ class Measured(Figure):
             subject = ", ".join(names) if len(names) < 2 else f"{len(names)} steps"
             panels += [scatter(large, 3, f"Kernels: {subject}"), scatter(large, 4, "The same by one roofline")]
         if steps := all_steps(rows):
-            x, ticks = [[step[key] + 1 for step in steps] for key in ("error", "old")], (0.7, 1, 1.5, 2, 3, 5)
+            x = [[step[key] + 1 for step in steps] for key in ("error", "old")]
+            ticks = (0.7, 1, 1.5, 2, 3, 5)
             marks = [
                 Rule(1 - STEP_BAR, 1 + STEP_BAR, colour=GRID),
                 ONE,
@@ -190,7 +198,8 @@ def all_steps(rows: list[Row]) -> list[Row]:
         if row["kind"] != "whole":
             steps = [(row["label"], "sum of kernels", *(sum(kernel[i] for kernel in steps) / 1e3 for i in (2, 3, 4)))]
         for name, source, measured, ours, control in steps:
-            error, note = ours / measured - 1, " (fitted to it)" if row.get("file") in FITTED else ""
+            error = ours / measured - 1
+            note = " (fitted to it)" if row.get("file") in FITTED else ""
             steps_ms.append(
                 {
                     "name": _title(name),
@@ -246,8 +255,10 @@ def means(points: list[Row]) -> dict[str, Row]:
 def plan_facts(row: Row) -> Row:
     """Returns the predictions for plans at a limit, and their times under measured durations."""
     by_model = {entry["times"]: entry for entry in row["rows"]}
-    model, roofline = by_model[MODEL], by_model[ROOFLINE]
-    error, excess = abs(model["said"] - model["measured"]), model["measured"] - model["own"]
+    model = by_model[MODEL]
+    roofline = by_model[ROOFLINE]
+    error = abs(model["said"] - model["measured"])
+    excess = model["measured"] - model["own"]
     return {
         "limit": row["limit"],
         "model": model,
@@ -274,7 +285,8 @@ def paired_marks(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: st
 
 def scatter(large: list[list[Any]], column: int, title: str) -> Panel:
     """Draws predicted against measured times of each kernel, by kind."""
-    low, high = min(kernel[2] for kernel in large) / 1.5, max(kernel[2] for kernel in large) * 1.5
+    low = min(kernel[2] for kernel in large) / 1.5
+    high = max(kernel[2] for kernel in large) * 1.5
     ends = np.array([low, high])
     marks: list[Mark] = [Line(ends, ends, INK, width=1, band=((1 - KERNEL_BAR) * ends, (1 + KERNEL_BAR) * ends))]
     for kind in sorted({kernel[1] for kernel in large}, key=list(KERNELS).index):

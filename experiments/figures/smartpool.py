@@ -24,7 +24,8 @@ from simulator import Machine, Plan, Program, Swap, Timeline, simulate
 from simulator.pool.device import Device, train
 
 LOWEST_LIMIT = 280  # MB: the lowest limit of Fig. 9, "slightly above the load_min"
-NO_SWAP, LOAD_MIN = "no swap", "load_min"
+NO_SWAP = "no swap"
+LOAD_MIN = "load_min"
 
 
 class Fig8(Figure):
@@ -33,17 +34,22 @@ class Fig8(Figure):
     name = "smartpool_fig8"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        network, limits = settings.network, limits_mb(settings, settings.network)
+        network = settings.network
+        limits = limits_mb(settings, settings.network)
         curves: list[Row] = [{"curve": NO_SWAP, "limit": None}, {"curve": LOAD_MIN, "limit": None}]
         curves += [{"curve": f"limit {limit:g} MB", "limit": limit} for limit in limits]
         return [{"network": network, **curve} for curve in curves]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        program, limit, gradients = figures.program(task["network"], machine), None, None
+        program = figures.program(task["network"], machine)
+        limit = None
+        gradients = None
         if task["curve"] == LOAD_MIN:
             load, timeline = load_min(program, machine)
-            x, y = np.array(program.start_ns) / 1e6, np.append(load, load[-1]) / MB
-            peak, peak_kernel = int(load.max()), int(load.argmax())
+            x = np.array(program.start_ns) / 1e6
+            y = np.append(load, load[-1]) / MB
+            peak = int(load.max())
+            peak_kernel = int(load.argmax())
             uses = zip(program.tensors, program.accesses, strict=True)
             gradients = sum(t.nbytes for t, u in uses if t.kind == "gradient" and u and u[0] <= peak_kernel <= u[-1])
         else:
@@ -51,7 +57,8 @@ class Fig8(Figure):
             if task["limit"] is not None:
                 limit = our_limit(program, task["network"], task["limit"])
                 timeline = run_planner(agents.make("autoswap_bo"), program, machine, limit)
-            peak, (x, y) = timeline.peak_bytes, plots.steady_memory(timeline)
+            peak = timeline.peak_bytes
+            (x, y) = plots.steady_memory(timeline)
             y = y * MEGABYTE / MB
         swap_outs = [s for s in timeline.spans if s.kind == "swap_out" and s.start_ns >= timeline.last_start_ns]
         return {
@@ -68,7 +75,8 @@ class Fig8(Figure):
         }
 
     def numbers(self, rows: list[Row]) -> Row:
-        minimum, theirs = next(row for row in rows if row["curve"] == LOAD_MIN), PAPER[rows[0]["network"]]["load"]
+        minimum = next(row for row in rows if row["curve"] == LOAD_MIN)
+        theirs = PAPER[rows[0]["network"]]["load"]
         return {
             "curves": [{**row, "overhead": row["iteration_ns"] / row["ideal_ns"] - 1} for row in rows],
             "away": minimum["load"] - minimum["peak"],
@@ -104,8 +112,12 @@ def load_min(program: Program, machine: Machine) -> tuple[np.ndarray, Timeline]:
 
 SCORES = tuple(f"autoswap_{score}" for score in BASIC)
 FREE_LIMIT = 447  # MB: the limit down to which the paper's overhead is zero
-CLOSE, HIGHEST = 0.03, 0.2  # the paper's claims: maximum difference of the scores, maximum overhead
-DASHES, INKS = ("-", "--", ":", "-."), ("#08306b", "#4a9bd4", "#f16913", "#8e5bd0")  # by SCORES
+# the paper's claims: maximum difference of the scores, maximum overhead
+CLOSE = 0.03
+HIGHEST = 0.2
+# by SCORES
+DASHES = ("-", "--", ":", "-.")
+INKS = ("#08306b", "#4a9bd4", "#f16913", "#8e5bd0")
 
 
 class Fig9(Figure):
@@ -122,7 +134,8 @@ class Fig9(Figure):
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine)
         limits = [our_limit(program, task["network"], limit) for limit in task["limits"]]
-        planners, seed = {n: agents.make(n) for n in SCORES}, task["seed"]
+        planners = {n: agents.make(n) for n in SCORES}
+        seed = task["seed"]
         if seed is not None:
             planners = {"bo": agents.make("autoswap_bo", seed=seed)}
         runs = {n: [run_planner(p, program, machine, limit) for limit in limits] for n, p in planners.items()}
@@ -136,8 +149,10 @@ class Fig9(Figure):
     def numbers(self, rows: list[Row]) -> Row:
         lines = Lines(rows)
         aoa, doa, wdoa, swdoa = lines.scores
-        best, most = lines.scores.min(axis=0), lines.scores.max(axis=0)
-        weighted, paid = np.minimum(wdoa, swdoa) <= np.minimum(aoa, doa) + ZERO, most > ZERO
+        best = lines.scores.min(axis=0)
+        most = lines.scores.max(axis=0)
+        weighted = np.minimum(wdoa, swdoa) <= np.minimum(aoa, doa) + ZERO
+        paid = most > ZERO
         columns = lines.paper, lines.ours, lines.scores.T.tolist(), lines.bo_median, lines.floor
         return {
             "lines": [
@@ -157,7 +172,8 @@ class Fig9(Figure):
         lines = Lines(rows)
         bo = lines.bo_median
         # The floor does not decrease with a tighter limit: between two limits the wider one's floor holds.
-        x, y = [*lines.paper, min(lines.paper) - 5], [*lines.floor, lines.floor[-1]]
+        x = [*lines.paper, min(lines.paper) - 5]
+        y = [*lines.floor, lines.floor[-1]]
         marks: list[Mark] = [
             floor_area(x, y, -0.003, step=True),
             Rule(FREE_LIMIT, colour=FAINT, text="the paper's limit\nof no overhead"),
@@ -166,7 +182,8 @@ class Fig9(Figure):
             label, _, marker = look(name)
             end = f"{label.split()[-1]} {overheads[-1]:.0%}"
             marks.append(Line(lines.paper, overheads, ink, label.split()[-1], marker, dash, end=end))
-        band, name = (lines.bo.min(axis=0), lines.bo.max(axis=0)), "BO, median and range of the seeds"
+        band = (lines.bo.min(axis=0), lines.bo.max(axis=0))
+        name = "BO, median and range of the seeds"
         ink = look("autoswap_bo").colour
         marks.append(Line(lines.paper, bo, ink, name, width=2.6, band=band, end=f"BO {bo[-1]:.0%}", front=4))
         shift = lines.paper[0] - lines.ours[0] / MB
@@ -182,7 +199,9 @@ class Lines:
 
     def __init__(self, rows: list[Row]) -> None:
         first = next(row for row in rows if row["seed"] is None)
-        self.network, self.paper, self.ours = first["network"], first["limits"], first["ours"]
+        self.network = first["network"]
+        self.paper = first["limits"]
+        self.ours = first["ours"]
         self.scores = np.array([first["overheads"][name] for name in SCORES])
         self.floor = np.array(first["overheads"]["floor"])
         self.bo = np.array([row["overheads"]["bo"] for row in rows if row["seed"] is not None])
@@ -205,7 +224,10 @@ REDUCED = {  # MB
     "vgg19": 561,
 }
 PLANNER = "autoswap_bo"
-BISECTIONS, SLOWEST, FASTEST = 7, 0.1, 2.0  # speeds relative to the link
+# speeds relative to the link
+BISECTIONS = 7
+SLOWEST = 0.1
+FASTEST = 2.0
 
 
 def paper(row: Row) -> float:
@@ -308,7 +330,8 @@ def on_demand_ns(program: Program, machine: Machine, limit: int) -> int:
     next(iterations)
     counts = len(device.swapped_out), len(device.swapped_in)
     next(iterations)
-    swapped_out, swapped_in = device.swapped_out[counts[0] :], device.swapped_in[counts[1] :]
+    swapped_out = device.swapped_out[counts[0] :]
+    swapped_in = device.swapped_in[counts[1] :]
     return sum(map(machine.d2h_ns, swapped_out)) + sum(map(machine.h2d_ns, swapped_in))
 
 
@@ -323,7 +346,8 @@ def slowest_link(program: Program, machine: Machine, limit: int) -> float | None
         h2d, d2h = speeds
         return is_free(program, replace(machine, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h), limit)
 
-    low, high = SLOWEST, FASTEST
+    low = SLOWEST
+    high = FASTEST
     if not is_enough(high):
         return None
     for _ in range(BISECTIONS):
@@ -334,7 +358,8 @@ def slowest_link(program: Program, machine: Machine, limit: int) -> float | None
 
 def facts(row: Row) -> Row:
     """Returns a network's limits in MB and as fractions of the load."""
-    load, reduction = PAPER[row["network"]]["load"], row["load"] - row["reduced"]
+    load = PAPER[row["network"]]["load"]
+    reduction = row["load"] - row["reduced"]
     return {
         **row,
         "label": figures.label(row["network"]),
@@ -389,7 +414,8 @@ class Cause(Figure):
         positions = range(len(rows))
         marks = [Line([paper(row) for row in rows], positions, INK, "paper", "o", "", size=9, hollow=True)]
         for label, (colour, marker) in zip(rows[0]["reductions"], LOOKS, strict=False):
-            x, plain = [row["reductions"][label] for row in rows], label == "as measured"
+            x = [row["reductions"][label] for row in rows]
+            plain = label == "as measured"
             marks.append(Line(x, positions, colour, label, marker, "", size=12 if plain else 7, hollow=plain))
         axis = Axis("reduction without overhead, of the paper's load", "%", (0, 0.6))
         names = Axis(names=[figures.label(row["network"]) for row in rows])
@@ -457,7 +483,8 @@ class Optimality(Figure):
         }
 
     def chart(self, rows: list[Row]) -> Chart:
-        cases, panels = points(rows), []
+        cases = points(rows)
+        panels = []
         heights = Axis("overhead of an iteration", "%", (-0.015, 1.08 * max(0.01, *(case["ours"] for case in cases))))
         shares = Axis("swapped out, of the load", "%", (0.48, 0.72), ticks=(0.5, 0.55, 0.6, 0.65, 0.7))
         for network, lines in figures.group_by(cases).items():
@@ -503,7 +530,8 @@ def measure_limit(program: Program, machine: Machine, limit: int, calls: int, sh
 
 def avoidable_wait(timeline: Timeline, program: Program, plan: Plan, machine: Machine) -> tuple[int, int]:
     """Returns the forward-pass wait of the last iteration, and the part avoidable by the paper's method, in ns."""
-    begin, kernels = timeline.last_start_ns, last_kernels(timeline, program)
+    begin = timeline.last_start_ns
+    kernels = last_kernels(timeline, program)
     end = max(k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward") + 1
     waited = waits(timeline, program)[:end]
     total = sum(waited)
@@ -515,7 +543,8 @@ def avoidable_wait(timeline: Timeline, program: Program, plan: Plan, machine: Ma
     for g in program.gaps(MIB):
         if g not in selected and (g.after < last < g.before if g.after < g.before else not g.before <= last <= g.after):
             opened[g] = kernels[g.after].end_ns if g.after < last else begin
-    copy_ns, saved = {g: machine.d2h_ns(program.tensors[g.tensor].nbytes) for g in opened}, 0
+    copy_ns = {g: machine.d2h_ns(program.tensors[g.tensor].nbytes) for g in opened}
+    saved = 0
     for start, stop in idle_intervals(timeline, begin, kernels[last].start_ns):
         now = start
         while True:
@@ -531,7 +560,8 @@ def avoidable_wait(timeline: Timeline, program: Program, plan: Plan, machine: Ma
 def idle_intervals(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
     """Returns the intervals [start, end) between two times in which the swap-out stream is idle."""
     busy = sorted((s.start_ns, s.end_ns) for s in timeline.spans if s.stream == "d2h" and s.end_ns > begin)
-    intervals, now = [], begin
+    intervals = []
+    now = begin
     for start, stop in [*busy, (end, end)]:
         if min(start, end) > now:
             intervals.append((now, min(start, end)))
@@ -547,7 +577,8 @@ def points(rows: list[Row]) -> list[Row]:
     """
     points = []
     for row in rows:
-        ideal, label = row["ideal_ns"], figures.label(row["network"])
+        ideal = row["ideal_ns"]
+        label = figures.label(row["network"])
         for result in row["limits"]:
             ours, best_known, low = (result[key] / ideal - 1 for key in ("iteration_ns", "annealing_ns", "floor_ns"))
             paper = result["avoidable_ns"] / ideal

@@ -41,7 +41,8 @@ class Fig10(Figure):
         overheads = figures.numbers(settings, "overheads", lambda value: 0 <= value < float("inf"), expected)
         batches = figures.integers(settings, "batches", 2)
         pool = cli.choice(settings, "pool", tuple(name for name, allocator in KNOWN.items() if not allocator.online))
-        seconds, steps = cli.number(settings, "seconds"), cli.integer(settings, "steps", least=2)
+        seconds = cli.number(settings, "seconds")
+        steps = cli.integer(settings, "steps", least=2)
         search = {"overheads": sorted(overheads), "pool": pool, "seconds": seconds, "steps": steps}
         search["evaluations"] = cli.integer(settings, "evaluations", least=4)
         return [{**task, "batch": batch, **search} for task in super().tasks(settings) for batch in batches]
@@ -63,8 +64,11 @@ class Fig10(Figure):
         }
 
     def numbers(self, rows: list[Row]) -> Row:
-        overheads, batch = rows[0]["overheads"], min((row["batch"] for row in rows), key=lambda b: abs(b - 100))
-        networks, claims, deviations = [], [], []
+        overheads = rows[0]["overheads"]
+        batch = min((row["batch"] for row in rows), key=lambda b: abs(b - 100))
+        networks = []
+        claims = []
+        deviations = []
         for name, lines in by_network(rows).items():
             chosen = next(row for row in lines if row["batch"] == batch)
             cells = [
@@ -98,7 +102,8 @@ class Fig10(Figure):
         }
 
     def chart(self, rows: list[Row]) -> Chart:
-        overheads, memory = rows[0]["overheads"], rows[0]["memory"] / 2**30
+        overheads = rows[0]["overheads"]
+        memory = rows[0]["memory"] / 2**30
         panels = []
         for network, lines in by_network(rows).items():
             x = [row["batch"] for row in lines]
@@ -111,7 +116,8 @@ class Fig10(Figure):
                 )
             for pool in PLAIN:
                 name, ink, marker = ALLOCATORS[pool]
-                y, name = [row["footprints"][pool] / 2**30 for row in lines], name.partition(",")[0]
+                y = [row["footprints"][pool] / 2**30 for row in lines]
+                name = name.partition(",")[0]
                 dotted = Line(x, y, INK, line=DOTTED, width=1.2, front=4, end=name)  # hides SmartPool
                 marks.append(dotted if pool == "cudamalloc" else Line(x, y, ink, marker=marker, width=1.8, end=name))
             top = 1.06 * max(max(m.y) for m in marks if isinstance(m, Line))
@@ -145,7 +151,8 @@ def make_planner(task: Row, score: str = "bo", **options: Any) -> SmartPoolAutoS
 
 def smallest_footprints(program: Program, machine: Machine, search: Row) -> list[Row]:
     """Returns the smallest footprint that the planner finds for each overhead."""
-    pool, seconds = search["pool"], search["seconds"]
+    pool = search["pool"]
+    seconds = search["seconds"]
     planner = make_planner(search, pool=pool, seconds=seconds)
     rows = []
     plans = planner.smallest(program, machine, [max(overhead, ZERO) for overhead in search["overheads"]])
@@ -247,14 +254,16 @@ class Fig11(Figure):
         for row in rows:
             marks: list[Mark] = []
             for name in POOLS:
-                points, style = reductions(row, name), look(name)
+                points = reductions(row, name)
+                style = look(name)
                 if name == "superneurons":
                     dark = HUES["swap and recompute"].slots[-1]
                     for p, (option, marker) in zip(points, OPTIONS.items(), strict=True):
                         label = f"{style.label}: {option}"
                         marks.append(Line([p[0]], [p[1]], dark, label, marker, "", size=8, hollow=True, front=4))
                     continue
-                is_line, points = name in ("smartpool+autoswap", "geeps"), points[points[:, 0].argsort()]
+                is_line = name in ("smartpool+autoswap", "geeps")
+                points = points[points[:, 0].argsort()]
                 marks.append(Line(*points.T, style.colour, style.label, style.marker, "-" if is_line else ""))
                 if name == "geeps":
                     caffe = reductions(row, name, row["caffe"])

@@ -68,7 +68,8 @@ class Table1(Figure):
         }
 
     def numbers(self, rows: list[Row]) -> Row:
-        networks, pools = [facts(row) for row in rows], [row["ratios"] for row in rows]
+        networks = [facts(row) for row in rows]
+        pools = [row["ratios"] for row in rows]
         return {
             "networks": networks,
             "count": len(rows),
@@ -116,7 +117,9 @@ class Table1(Figure):
 
 def online(program: Program) -> Row:
     """Returns the peaks of iterations on the Device of section V: early ones, then those in which its pool serves."""
-    device, early, pooled = Device(), [], []
+    device = Device()
+    early = []
+    pooled = []
     for peak in train(device, program, ITERATIONS):
         (early if device.pool is None else pooled).append(peak)
     return {"early": early, "pooled": pooled, "mismatches": device.mismatches}
@@ -145,7 +148,8 @@ def kept_by_singa(model: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 def facts(row: Row) -> Row:
     """Returns a network's numbers with the paper's."""
-    paper, singa = PAPER[row["network"]], row["singa"]
+    paper = PAPER[row["network"]]
+    singa = row["singa"]
     ns = {name: row["ideal_ns"] + malloc_ns for name, malloc_ns in row["allocation_ns"].items()}
     return {
         **row,
@@ -210,10 +214,13 @@ class Fig2(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         row = next(row for row in rows if row["points"])
-        total, ink = sum(row["operations"]), ALLOCATORS["smartpool"].colour
-        x, y = [0, *(i for i, _ in row["points"]), total], [row["before"] / MB, *(b / MB for _, b in row["points"])]
+        total = sum(row["operations"])
+        ink = ALLOCATORS["smartpool"].colour
+        x = [0, *(i for i, _ in row["points"]), total]
+        y = [row["before"] / MB, *(b / MB for _, b in row["points"])]
         y.append(y[-1])
-        peak, bounds = row["captured"] / MB, [*row["starts"], total]
+        peak = row["captured"] / MB
+        bounds = [*row["starts"], total]
         marks: list[Mark] = [
             Line(x, y, ink, step=True, width=1.2, band=(0, y), shade=0.15),
             Rule(peak, horizontal=True, colour=LOAD, label=f"peak of the captured program: {peak:,.0f} MB"),

@@ -71,7 +71,8 @@ class Fig8(Figure):
 
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine)
-        times, sizes = Counter(dict.fromkeys(LAYERS, 0)), Counter(dict.fromkeys(LAYERS, 0))
+        times = Counter(dict.fromkeys(LAYERS, 0))
+        sizes = Counter(dict.fromkeys(LAYERS, 0))
         for kernel in program.kernels:
             times[GROUPS.get(kernel.kind, "other")] += kernel.duration_ns
         for tensor, writes in zip(program.tensors, program.writes, strict=True):
@@ -81,9 +82,11 @@ class Fig8(Figure):
         return {"time": shares[0], "memory": shares[1]}
 
     def chart(self, rows: list[Row]) -> Chart:
-        names, panels = [figures.label(row["network"]) for row in rows], []
+        names = [figures.label(row["network"]) for row in rows]
+        panels = []
         for key, title in (("time", "Time"), ("memory", "Memory")):
-            base, bars = [0.0] * len(rows), []
+            base = [0.0] * len(rows)
+            bars = []
             for name, colour in LAYERS.items():
                 shares = [100 * row[key][name] for row in rows]
                 bars.append(Bars(range(len(rows)), shares, colour, name, base=list(base)))
@@ -108,7 +111,8 @@ class Fig12(Figure):
         program = figures.program("alexnet", machine, batch_size=task["batch_size"], algorithms=True)
         planner = agents.make("superneurons", recompute="cost", early=True)
         minimal = program.with_variants(least_workspaces(program))
-        least, results = figures.least_limit(planner, minimal, machine, 2**20), []
+        least = figures.least_limit(planner, minimal, machine, 2**20)
+        results = []
         for share in task["pools"]:
             limit = round(share * least)
             result: Row = {"pool": limit}
@@ -218,10 +222,12 @@ def table2_facts(rows: list[Row]) -> list[Row]:
 
     ``each``: one cost per block for all networks, the median of the costs that give the paper's differences.
     """
-    networks, costs = [], []
+    networks = []
+    costs = []
     for row in rows:
         slow, fast = TABLE2_PAPER[row["network"]]
-        paper_ms, calls = 1e3 * row["batch"] * (1 / slow - 1 / fast), row["allocation_ns"]
+        paper_ms = 1e3 * row["batch"] * (1 / slow - 1 / fast)
+        calls = row["allocation_ns"]
         costs.append(paper_ms / row["blocks"])
         added = {"paper": paper_ms, "ours": (calls["cudamalloc"] - calls[POOL]) / 1e6}
         networks.append({**row, "label": figures.label(row["network"]), "slow": slow, "fast": fast, "added": added})
@@ -242,7 +248,8 @@ class Fig11(Figure):
     name = "superneurons_fig11"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        short, batches = cli.number(settings, "short"), figures.batch_sizes(settings, 1)
+        short = cli.number(settings, "short")
+        batches = figures.batch_sizes(settings, 1)
         return [{"network": name, "batch": batch, "short": short} for name, batch in batches.items()]
 
     def run(self, task: Row, machine: Machine) -> Row:
@@ -266,7 +273,8 @@ class Fig11(Figure):
             for i, (label, colour) in enumerate((("with Tensor Cache", "#1f5fa8"), ("without", "#f16913")))
         ]
         names = Axis(names=[net["label"] for net in networks])
-        ends, label = [-0.5, len(networks) - 0.5], f"paper: at least {1 - LOSS:.0%} without"
+        ends = [-0.5, len(networks) - 0.5]
+        label = f"paper: at least {1 - LOSS:.0%} without"
         paper = Line(ends, [1 - LOSS] * 2, INK, label, line="--", front=5)
         panel = Panel("", [*groups(series), paper], names, Axis("speed, of that without swaps", "%", (0, 1.15)))
         return Chart("Speed with and without the Tensor Cache, 12 GB", [panel], size=(1.4 * len(rows) + 2, 4.6))
@@ -297,7 +305,8 @@ def run_cached(program: Program, machine: Machine, limit: int) -> Row | None:
 
 def fig11_facts(row: Row) -> Row:
     """Returns the speeds of a network, also relative to the iteration without swaps."""
-    short, ns = row["cached_short"], [row[key]["iteration_ns"] for key in ("cached", "without")]
+    short = row["cached_short"]
+    ns = [row[key]["iteration_ns"] for key in ("cached", "without")]
     return {
         **row,
         "label": figures.label(row["network"]),

@@ -150,7 +150,8 @@ class Deeper:
     """
 
     def __init__(self, program: Program, layer: int) -> None:
-        self._program, self._layer = program, layer
+        self._program = program
+        self._layer = layer
         self._kernels = _kernel_layers(program)
         self._tensors = [
             number(t.name) if t.persistent else self._kernels[uses[0]] if uses else None
@@ -178,8 +179,10 @@ class Deeper:
         """Returns the program with ``more`` layers (0: unchanged); raises ValueError if negative."""
         if more < 0:
             raise ValueError(f"more: expected at least 0, got {more}")
-        program, layer = self._program, self._layer
-        members, tensors = self._tensors_of(layer), list(program.tensors)
+        program = self._program
+        layer = self._layer
+        members = self._tensors_of(layer)
+        tensors = list(program.tensors)
         copies = [{t: t for t in members}]
         for c in range(1, more + 1):
             copies.append({t: len(tensors) + i for i, t in enumerate(members)})
@@ -202,7 +205,8 @@ class Deeper:
 
     def _ids(self, t: int, layer: int | None, c: int, copies: Sequence[Mapping[int, int]]) -> Iterable[int]:
         """Returns the tensors that replace ``t`` for a kernel of copy ``c`` of a layer."""
-        owner, last = self._tensors[t], len(copies) - 1
+        owner = self._tensors[t]
+        last = len(copies) - 1
         if layer == self._layer and owner is not None:
             if owner == layer:
                 return (copies[c][t],)
@@ -227,7 +231,8 @@ def _kernel_layers(program: Program) -> list[int | None]:
     touched = [{numbers[t] for t in kernel.accesses} - {None} for kernel in program.kernels]
     out: list[int | None] = [None] * len(touched)
     for backward in (False, True):
-        current, n = None, len(touched)
+        current = None
+        n = len(touched)
         for k in reversed(range(n)) if backward else range(n):
             if (program.kernels[k].phase == "backward") == backward:
                 current = max(touched[k]) if len(touched[k]) == 1 else current if not touched[k] else None
@@ -258,7 +263,9 @@ BATCH1_PAPER: dict[str, int | None] = {f"SuperNeurons{AT_1}": 2500}
 BATCH1_FROM = (2, 4)  # captured, since a batch of 1 cannot be
 STAGES = (6, 32, 6)  # n1, n2, n4
 CAPTURED = 4  # n3 of the capture, whose third block is repeated
-FIRST, TABLE4_MOST = {"own": CAPTURED, "none": 128}, 2048  # n3
+# n3
+FIRST = {"own": CAPTURED, "none": 128}
+TABLE4_MOST = 2048
 
 
 class Table4(Figure):
@@ -267,7 +274,8 @@ class Table4(Figure):
     name = "superneurons_table4"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        methods, captured = choices(settings, "methods", METHODS), str(settings.captured)
+        methods = choices(settings, "methods", METHODS)
+        captured = str(settings.captured)
         if captured not in methods:
             raise cli.UsageError(f"figure.captured: expected one of the methods {', '.join(methods)}, got {captured!r}")
         batch = cli.integer(settings, "batch_size", least=2)
@@ -276,7 +284,8 @@ class Table4(Figure):
         return out + [{"method": name, "batch": 1, "captured": False} for name in at_batch_1]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        method, batch = task["method"], task["batch"]
+        method = task["method"]
+        batch = task["batch"]
         shallow = Deeper(base(batch, machine), 4 + sum(STAGES[:2]) + CAPTURED // 2)
         start = FIRST.get(method, 400) if batch > 1 else 400
         n3, iteration = max_size(method, lambda n: shallow.with_more(n - CAPTURED), machine, start, TABLE4_MOST)
@@ -374,7 +383,8 @@ class Table5(Figure):
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         names = figures.networks(settings, TABLE5_PAPER)
-        methods, ours = choices(settings, "methods", METHODS), str(settings.ours)
+        methods = choices(settings, "methods", METHODS)
+        ours = str(settings.ours)
         if CHECKED not in methods:
             raise cli.UsageError(f"figure.methods: {CHECKED} is required, since captures are compared at its batch")
         searches: list[Row] = [{"network": name, "methods": methods} for name in names]

@@ -27,7 +27,9 @@ FIG10_LABELS = {
     "recompute": "+ cost-aware recomputation",
     "captured": "the step that PyTorch runs, with liveness analysis",
 }
-POOL5, POOL2 = 32, 39  # steps
+# steps
+POOL5 = 32
+POOL2 = 39
 FIG10_PAPER = {  # section 4.1.1
     "no sharing of memory: MB": 2189.437,
     "no sharing of memory: tensors": 36,
@@ -76,7 +78,8 @@ class Fig10(Figure):
         }
 
     def numbers(self, rows: list[Row]) -> Row:
-        ours, pytorch = our_facts(rows), next((row for row in rows if row["shown"] == "captured"), None)
+        ours = our_facts(rows)
+        pytorch = next((row for row in rows if row["shown"] == "captured"), None)
         units = {key: 0.5 if key == ROUNDED or "MB" not in key else 0.0011 for key in ours}
         exact = sum(abs(value - FIG10_PAPER[key]) < units[key] for key, value in ours.items())
         return {"lines": lines(ours, pytorch), "of": len(ours), "exact": exact, "captured": pytorch}
@@ -85,8 +88,12 @@ class Fig10(Figure):
         top = 1.1 * max((row["all"] for row in rows if row["shown"] in PLANS), default=0) / MB
         panels = []
         for row in rows:
-            name, steps, ink = row["shown"], row["steps"], TECHNIQUES[row["shown"]]
-            x, sizes, peak = range(1, len(steps) + 1), [s[2] / MB for s in steps], _peak_step(row)
+            name = row["shown"]
+            steps = row["steps"]
+            ink = TECHNIQUES[row["shown"]]
+            x = range(1, len(steps) + 1)
+            sizes = [s[2] / MB for s in steps]
+            peak = _peak_step(row)
             bars = Bars(x, sizes, ink, thick=1.0, horizontal=False, shade=0.35, texts=[f"{s[3] or ''}" for s in steps])
             marks: list[Mark] = [bars, Bars([peak + 1], [sizes[peak]], ink, thick=1.0, horizontal=False)]
             ends = [sum(s[1] == "forward" for s in steps), sum(s[1] != "optimizer" for s in steps)]
@@ -96,9 +103,11 @@ class Fig10(Figure):
             where = f"{'step' if name in PLANS else 'kernel'} {peak + 1}, {operator(steps[peak][0])} {steps[peak][1]}"
             title = f"{FIG10_LABELS[name]}: peak {sizes[peak]:,.3f} MB{paper} at {where}"
             limits = 0.5, len(steps) + 0.5
-            kernels, high = Axis("kernel: forward | backward | optimizer", limits=limits), None
+            kernels = Axis("kernel: forward | backward | optimizer", limits=limits)
+            high = None
             if name in PLANS:
-                total_mb, high = row["all"] / MB, top
+                total_mb = row["all"] / MB
+                high = top
                 text = f"all {row['tensors']} tensors at once: {total_mb:,.3f} MB"
                 marks.append(Rule(total_mb, horizontal=True, text=text, below=True))
                 kernels = Axis("forward | backward", limits=limits, ticks=list(x), names=[s[0] for s in steps])
@@ -136,7 +145,9 @@ def our_facts(rows: list[Row]) -> dict[str, float]:
     """Returns our numbers, by the keys of ``FIG10_PAPER``, for the techniques that were computed."""
     numbers: dict[str, float] = {}
     for row in rows:
-        name, steps, peak_step = FIG10_LABELS[row["shown"]], row["steps"], _peak_step(row)
+        name = FIG10_LABELS[row["shown"]]
+        steps = row["steps"]
+        peak_step = _peak_step(row)
         if row["shown"] == "captured":
             continue
         numbers |= {
@@ -149,7 +160,8 @@ def our_facts(rows: list[Row]) -> dict[str, float]:
             f"{name}: MB at step 32": steps[POOL5 - 1][2] / MB,
         }
         if row["shown"] == "liveness":
-            layer, at_peak = dict(row["layer"]), dict(row["at_peak"])
+            layer = dict(row["layer"])
+            at_peak = dict(row["at_peak"])
             numbers["outputs of CONV1 to CONV5 at step 32, MB"] = sum(at_peak[t] for t in at_peak.keys() - layer) / MB
             numbers["tensors of POOL5's backward step, MB"] = sum(layer.values()) / MB
     return {key: numbers[key] for key in FIG10_PAPER if key in numbers}
@@ -244,13 +256,15 @@ class Table1(Figure):
         }
 
     def chart(self, rows: list[Row]) -> Chart:
-        networks, panels = figures.group_by(map(facts, rows)), []
+        networks = figures.group_by(map(facts, rows))
+        panels = []
         quantities = (("Layers recomputed", "again", 1), ("Peak memory (MB)", "peak", MB))
         for i, (title, key, unit) in enumerate(quantities):
             marks: list[Mark] = []
             for s, (strategy, label) in enumerate(TABLE1_LABELS.items()):
                 runs = [next((row for row in net if row["strategy"] == strategy), None) for net in networks.values()]
-                ours, theirs = [row and row[key] / unit for row in runs], [row and row["paper"][i] for row in runs]
+                ours = [row and row[key] / unit for row in runs]
+                theirs = [row and row["paper"][i] for row in runs]
                 texts = [
                     "" if a is None else f"{a:,.{3 * i}f}" + (f"\n({b:g})" if round(a - b, 3 * i - 1) else "")
                     for a, b in zip(ours, theirs, strict=True)
@@ -318,7 +332,8 @@ class Table3(Figure):
 
     def numbers(self, rows: list[Row]) -> Row:
         # The largest batch whose peak fits: the peak is proportional to the batch beside what is kept.
-        first, kept_bytes = rows[0], len(KEPT) * rows[0]["weights"]
+        first = rows[0]
+        kept_bytes = len(KEPT) * rows[0]["weights"]
         in_paper = [row for row in rows if row["batch_size"] in TABLE3_PAPER]
         return {
             "sizes": [

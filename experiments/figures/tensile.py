@@ -76,7 +76,8 @@ class _Ratios(Figure):
 
     def panels(self, title: str, rows: list[Row]) -> Chart:
         """Makes a panel each of memory saved, time lost and their ratio; the paper's values are diamonds."""
-        panels, high = [], 0.72 / len(self.planners)
+        panels = []
+        high = 0.72 / len(self.planners)
         for i, (name, axis, form) in enumerate(PANELS):
             marks: list[Mark] = []
             for m, (method, planner) in enumerate(self.planners.items()):
@@ -88,7 +89,9 @@ class _Ratios(Figure):
                 papers = ["" if a is None else f" (◇ {number(a, form)})" for a in theirs]
                 ours = [a if a is None or form == "%" else min(a, MOST) for a in ours]
                 ends = [a if a is None else max(a, b or 0.0) for a, b in zip(ours, theirs, strict=True)]
-                colour, hollow, hatch = palette.colour(planner), method == HELD, HATCHES.get(method, "")
+                colour = palette.colour(planner)
+                hollow = method == HELD
+                hatch = HATCHES.get(method, "")
                 marks.append(Bars(ys, ours, colour, f"{method}, ours", 0.9 * high, hollow=hollow, hatch=hatch))
                 marks.append(Line(ends, ys, INK, line="", texts=[a + b for a, b in zip(texts, papers, strict=True)]))
                 if any(value is not None for value in theirs):
@@ -119,7 +122,8 @@ def ratios(result: Row | None, without: Row) -> Ratios | None:
     if result is None:
         return None
     ns, without_ns = (next(values[key] for key in TIMES if key in values) for values in (result, without))
-    msr, eor = 1 - result["peak_bytes"] / without["peak_bytes"], ns / without_ns - 1
+    msr = 1 - result["peak_bytes"] / without["peak_bytes"]
+    eor = ns / without_ns - 1
     return msr, eor, msr / eor if eor else float("inf")
 
 
@@ -216,7 +220,8 @@ class Table2(_Ratios):
         return [{"jobs": [figures.network(str(name), "jobs") for name in names], "batch": batch} for names in mixtures]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        batch, memory = task["batch"], machine.memory_bytes
+        batch = task["batch"]
+        memory = machine.memory_bytes
         by_name = {n: figures.program(n, machine, batch_size=batch, algorithms=False) for n in task["jobs"]}
         programs = [by_name[name] for name in task["jobs"]]
         planned = partial(plan_all, programs, machine)
@@ -280,7 +285,8 @@ class Ratio(Figure):
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         ratios = figures.numbers(settings, "ratios", lambda x: 0 <= x <= 1, "numbers from 0 to 1")
-        network, batch = figures.network(str(settings.network), "network"), cli.integer(settings, "batch", least=1)
+        network = figures.network(str(settings.network), "network")
+        batch = cli.integer(settings, "batch", least=1)
         jobs = figures.integers(settings, "jobs", 1)
         return [{"network": network, "batch": batch, "jobs": n, "ratio": ratio} for n in jobs for ratio in ratios]
 
@@ -317,7 +323,8 @@ class Ratio(Figure):
 def facts(row: Row) -> Row:
     """Returns a row with its ratios; the cost-benefit ratio is None if no time is lost."""
     saved, lost, benefit = ratios(row["with"], row["without"])  # type: ignore[misc]
-    is_free, swaps = lost <= ZERO, sum(row["with"]["decisions"])
+    is_free = lost <= ZERO
+    swaps = sum(row["with"]["decisions"])
     text = f"{100 * saved:.1f}/{100 * lost:.1f}/" + ("∞" if is_free else f"{benefit:.2f}")
     return {
         **row,

@@ -46,8 +46,10 @@ class Times(Figure):
     simulated = False
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        batch, repeats = cli.integer(settings, "batch", least=1), cli.integer(settings, "repeats", least=1)
-        names, sources = figures.networks(settings), cli.values(settings, "sources")
+        batch = cli.integer(settings, "batch", least=1)
+        repeats = cli.integer(settings, "repeats", least=1)
+        names = figures.networks(settings)
+        sources = cli.values(settings, "sources")
         if not sources or not set(sources) <= set(SOURCES):
             raise cli.UsageError(f"figure.sources: expected some of {', '.join(SOURCES)}, got {sources!r}")
         if len(names) < 2:
@@ -63,7 +65,8 @@ class Times(Figure):
         results: dict[str, Row] = {}
         for name, program in programs.items():
             predictor = KernelTimes.fit([sample for other, sample in samples.items() if other != name])
-            predicted, times = predictor.predict(program, 1), samples[name].times
+            predicted = predictor.predict(program, 1)
+            times = samples[name].times
             mask = np.array([kernel.kind in EXPENSIVE for kernel in program.kernels])
             scores = {"all": r_squared(predicted, times), "expensive": r_squared(predicted[mask], times[mask])}
             results[name] = {"kernels": len(times), **scores, "iteration": float(predicted.sum() / times.sum())}
@@ -85,7 +88,8 @@ class Times(Figure):
         return {"networks": lines, "heads": heads + [f"{row['source']}, iteration" for row in rows]}
 
     def chart(self, rows: list[Row]) -> Chart:
-        inks, panels = {"all": "#9a9a9a", "expensive": "#b3123d"}, []
+        inks = {"all": "#9a9a9a", "expensive": "#b3123d"}
+        panels = []
         for row in rows:
             names = [figures.label(name) for name in row["networks"]]
             series = []
@@ -132,7 +136,8 @@ class Start(Figure):
     name = "tensile_start"
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        names, limits = figures.networks(settings), cli.to_dict(settings.limits)
+        names = figures.networks(settings)
+        limits = cli.to_dict(settings.limits)
         for name in limits:
             if name not in names or len(names) < 2:
                 raise cli.UsageError(f"figure.networks: expected {name} and another network to predict it from")
@@ -147,7 +152,8 @@ class Start(Figure):
         ]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        name, batch = task["network"], task["batch"]
+        name = task["network"]
+        batch = task["batch"]
         samples = {
             (network, size): sample(figures.program(network, machine, batch_size=size))
             for network in task["networks"]
@@ -313,7 +319,8 @@ class Speed(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         facts = [speed_facts(row) for row in rows]
-        claims, panels = ((CLAIM, "the paper's MLP"), (VGG, "the paper's VGG")), []
+        claims = ((CLAIM, "the paper's MLP"), (VGG, "the paper's VGG"))
+        panels = []
         by_key = figures.group_by(facts, "key")
         for dashed, title in DASHED_LINES.items():
             marks: list[Mark] = [Rule(share, horizontal=True, line=":", text=text) for share, text in claims]
@@ -349,7 +356,9 @@ def split_kernels(schedule: Schedule, plan: Plan) -> tuple[Program, Plan]:
     program = schedule.program
     begins = [start % program.ideal_ns for start in schedule.scheduled.values() if start is not None]
     parts: list[Kernel] = []
-    first, last, ends = [], [], []
+    first = []
+    last = []
+    ends = []
     for kernel, start in zip(program.kernels, program.start_ns, strict=False):
         end = start + kernel.duration_ns
         edges = [start, *sorted({issue for issue in begins if start < issue < end}), end]

@@ -110,7 +110,8 @@ class Errors(NamedTuple):
     @classmethod
     def from_times(cls, modelled: Sequence[float], measured: Sequence[float]) -> Errors:
         """Returns the errors of kernels from their modelled and measured times."""
-        modelled_us, measured_us = np.array(modelled), np.array(measured)
+        modelled_us = np.array(modelled)
+        measured_us = np.array(measured)
         return cls.from_ratios(modelled_us / measured_us, float(modelled_us.sum() / measured_us.sum() - 1))
 
     @classmethod
@@ -175,7 +176,8 @@ class _Model:
     """Model of a trace's operator times as a function of the coefficients; computes equal kernels once."""
 
     def __init__(self, captured: Captured, machine: Machine):
-        self.captured, self.machine = captured, machine
+        self.captured = captured
+        self.machine = machine
         nodes = captured.nodes
         self.keys = [str((n[0].target, [serialize(a) for a in n[0].args]) if n else ()) for n in nodes]
 
@@ -185,7 +187,8 @@ class _Model:
 
     def us(self, times: KernelTimes, rows: Sequence[Pair]) -> NDArray[np.float64]:
         """Returns the operators' modelled times in microseconds, float64[n]."""
-        machine, ns_by_key = replace(self.machine, kernel_times=times), dict[str, int]()
+        machine = replace(self.machine, kernel_times=times)
+        ns_by_key = dict[str, int]()
         for k in (k for _, kernels in rows for k in kernels):
             if self.keys[k] not in ns_by_key:
                 kernel = self.captured.program.kernels[k]
@@ -203,10 +206,13 @@ class _Model:
 def h100() -> Fit:
     """Fits the H100's coefficients to TrioSim's trace of ResNet-50."""
     trace = Trace.load(DATA / "h100_resnet50.csv")
-    captured, machine = trace.captured(), Machine.load("h100")
+    captured = trace.captured()
+    machine = Machine.load("h100")
     pairs = paired(captured, trace.operators)
-    model, in_file = _Model(captured, machine), _times(machine)
-    times, groups = in_file, []
+    model = _Model(captured, machine)
+    in_file = _times(machine)
+    times = in_file
+    groups = []
     unseen: list[float] = []  # modelled us of held-out operators
     unseen_us: list[float] = []  # their measured us
     for name, (keys, chosen) in GROUPS.items():
@@ -220,7 +226,8 @@ def h100() -> Fit:
         times = model.fitted(times, name, rows)
         errors = Errors.from_times(model.us(times, rows), [row.us for row, _ in rows])
         groups.append(Group(_only(times, keys), _only(in_file, keys), errors))
-    us, modelled = np.array([row.us for row, _ in pairs]), model.us(times, pairs)
+    us = np.array([row.us for row, _ in pairs])
+    modelled = model.us(times, pairs)
     errors = Errors.from_ratios((modelled / us)[us >= LEAST_US], float(modelled.sum() / us.sum() - 1))
     return Fit("h100", tuple(groups), errors, Errors.from_times(unseen, unseen_us))
 
@@ -252,7 +259,9 @@ class _Step:
 
     def __init__(self, measured: MeasuredStep, machine: Machine):
         distinct = calls(measured)
-        self.measured, self.machine, self.calls = measured, machine, list(distinct.values())
+        self.measured = measured
+        self.machine = machine
+        self.calls = list(distinct.values())
         times: dict[tuple[int, str], list[int]] = {key: [] for key in distinct}
         for operator, phase, ns, _ in measured.kernels:
             if (operator, phase) in times:
@@ -284,7 +293,8 @@ class _Step:
 
 def h200() -> Fit:
     """Fits the H200's coefficients to all of its profiled steps, then with each step held out in turn."""
-    machine, files = Machine.load("h200"), sorted(DATA.glob("nvidia_h200-*.json"))
+    machine = Machine.load("h200")
+    files = sorted(DATA.glob("nvidia_h200-*.json"))
     steps = [_Step(load_json(path, MeasuredStep.from_dict), machine) for path in files]
     times = _fitted_to_steps(steps)
     others = [_fitted_to_steps([other for other in steps if other is not step]) for step in steps]
@@ -298,7 +308,8 @@ def h200() -> Fit:
         for i, step in enumerate(steps)
     )
     ratio, unseen = (np.concatenate(held_out) for held_out in zip(*ratios, strict=True))
-    keys, errors = tuple(STEP_STARTS), Errors.from_ratios(ratio, _total(sums.sum(axis=0)))
+    keys = tuple(STEP_STARTS)
+    errors = Errors.from_ratios(ratio, _total(sums.sum(axis=0)))
     group = Group(_only(times, keys), _only(_times(machine), keys), errors)
     return Fit("h200", (group,), errors, Errors.from_ratios(unseen, _total(held_out_sums.sum(axis=0))), networks)
 

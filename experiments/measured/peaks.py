@@ -23,7 +23,9 @@ from simulator.pool.card import CardPeak
 
 ESTIMATORS = ("xmem", "dnnmem", "schedtune", "llmem")
 MACHINES = {"RTX 3060": "rtx3060", "RTX 4060": "rtx4060", "A100": "a100_40gb"}
-IMAGE, LENGTH = 86, 128  # image size in pixels (CIFAR-10); sequence length in tokens (wikitext-2)
+# image size in pixels (CIFAR-10); sequence length in tokens (wikitext-2)
+IMAGE = 86
+LENGTH = 128
 ITERATIONS = 4
 ZERO_GRADS: dict[int, ZeroGrad] = {0: "start", 1: "backward"}  # zero_grad() at the start, or before backward()
 

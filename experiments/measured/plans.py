@@ -31,7 +31,9 @@ from simulator.program import Program
 LIMITS = (0.7, 0.5, 0.4)  # fractions of the peak
 CALLS = 5_000  # simulator calls of each search
 SEARCHES = ("tensile", "annealing", "policy_search")  # without lp_round: the slowest, and it found no cheaper plan
-MODEL, EXACT, ROOFLINE = "model", "model, believed exact", "roofline"
+MODEL = "model"
+EXACT = "model, believed exact"
+ROOFLINE = "roofline"
 BELIEFS = (MODEL, EXACT, ROOFLINE)
 
 Row = dict[str, Any]

@@ -60,7 +60,8 @@ def profiled(
     measured_rates = None if rates is None else Machine.load(rates)
     if device == "cuda" and not torch.cuda.is_available():
         raise ProfileError("no CUDA GPU found; --device cpu profiles on the CPU")
-    cuda, context = device == "cuda", None
+    cuda = device == "cuda"
+    context = None
     if cuda:
         log("the CUDA context")
         context = measure_context(device).nbytes

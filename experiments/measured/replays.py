@@ -21,7 +21,8 @@ from simulator.files import load_json
 
 FOLDER = Path(__file__).parent.parent / "results" / "gpu_h200"
 FITTED = "resnet50_imagenet_bf16"  # network whose rows the two costs are fitted to
-KERNEL_NS, COPY_NS = 5_000, 37_500
+KERNEL_NS = 5_000
+COPY_NS = 37_500
 QUEUE_DEPTH = 510  # pending kernels, each with its event, until the host blocks (probe.json, "queue")
 
 
@@ -54,7 +55,8 @@ def replays(folder: Path = FOLDER) -> list[Replay]:
     machine = Machine.load(folder / "machine.yaml")
     costs = replace(machine, d2h_latency_ns=COPY_NS, h2d_latency_ns=COPY_NS, queue_depth=QUEUE_DEPTH)
     rows = load_json(folder / "results.json", lambda data: data["rows"])
-    out, programs = [], {}
+    out = []
+    programs = {}
     for row in rows:
         workload = row.get("workload")
         path = folder / "replays" / f"plan-{workload}-{row.get('fraction')}-{row.get('planner')}.json.gz"
@@ -62,10 +64,14 @@ def replays(folder: Path = FOLDER) -> list[Replay]:
             continue
         if workload not in programs:
             programs[workload] = Program.load(folder / "replays" / f"program-{workload}.json.gz")
-        program, limit, decisions = programs[workload], row["limit"], rows_of(Plan.load(path).decisions)
+        program = programs[workload]
+        limit = row["limit"]
+        decisions = rows_of(Plan.load(path).decisions)
         old_ns = Engine(program, replace(machine, issue_ns=0), limit).score(decisions).iteration_ns
         slower = program.with_durations([k.duration_ns + KERNEL_NS * (k.duration_ns > 0) for k in program.kernels])
-        new, before, measured = Engine(slower, costs, limit).score(decisions), row["predicted_ns"], row["measured_ns"]
+        new = Engine(slower, costs, limit).score(decisions)
+        before = row["predicted_ns"]
+        measured = row["measured_ns"]
         predicted = new.iteration_ns + before - old_ns
         out.append(Replay(workload, row["fraction"], row["planner"], old_ns != before, before, predicted, measured))
     return out

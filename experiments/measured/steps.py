@@ -126,7 +126,8 @@ class Trace:
         Raises:
             FormatError: if a file is invalid; the message names the file and its line or entry.
         """
-        operators, header = tuple(read_operators(path)), path.with_suffix(".yaml")
+        operators = tuple(read_operators(path))
+        header = path.with_suffix(".yaml")
         keys = ("format", "source", "licence", "device", "machine", "torch", "optimizer")
         try:
             data = yaml.safe_load(header.read_text())
@@ -161,7 +162,8 @@ def _captured(network: tuple[tuple[str, Any], ...], optimizer: str, half: bool, 
     with torch.device("meta"):
         model, loss_fn, _, batch = workloads.build(dict(network))
         if channels_last:
-            model, x = model.to(memory_format=torch.channels_last), batch[0]
+            model = model.to(memory_format=torch.channels_last)
+            x = batch[0]
             batch = x.to(memory_format=torch.channels_last), batch[1]
         optimizing = OPTIMIZERS[optimizer](model.parameters())
         return capture(model, loss_fn, optimizing, batch, autocast=torch.float16 if half else None, check=False)
@@ -187,7 +189,8 @@ def read_operators(path: Path) -> list[Operator]:
     """Reads the rows of a trace; raises FormatError as in ``read_csv``."""
 
     def operator(row: dict[str, str]) -> Operator:
-        stage, us = row["stage"], float(row["us"])
+        stage = row["stage"]
+        us = float(row["us"])
         sizes = [int(n) for n in (row.get("input_elements") or "").split(";") if n.strip()]
         if stage not in STAGES or not 0 <= us < 1e12:
             raise ValueError(f"expected a stage of {', '.join(STAGES)} and microseconds")
@@ -278,7 +281,8 @@ def of_profile(measured: MeasuredStep) -> list[Comparison]:
     Skips operators that this version of PyTorch does not have.
     """
     machine = Machine.load(measured.machine)
-    predicted, control_machine = modelled(measured, machine), one_roofline(machine)
+    predicted = modelled(measured, machine)
+    control_machine = one_roofline(machine)
     found = []
     for (index, _, ns, _), ours in zip(measured.kernels, predicted, strict=True):
         if ours is not None:
@@ -341,7 +345,8 @@ def v100() -> tuple[Captured, dict[str, list[int]], dict[str, float]]:
 def by_kind() -> list[Comparison]:
     """Compares the V100's step with the model, one row per kind of kernel."""
     captured, kinds, measured = v100()
-    kernels, control_ns = captured.program.kernels, control_durations(captured, Machine.load("v100"))
+    kernels = captured.program.kernels
+    control_ns = control_durations(captured, Machine.load("v100"))
     return [
         Comparison(
             kind,
@@ -378,7 +383,8 @@ def published() -> list[Published]:
 
 
 def _published(row: dict[str, str]) -> Published:
-    machine, precision = Machine.load(row["machine"]), row["precision"]
+    machine = Machine.load(row["machine"])
+    precision = row["precision"]
     network = {**NETWORKS[row["network"]], "batch_size": int(row["batch"])}
     captured = captured_step(
         network,
@@ -389,5 +395,6 @@ def _published(row: dict[str, str]) -> Published:
         row["layout"] == "nhwc",
     )
     name = f"{row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
-    modelled_ms, control_ms = captured.program.ideal_ns / 1e6, sum(control_durations(captured, machine)) / 1e6
+    modelled_ms = captured.program.ideal_ns / 1e6
+    control_ms = sum(control_durations(captured, machine)) / 1e6
     return Published(name, row["machine"], row["kind"], float(row["ms"]), modelled_ms, control_ms)

@@ -57,15 +57,32 @@ from simulator.timeline import Timeline
 
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
 # Published methods: quick ones, which run even if the time is up, so that each family has a plan; the slowest.
-FIRST, LAST = ("tensile", "autoswap_swdoa", "tflms", "superneurons", "activation_budget"), ("capuchin",)
-SEARCH_NAME, FASTER_NAME, TIGHTER = "search", "for faster kernels", "less fragmented"  # further families
-CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # other stages
+FIRST = ("tensile", "autoswap_swdoa", "tflms", "superneurons", "activation_budget")
+LAST = ("capuchin",)
+# further families
+SEARCH_NAME = "search"
+FASTER_NAME = "for faster kernels"
+TIGHTER = "less fragmented"
+# other stages
+CAPTURE = "capturing"
+FLOOR = "the floor"
+LARGEST = "the largest batch"
 # Shares of the time: published methods of one kind, one method, search, lower limits, faster kernels, largest batch.
-KIND_SHARE, METHOD_SHARE, SEARCH_SHARE, TIGHTER_SHARE, FASTER_SHARE, BATCHES_SHARE = 0.15, 0.15, 0.5, 0.3, 0.1, 0.15
-PER_KERNEL, LEAST, LONGEST = 2e-3, 2.0, 30.0  # default time in s: per kernel, minimum, maximum
+KIND_SHARE = 0.15
+METHOD_SHARE = 0.15
+SEARCH_SHARE = 0.5
+TIGHTER_SHARE = 0.3
+FASTER_SHARE = 0.1
+BATCHES_SHARE = 0.15
+# default time in s: per kernel, minimum, maximum
+PER_KERNEL = 2e-3
+LEAST = 2.0
+LONGEST = 30.0
 QUICK = ("autoswap_doa", "memonger")
 TRIES = 16  # planner calls that the search for the largest batch usually needs
-GAPS, DETAIL = 800, 0.15  # of a second floor besides the search's
+# of a second floor besides the search's
+GAPS = 800
+DETAIL = 0.15
 TIMEOUT_FACTOR = 3  # multiple of the time: bound for the floor, deadline for capturing the largest batch
 LIMIT_FRACTIONS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the limit: tried until PyTorch's allocator serves a plan
 FIXED_BATCH = "a program file has a fixed batch size"
@@ -77,10 +94,14 @@ Task = tuple[Program, Machine, int]
 def main(cfg: DictConfig) -> Path:
     """Plans the step and returns the run directory; exits with status 1 if nothing fits."""
     start = time.monotonic()
-    machine, mode, seed = cli.machine(cfg), cli.choice(cfg, "mode", MODES), cli.integer(cfg, "seed")
+    machine = cli.machine(cfg)
+    mode = cli.choice(cfg, "mode", MODES)
+    seed = cli.integer(cfg, "seed")
     seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
-    most_overhead, search = cli.number(cfg, "largest_overhead"), cli.choice(cfg, "largest", (True, False))
-    workload, setting = selected_workload(cfg), cfg.memory if cfg.memory is not None else machine.memory_bytes
+    most_overhead = cli.number(cfg, "largest_overhead")
+    search = cli.choice(cfg, "largest", (True, False))
+    workload = selected_workload(cfg)
+    setting = cfg.memory if cfg.memory is not None else machine.memory_bytes
     memory = None if is_fraction(setting) else size_bytes(setting, "memory")  # of the device; a fraction is of tensors
     step_times = times.read(cfg, machine, workload is not None)
     if workload is not None and step_times.step_ns is not None:
@@ -95,7 +116,8 @@ def main(cfg: DictConfig) -> Path:
         else:
             step = capture.step(workload, machine, memory)
         warm_up(machine, mode)
-        program, card = step.program, step.card
+        program = step.program
+        card = step.card
         step_times = replace(step_times, said=f"{step_times.said} {step.arithmetic}".strip())
         limit = limit_bytes(cfg.memory, program, "memory") if card is None or memory is None else card.limit
         task = program, machine, limit
@@ -225,7 +247,8 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     from experiments.plan.page import render_html
     from experiments.plotting import plots
 
-    program, best = answer.program, answer.best
+    program = answer.program
+    best = answer.best
     baseline = report.with_bounds(report.score("none", program, answer.machine, answer.limit, 0, answer.mode)[0], bound)
     plan = best.plan if best else None
     if plan is not None:
@@ -333,7 +356,9 @@ def best_of(
         total_s: time in s after which, once a plan exists, the remaining planners are skipped.
         required: names that are never skipped and may take WAIT times as long.
     """
-    start, skipped, huge = time.monotonic(), [], len(task[0].kernels) >= HUGE
+    start = time.monotonic()
+    skipped = []
+    huge = len(task[0].kernels) >= HUGE
     rows: list[tuple[Row, Plan | None, Timeline | None]] = []
     for method in planners:
         planner = method
@@ -380,7 +405,8 @@ def plan_tighter(task: Task, card: CardPeak, mode: str, seed: int, seconds: floa
     Args:
         seconds: total time.
     """
-    start, (program, machine, limit) = time.monotonic(), task
+    start = time.monotonic()
+    (program, machine, limit) = task
     for share in LIMIT_FRACTIONS:
         planner = report.make("best", seed=seed, mode=mode, seconds=seconds / len(LIMIT_FRACTIONS))
         (best,) = with_memory([best_of(TIGHTER, [planner], (program, machine, int(share * limit)), mode, seed)], card)
@@ -420,7 +446,10 @@ def largest_batch(
     limit = memory or limit
     if workload is None:
         return Largest(why=reason)
-    capture_deadline, planner, tries, timed_out = time.monotonic() + TIMEOUT_FACTOR * seconds, "", 0, False
+    capture_deadline = time.monotonic() + TIMEOUT_FACTOR * seconds
+    planner = ""
+    tries = 0
+    timed_out = False
     try:
         steps = capture.batches(workload, machine, memory, program, other_bytes)
         deadline = time.monotonic() + BATCHES_SHARE * seconds

@@ -158,7 +158,8 @@ def rescaled(larger: Program, program: Program) -> Program:
     ]
     program_ns, larger_ns = (sum(times) for times in zip(*pairs, strict=True)) if pairs else (0, 0)
     if not program_ns or not larger_ns:
-        program_ns, larger_ns = 2 * program.ideal_ns, larger.ideal_ns
+        program_ns = 2 * program.ideal_ns
+        larger_ns = larger.ideal_ns
     return larger.with_durations([round(k.duration_ns * program_ns / larger_ns) for k in larger.kernels])
 
 

@@ -26,10 +26,13 @@ from experiments.plotting.palette import DARK, LIGHT, label
 from experiments.plotting.plots import steady_memory
 from simulator.report import KINDS, MODEL_ITSELF, Unit, by_module
 
-WIDTH, HEIGHT = 1000, 300  # of the plot, in SVG units
+# of the plot, in SVG units
+WIDTH = 1000
+HEIGHT = 300
 MODULES = 12  # maximum number of table rows
 MANY = 4  # table columns; with more, rows become blocks on small screens
-CLASS, BEST = ' class="n"', ' class="best"'
+CLASS = ' class="n"'
+BEST = ' class="best"'
 POINTS = 500  # horizontal resolution of a curve
 CHOSEN = "recommended"  # last cell of the row in bold
 
@@ -66,7 +69,8 @@ class Section(NamedTuple):
 
 def sections(a: Answer, command: str) -> Iterator[Section]:
     """Yields the sections below the verdict; ``command`` is the typed command."""
-    size, page = a.size, a.page
+    size = a.size
+    page = a.page
     peaks = (page.without, page.under) if page.planner else (page.without,)
     heads = ("without a plan", "under the plan")[: len(peaks)]
     parts: list[Part] = [
@@ -232,7 +236,10 @@ def _table(table: Table) -> str:
 
 def _picture(a: Answer) -> str:
     """Plots memory over one step, unplanned and planned, with the limit."""
-    limit, size, before, after = a.limit, a.size, a.before, a.after
+    limit = a.limit
+    size = a.size
+    before = a.before
+    after = a.after
     curves = [steady_memory(t) for t in (before, after) if t is not None]
     end = max(x[-1] for x, _ in curves) or 1.0
     top = 1.05 * max(limit / MB, *(y.max() for _, y in curves))
@@ -273,6 +280,7 @@ def _path(x: NDArray[np.float64], y: NDArray[np.float64]) -> str:
             part = y[begin:end]
             keep |= {int(begin), int(begin + part.argmin()), int(begin + part.argmax()), int(end) - 1}
         chosen = sorted(keep)
-        x, y = x[chosen], y[chosen]
+        x = x[chosen]
+        y = y[chosen]
     steps = "".join(f"H{a:.1f}V{b:.1f}" for a, b in zip(x[1:], y[1:], strict=True))
     return f"M{x[0]:.1f} {y[0]:.1f}{steps}"

@@ -86,7 +86,8 @@ def checkpoints(
     """
     if origins is None or not plan.decisions or not all(isinstance(d, Recompute) for d in plan.decisions):
         return None
-    recomputed, engine = {d.tensor for d in plan.of_kind(Recompute)}, Engine(program, machine, limit)
+    recomputed = {d.tensor for d in plan.of_kind(Recompute)}
+    engine = Engine(program, machine, limit)
     best: Checkpoints | None = None
     for blocks in _by_depth(program, origins, frozenset(modules)):
         shares = {

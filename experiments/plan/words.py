@@ -73,7 +73,8 @@ def accumulation(largest: Largest) -> str:
 
 def card(a: Answer) -> list[str]:
     """Returns sentences about the estimated device memory beside the exact peak of the tensors."""
-    peak, size = a.card, a.size
+    peak = a.card
+    size = a.size
     fraction_note = "The limit is a fraction of the tensors' peak and excludes other device memory."
     if peak is None:
         return [fraction_note]
@@ -85,7 +86,8 @@ def card(a: Answer) -> list[str]:
         ("CUDA context", peak.context),
         ("rounding and caching of PyTorch's allocator", peak.allocator),
     ]
-    terms, printed = [], 0
+    terms = []
+    printed = 0
     for i, (name, _) in enumerate(parts):
         total = size.steps(sum(n for _, n in parts[: i + 1]))
         terms += [f"{name} {size.text(total - printed)}"] if total != printed else []
@@ -111,7 +113,8 @@ def plan_summary(a: Answer) -> str:
     """Describes the recommended plan."""
     if a.best is None or a.best.plan is None:
         return "No plan is needed." if a.fits else "No plan was found."
-    clauses, swapped = [], a.page.swapped
+    clauses = []
+    swapped = a.page.swapped
     if swapped:
         kinds = _joined([_tensors(m.tensors, kind) for kind, m in swapped.items()])
         out, in_size = (a.size(sum(getattr(m, key) for m in swapped.values())) for key in ("out_bytes", "back_bytes"))
@@ -203,7 +206,8 @@ def batches(a: Answer) -> list[str]:
 def methods(a: Answer) -> tuple[list[str], list[list[str]]]:
     """Returns headers and cells of the table of methods; the last cell of a row marks the recommended method."""
     heads = ["methods", "best method", "overhead", "swapped", "recomputed", "peak", "plan time", ""]
-    cells, size = [], a.size
+    cells = []
+    size = a.size
     for best in a.families:
         name = label(best.row["planner"]) if best.row else "–"
         skipped = [label(planner) for planner in best.skipped]
@@ -248,7 +252,8 @@ def spread_sentence(spread: Spread, error: TimesError) -> str:
     """Returns a sentence on the plan's overhead under perturbed times."""
     parts = [f"{_percent(spread.low)} to {_percent(spread.high)} if single kernels deviate"]
     if error.step:
-        fast, slow = _percent(spread.fast), _percent(spread.slow)
+        fast = _percent(spread.fast)
+        slow = _percent(spread.slow)
         parts = [f"{fast} if all kernels are {error.step:.0%} faster", f"{slow} if they are slower", *parts]
     return f"Overhead under perturbed kernel times: {', '.join(parts)} (5th to 95th percentile)."
 
@@ -264,7 +269,9 @@ def _percent(part: float) -> str:
 
 def slowest(step: Step, machine: Machine) -> tuple[list[str], list[list[str]]]:
     """Returns headers and rows of the table of the slowest kernels; equal kernels share a row."""
-    program, origins, types = step.program, step.origins, step.types
+    program = step.program
+    origins = step.origins
+    types = step.types
     groups: dict[tuple[object, ...], list[int]] = {}
     for k, kernel in enumerate(program.kernels):
         kind = types[k] if types else ""
@@ -272,7 +279,8 @@ def slowest(step: Step, machine: Machine) -> tuple[list[str], list[list[str]]]:
     order = sorted(groups.values(), key=lambda group: -len(group) * program.kernels[group[0]].duration_ns)
     rows = []
     for group in order[:SLOWEST]:
-        kernel, kind = program.kernels[group[0]], types[group[0]] if types else ""
+        kernel = program.kernels[group[0]]
+        kind = types[group[0]] if types else ""
         ns = len(group) * kernel.duration_ns
         time = f"{ns / 1e6:,.2f} ms" if ns >= 1e5 else f"{ns / 1e3:.1f} us"
         if not ns:
@@ -298,7 +306,8 @@ def slowest(step: Step, machine: Machine) -> tuple[list[str], list[list[str]]]:
 def _bound(kernel: Kernel, machine: Machine, kind: str) -> tuple[str, str]:
     """Returns the achieved rate in the bottleneck resource, and its name."""
     peak = machine.flops_per_s.get(kind or "float32", 0)
-    seconds, moving = kernel.duration_ns / 1e9, kernel.bytes / machine.memory_bytes_per_s
+    seconds = kernel.duration_ns / 1e9
+    moving = kernel.bytes / machine.memory_bytes_per_s
     computing = kernel.flops / peak if peak else 0.0
     if computing >= moving and computing:
         return f"{kernel.flops / seconds / 1e12:,.1f} TFLOP/s", "arithmetic"

@@ -20,7 +20,8 @@ from experiments.plotting.palette import FAINT, INK, Look
 from experiments.plotting.plots import labels_at_right, panel_grid
 
 Values = Sequence[float | None] | NDArray[np.float64]  # None: missing
-DASHED, DOTTED = (0, (5, 3)), (0, (1, 1.5))
+DASHED = (0, (5, 3))
+DOTTED = (0, (1, 1.5))
 HOLLOW = {"x": "o"}  # markers that cannot be hollow, and their replacements
 STRIPE = "#f6f6f6"
 SIDES: dict[str, dict[str, Any]] = {
@@ -81,7 +82,8 @@ class Line:
 
     def draw(self, axes: Axes) -> None:
         """Draws the line with its band and texts."""
-        x, y = _numbers(self.x), _numbers(self.y)
+        x = _numbers(self.x)
+        y = _numbers(self.y)
         if self.band is not None:
             low, high = (np.broadcast_to(_numbers(np.atleast_1d(edge)), x.shape) for edge in self.band)
             axes.fill_between(
@@ -135,7 +137,8 @@ class Bars:
 
     def draw(self, axes: Axes) -> None:
         """Draws the bars with their texts."""
-        values, base = _numbers(self.values), np.broadcast_to(_numbers(np.atleast_1d(self.base)), len(self.positions))
+        values = _numbers(self.values)
+        base = np.broadcast_to(_numbers(np.atleast_1d(self.base)), len(self.positions))
         draw_bars, start = (axes.barh, "left") if self.horizontal else (axes.bar, "bottom")
         draw_bars(
             self.positions,
@@ -183,9 +186,11 @@ class Rule:
         rule = axes.axhline if self.horizontal else axes.axvline
         rule(self.pos, color=self.colour, linewidth=self.width, linestyle=self.line, zorder=1, label=self.label or None)
         if self.text:
-            place, transform = (0.005, self.pos), axes.get_yaxis_transform()
+            place = (0.005, self.pos)
+            transform = axes.get_yaxis_transform()
             if not self.horizontal:
-                place, transform = (self.pos, 0.99), axes.get_xaxis_transform()
+                place = (self.pos, 0.99)
+                transform = axes.get_xaxis_transform()
             above = self.horizontal and not self.below
             axes.annotate(
                 self.text,

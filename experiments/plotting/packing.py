@@ -17,7 +17,9 @@ from experiments.plotting.plots import figure, labels_at_right
 from simulator.pool import Intervals, Packing
 
 EDGE = 4.0  # pixels; smaller rectangles have no white edge, which would cover them
-SHADES, GOLDEN = 0.35, (5**0.5 - 1) / 2  # maximum share of white in a colour; multiples spread evenly over [0, 1)
+# maximum share of white in a colour; multiples spread evenly over [0, 1)
+SHADES = 0.35
+GOLDEN = (5**0.5 - 1) / 2
 NAMED = 60  # maximum number of blocks that are labelled
 
 
@@ -96,7 +98,8 @@ def _norm(boxes: np.ndarray) -> LogNorm:
     sizes = boxes[:, 3] - boxes[:, 2]
     order = np.argsort(sizes)
     area = np.cumsum((sizes * (boxes[:, 1] - boxes[:, 0]))[order])
-    low, high = sizes[order[np.searchsorted(area, area[-1] / 100)]], sizes.max()
+    low = sizes[order[np.searchsorted(area, area[-1] / 100)]]
+    high = sizes.max()
     return LogNorm(low, high) if low < high else LogNorm(high / 2, 2 * high)
 
 

@@ -15,7 +15,11 @@ import agents
 from agents.planner import Family, PlannerInfo
 from experiments.common.report import ABLATION as UNIFORM_EDITS
 
-INK, FAINT, LIMIT, FLOOR, GRID = "#222222", "#9a9a9a", "#222222", "#d9d9d9", "#eeeeee"
+INK = "#222222"
+FAINT = "#9a9a9a"
+LIMIT = "#222222"
+FLOOR = "#d9d9d9"
+GRID = "#eeeeee"
 BEST_OF = "the best of each family"
 GREEDY = ("dqn", "dqn_paper")  # agents whose greedy policy has a separate row in a training (train_dqn)
 
@@ -91,10 +95,14 @@ ALLOCATORS = {  # keys of simulator.pool; "superneurons" is the heap of SuperNeu
     "optimal": Look("optimal", "#222222", "P"),
 }
 BLOCKS = ("#f6d98f", "#9fd08b", "#45b0a8", "#3a8fc9", "#4a5fb5", "#6a2c80")  # in a packing, from small to large
-LOAD, CAPACITY = "#cb181d", "#238b45"  # lines across a packing
+# lines across a packing
+LOAD = "#cb181d"
+CAPACITY = "#238b45"
 KEPT = "#238b45"  # load including memory that the framework keeps
 SWAPPED = ("#8f8ff0", "#5b5be0", "#25258f")  # SmartPool + AutoSwap, from zero to high overhead
-OURS, CONTROL = "#1f5fa8", "#f16913"  # predictions compared with measurements
+# predictions compared with measurements
+OURS = "#1f5fa8"
+CONTROL = "#f16913"
 KERNELS = {  # by kind
     "conv": "#1f5fa8",
     "matmul": "#cb181d",
@@ -145,7 +153,8 @@ DARK = {
     "after": "#6fb1f0",
     "limit": "#f07070",
 }
-PREDICTED, MEASURED = "#9a9a9a", "#cb181d"
+PREDICTED = "#9a9a9a"
+MEASURED = "#cb181d"
 STYLE = {
     "font.size": 11,
     "axes.titlesize": 12,

@@ -31,7 +31,8 @@ from simulator.timeline import Timeline
 Levels = list[tuple[float, str, str]]  # labels at the right ends of lines: value, name, colour
 TICKS = (0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # of the overhead axis
 BOTTOM = -0.0003  # of a logarithmic axis, so that a line at 0 is not clipped
-DOTTED, HATCH = (0, (1, 1.2)), "////"
+DOTTED = (0, (1, 1.2))
+HATCH = "////"
 MARKERS = "osD^vPX"
 CROWD = 8  # maximum number of planners in one panel
 
@@ -59,7 +60,8 @@ def panel_grid(
     """
     columns = min(n, max_columns)
     rows = -(-n // columns)
-    width, height = size[0] * columns + margins[0], size[1] * rows + margins[1]
+    width = size[0] * columns + margins[0]
+    height = size[1] * rows + margins[1]
     with figure(path, width, height, rows, columns) as axes_grid:
         grid = list(np.atleast_1d(axes_grid).flat)
         for axes in grid[n:]:
@@ -90,12 +92,14 @@ def memory_curve(
     limit_mb = (after.limit if limit is None and after is not None else limit or 0) / MB
     with figure(path) as axes:
         x0, y0 = steady_memory(before)
-        right, top = x0[-1], max(y0.max(), limit_mb)
+        right = x0[-1]
+        top = max(y0.max(), limit_mb)
         axes.fill_between(x0, y0, step="post", color="#e9e9e9", linewidth=0)
         axes.step(x0, y0, where="post", color=FAINT, linewidth=1.3, label=f"no plan: peak {y0.max():,.0f} MB")
         if after is not None:
             x1, y1 = steady_memory(after)
-            right, top = max(right, x1[-1]), max(top, y1.max())
+            right = max(right, x1[-1])
+            top = max(top, y1.max())
             name = f"{label(planner)} plan: peak {y1.max():,.0f} MB, {after.overhead:+.1%} time"
             axes.step(x1, y1, where="post", color=colour(planner), linewidth=1.5, label=name)
         percent = limit_mb * MB / before.peak_bytes
@@ -155,7 +159,8 @@ def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], plan
                 axes.axhline(r["overhead"], color=colour(r["planner"]), linewidth=1.1, linestyle=(0, (5, 3)))
                 levels.append((r["overhead"], f"{label(r['planner'])} {r['overhead']:.2%}", colour(r["planner"])))
         if planned:
-            x, y = [e.episode for e in planned], [e.best_overhead for e in planned]
+            x = [e.episode for e in planned]
+            y = [e.best_overhead for e in planned]
             axes.step(x, y, where="post", color=colour(planner), linewidth=2.4, label="best plan so far")
             levels.append((y[-1], f"{label(planner)} {y[-1]:.2%}", colour(planner)))
         overheads = [e.overhead for e in valid] + [level[0] for level in levels]
@@ -306,7 +311,8 @@ def _panel(
     """Draws one panel of ``overhead_by_limit``: the floor, the ``best`` of all planners, and labelled lines."""
     limits = sorted({r["limit_fraction"] for r in rows})
     margin = 0.06 * (limits[-1] - limits[0]) or 0.02
-    left, right = limits[-1] + margin, limits[0] - margin
+    left = limits[-1] + margin
+    right = limits[0] - margin
     _overhead_axis(axes, top, scale)
     axes.set_xlim(left, right)  # tighter to the right
     _floor(axes, rows, left, right)
@@ -336,7 +342,8 @@ def _floor(axes: Axes, rows: Sequence[Row], left: float, right: float) -> None:
     if floors:
         x = sorted(floors, reverse=True)
         y = [floors[v] for v in x]
-        x, y = [*x, max(least, right)], [*y, y[-1]]
+        x = [*x, max(least, right)]
+        y = [*y, y[-1]]
         axes.fill_between(x, BOTTOM, y, step="post", color=FLOOR, linewidth=0, zorder=1)
         axes.step(x, y, where="post", color=FAINT, linewidth=1, zorder=2)
     if least > right:

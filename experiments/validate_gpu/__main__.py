@@ -41,7 +41,10 @@ from experiments.validate_gpu.stages import Run
 from simulator import Machine
 from simulator.files import FormatError
 
-FAILED, BROKEN, STOPPED = 2, 3, 130  # exit statuses
+# exit statuses
+FAILED = 2
+BROKEN = 3
+STOPPED = 130
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -79,7 +82,8 @@ def run_stages(settings: Settings, words: Sequence[str], out: Path) -> int:
 
     A stage whose process dies or loses CUDA is restarted and skips the measurement that broke it.
     """
-    end, status = time.monotonic() + settings.seconds, 0
+    end = time.monotonic() + settings.seconds
+    status = 0
     forwarded = [word for word in words if word.partition("=")[0] not in ("stages", "out", "seconds")]
     for i, stage in enumerate(settings.stages):
         for _ in range(1 + DEATHS):
@@ -101,7 +105,8 @@ def run_stages(settings: Settings, words: Sequence[str], out: Path) -> int:
 def run_stage(settings: Settings, out: Path) -> int:
     """Runs one stage in this process and returns the exit status."""
     settings = replace(settings, out=str(out))
-    record, machine = Record(out, settings.seconds, settings.device), None
+    record = Record(out, settings.seconds, settings.device)
+    machine = None
     run = Run(settings, record)
     (stage,) = settings.stages
     try:

@@ -42,7 +42,8 @@ def sampled_conditions(device: str) -> Iterator[dict[str, Any]]:
         conditions["absent"] = sample
         yield conditions
         return
-    samples, stopped = [sample()], threading.Event()
+    samples = [sample()]
+    stopped = threading.Event()
 
     def run() -> None:
         while not stopped.wait(PERIOD_S):
@@ -130,7 +131,8 @@ def deterministic() -> Iterator[list[str]]:
         torch.is_warn_always_enabled(),
     )
     try:
-        cudnn.deterministic, cudnn.benchmark = True, False
+        cudnn.deterministic = True
+        cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
         memory.fill_uninitialized_memory = False  # type: ignore[assignment]  # the compared code reads no uninitialized memory
         torch.set_warn_always(True)

@@ -44,12 +44,17 @@ class Tries:
     """Batches of one method that were tried, with the reason why each did not fit ("" if it did)."""
 
     def __init__(self, name: str, method: str, device: str, machine: Machine, cap: int = 0):
-        self.name, self.method, self.device, self.machine, self.cap = name, method, device, machine, cap
+        self.name = name
+        self.method = method
+        self.device = device
+        self.machine = machine
+        self.cap = cap
         self.tried: dict[int, str] = {}
 
     def row(self, seconds: float, caps: dict[str, int]) -> dict[str, Any]:
         """Searches for at most ``seconds`` and returns the row; adds the network's cap in bytes to ``caps``."""
-        default, is_late = own_batch(self.name), False
+        default = own_batch(self.name)
+        is_late = False
         try:
             with within(seconds):
                 if self.name not in caps:
@@ -57,7 +62,8 @@ class Tries:
                 self.cap = caps[self.name]
                 best = largest(self.fits, default, MOST * default, PART)
         except TimeUp:
-            best, is_late = max((n for n, reason in self.tried.items() if not reason), default=0), True
+            best = max((n for n, reason in self.tried.items() if not reason), default=0)
+            is_late = True
         finally:
             _uncap(self.device)
         row: dict[str, Any] = {"cap": self.cap, "tries": len(self.tried), "time_over": is_late}

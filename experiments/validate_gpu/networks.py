@@ -208,7 +208,8 @@ def time_in_turns(
         Times of ``step`` in ns, times of ``other`` in ns, and the peak memory of ``step`` in bytes (0 on the CPU).
     """
     times: tuple[list[int], list[int]] = ([], [])
-    turns, peak = min(TURNS, count), 0
+    turns = min(TURNS, count)
+    peak = 0
     for i in range(turns):
         for is_first, run in ((True, step), (False, other)):
             if device == "cuda":

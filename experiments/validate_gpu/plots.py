@@ -54,7 +54,9 @@ def timelines(path: Path, measured: Measured, workload: str, planner: str) -> No
         ("Measured", measured.timeline, measured.timeline.boundaries[begin], MEASURED),
     ]
     end = 1.01 * max(timeline.boundaries[-1] - start for _, timeline, start, _ in pair) / 1e6
-    x, panels, memory = Axis("ms from the start of an iteration", limits=(0, end)), [], list[Mark]()
+    x = Axis("ms from the start of an iteration", limits=(0, end))
+    panels = []
+    memory = list[Mark]()
     for word, timeline, start, colour in pair:
         duration_ms = (timeline.boundaries[-1] - start) / 1e6
         marks = [*_streams(timeline, start), Rule(duration_ms, colour=LIMIT, line="-", width=1)]
@@ -83,7 +85,8 @@ def _streams(timeline: Timeline, start: int) -> list[Mark]:
     marks: list[Mark] = []
     for kind, colour in SPANS.items():
         chosen = [s for s in spans if s.kind == kind]
-        lengths, starts = [(s.end_ns - s.start_ns) / 1e6 for s in chosen], [(s.start_ns - start) / 1e6 for s in chosen]
+        lengths = [(s.end_ns - s.start_ns) / 1e6 for s in chosen]
+        starts = [(s.start_ns - start) / 1e6 for s in chosen]
         rows = [STREAMS.index(s.stream) for s in chosen]
         marks.append(Bars(rows, lengths, colour, kind.replace("_", "-") if chosen else "", 0.76, np.array(starts)))
     return [mark for mark in marks if isinstance(mark, Bars) and len(mark.positions)]
@@ -104,6 +107,7 @@ def batches(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             Bars(range(len(ordered)), [r["batch"] for r in ordered], MEASURED, thick=0.6, texts=texts),
             Rule(ordered[0]["own_batch"], colour=INK),
         ]
-        names, title = [r["method"] for r in ordered], f"{name}, {ordered[0]['cap'] / MIB:,.1f} MiB"
+        names = [r["method"] for r in ordered]
+        title = f"{name}, {ordered[0]['cap'] / MIB:,.1f} MiB"
         panels.append(Panel(title, marks, Axis("largest batch", room=1.45), Axis(names=names)))
     draw(path, Chart("Largest batch in the memory of eager's default batch (dashed)", panels, len(panels)))

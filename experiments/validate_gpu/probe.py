@@ -48,7 +48,9 @@ from simulator.schedule import lower
 
 FORMAT = "probe/1"
 COMMITTED = Path(__file__).resolve().parents[1] / "results" / "gpu_h200"  # the run that the predictions come from
-RESNET, LLAMA, GPT2 = "resnet50_imagenet_bf16", "llama_bf16", "gpt2_medium_bf16"
+RESNET = "resnet50_imagenet_bf16"
+LLAMA = "llama_bf16"
+GPT2 = "gpt2_medium_bf16"
 TINY = {RESNET: "tiny_resnet", LLAMA: "tiny_gpt2", GPT2: "tiny_gpt2"}  # with backend=host
 # Predicted machine figures: measured on an H200 in the second run.
 COSTS = {
@@ -64,7 +66,8 @@ COSTS = {
     "issue_ns": 12_000,
 }
 ROUND_TRIP_NS = 10_000  # overhead of a copy between two kernels of a graph; traces showed gaps of 17 us with latency
-COUNT, LONG_NS = 200, 20_000
+COUNT = 200
+LONG_NS = 20_000
 REHEARSAL = 4  # factor on a section's seconds with backend=host, on a shared CPU
 AIMS = (1.0, 0.97, 0.94, 0.88)  # fractions of the limit to plan for, tried until the graph's memory fits the limit
 STEPS = {"cuda": 16, "cpu": 4}
@@ -187,8 +190,10 @@ def pools(probe: Probe) -> None:
     """Captures a graph with one nested memory pool per operator."""
     if probe.backend == "cuda":
         x = torch.randn(2**20, device="cuda")
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        pools, results = [], []
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        pools = []
+        results = []
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(12):
                 pools.append(torch.cuda.MemPool(no_split=True))
@@ -279,7 +284,8 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
         profiles: measured profiles by network; a missing one is measured and added.
     """
     label = f"{name} {fraction} {'as a graph' if graph else 'kernel by kernel'}"
-    device, machine = probe.device, probe.machine
+    device = probe.device
+    machine = probe.machine
     costs = machine.in_graph() if graph else machine
 
     def measured() -> None:
@@ -295,7 +301,8 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
             cache: Cache = "step" if device == "cuda" else "hot"
             profiles[name] = measure(captured, device, machine.name, 3, cache=cache)
         program = with_profile(captured.program, profiles[name])
-        captured, limit = replace(captured, program=program), limit_of(program, fraction)
+        captured = replace(captured, program=program)
+        limit = limit_of(program, fraction)
         reasons = []
         for aim in AIMS if graph else AIMS[:1]:
             plan = get_planner("annealing", program, iterations=50).plan(program, costs, int(aim * limit))
@@ -310,7 +317,8 @@ def planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dic
             except StepError as error:
                 reasons.append(f"planned for {aim:.0%}: {line(error)}")
                 continue
-            predicted, ns = simulate(program, plan, costs, case.limit).iteration_ns, times["measured_ns"]
+            predicted = simulate(program, plan, costs, case.limit).iteration_ns
+            ns = times["measured_ns"]
             peaks = {"peak": times["ledger"], **({"allocated": times["device_peak"]} if device == "cuda" else {})}
             probe.row(
                 label,
@@ -361,8 +369,10 @@ def run_validation(probe: Probe, network: str, stages: str, *words: str) -> Iter
 
     Failed rows are recorded, not yielded. The command gets the section's remaining time.
     """
-    name, machine = probe.network(network), probe.out / "machine.yaml"
-    out, kind = probe.out / probe.section, stages.rpartition(",")[2]
+    name = probe.network(network)
+    machine = probe.out / "machine.yaml"
+    out = probe.out / probe.section
+    kind = stages.rpartition(",")[2]
     preset = probe.base.name if probe.backend == "cuda" else "h200"
     command = [
         sys.executable,
@@ -464,9 +474,11 @@ def run_sections(names: Sequence[str], out: Path, backend: str) -> int:
     for name in names:
         section = SECTIONS[name]
         print(f"{name:10}{section.seconds:4} s  {section.question}: {section.prediction}")
-    end, status = time.monotonic(), 0
+    end = time.monotonic()
+    status = 0
     for name in names:
-        end, begin = end + SECTIONS[name].seconds * (REHEARSAL if backend == "host" else 1), time.monotonic()
+        end = end + SECTIONS[name].seconds * (REHEARSAL if backend == "host" else 1)
+        begin = time.monotonic()
         seconds = end - begin
         print(f"== {name}, at most {seconds:.0f} s", flush=True)
         command = [

@@ -45,7 +45,8 @@ from experiments.validate_gpu.networks import Network, block_count, build, free_
 from experiments.validate_gpu.offload import Offload
 from simulator import Machine, Plan, Program, simulate
 
-STEPS, TRIES = 5, 4
+STEPS = 5
+TRIES = 4
 CACHE: dict[str, Cache] = {"cuda": "cold", "cpu": "hot"}  # profile mode; flushing a CPU's cache takes too long
 OURS: dict[str, dict[str, int]] = {"annealing": {"iterations": 50}, "lp_round": {"calls": 2000}, "capuchin": {}}
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # activation_memory_budget of torch.compile
@@ -167,7 +168,8 @@ def _measured(
 ) -> Trial:
     """Measures time and peak of a step; with ``eager_step``, ``steps`` steps alternate with it (no peak on the CPU)."""
     torch.manual_seed(1)
-    cuda, counter = device == "cuda", Counter()
+    cuda = device == "cuda"
+    counter = Counter()
     step()  # compiles the model and creates the optimizer state
     if eager_step:
         times, eager, peak = time_in_turns(step, eager_step, steps, device, bytes_before)
@@ -206,7 +208,8 @@ class Counter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves((args, kwargs, out)):
             if isinstance(x, Tensor) and x.device.type == "cpu":
-                ref, nbytes = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
+                ref = StorageWeakRef(x.untyped_storage())
+                nbytes = x.untyped_storage().nbytes()
                 self.bytes += nbytes - self.sizes.get(ref, 0)
                 self.sizes[ref] = nbytes
         if self.bytes > self.peak:  # drop freed storages only when they could change the peak
@@ -227,7 +230,9 @@ class Levels:
     """Settings of one method, from mild to strong, each measured at most once."""
 
     def __init__(self, name: str, device: str, method: str):
-        self.name, self.device, self.method = name, device, method
+        self.name = name
+        self.device = device
+        self.method = method
         self.count = len(BUDGETS) if method == "compile" else block_count(name) + 1
         self.trials: dict[int, Trial] = {}
 
@@ -288,14 +293,18 @@ class Ours:
     """Runs planned steps on the measured profile: tries known plans first, then plans for lower limits."""
 
     def __init__(self, name: str, device: str, machine: Machine, program: Program | None):
-        self.name, self.device, self.machine, self.program = name, device, machine, program
+        self.name = name
+        self.device = device
+        self.machine = machine
+        self.program = program
         self.aim = 0  # planned bytes of the last call of ``at``
         self.plans: dict[int, Plan] = {}  # by planned bytes
 
     def within(self, limit: int, plans: Sequence[Plan] = ()) -> Trial:
         """Returns a planned step whose measured peak is within ``limit`` bytes; raises Unreachable."""
         self.plans |= {plan.limit: plan for plan in plans}
-        aim, aims = limit, [plan.limit for plan in plans]
+        aim = limit
+        aims = [plan.limit for plan in plans]
         for _ in range(len(plans) + TRIES):
             aim = aims.pop(0) if aims else aim
             result = self.at(aim)
@@ -331,7 +340,8 @@ class Ours:
 
 def best_plan(program: Program, machine: Machine, limit: int) -> Plan:
     """Returns the plan of OURS with the shortest simulated step; raises Unreachable if no planner finds one."""
-    plans, reasons = [], []
+    plans = []
+    reasons = []
     for planner, options in OURS.items():
         try:
             plans.append(get_planner(planner, program, **options).plan(program, machine, limit))

@@ -14,7 +14,9 @@ import torch
 from agents.deadline import TimeUp, within
 from executor.memory.engines import line
 
-LATE, STOPPED = "no time left", "stopped: the time was over"  # reasons after which a later command retries
+# reasons after which a later command retries
+LATE = "no time left"
+STOPPED = "stopped: the time was over"
 FAILURE_KEYS = ("failed", "again", "seconds")
 GRACE = 5.0  # seconds that a running measurement may exceed the remaining time
 DEATHS = 2  # a measurement has failed after this many processes died in it
@@ -35,8 +37,12 @@ class Record:
 
     def __init__(self, out: Path, seconds: float, device: str = "cpu"):
         out.mkdir(parents=True, exist_ok=True)
-        self.out, self.device, self.begin, self.seconds = out, device, time.monotonic(), seconds
-        self._path, self._under_way = out / "measurements.jsonl", out / "under_way.json"
+        self.out = out
+        self.device = device
+        self.begin = time.monotonic()
+        self.seconds = seconds
+        self._path = out / "measurements.jsonl"
+        self._under_way = out / "under_way.json"
         self.rows = _lines(self._path)
         # Rows to retry: an earlier command ran out of time or lacked a library that this host may have.
         self._late = [row for row in self.rows if row.get("failed") in (LATE, STOPPED) or "again" in row]

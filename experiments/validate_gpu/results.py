@@ -47,7 +47,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write(settings: Settings, machine: Machine | None, record: Record) -> None:
     """Writes results.json and table.md, and the plots if Matplotlib is installed."""
-    out, gpu = record.out, torch.cuda.is_available()
+    out = record.out
+    gpu = torch.cuda.is_available()
     sums = {kind: summary(record.successful(kind)) for kind in KINDS}
     write_json(
         out / "results.json",

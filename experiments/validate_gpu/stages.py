@@ -126,7 +126,8 @@ def with_host(measured: Calibration, base: Machine, device: str) -> Calibration:
 
 def calibrate(run: Run) -> None:
     """Measures transfers, launches, the CUDA context and the pinnable host memory."""
-    settings, cuda = run.settings, run.settings.backend == "cuda"
+    settings = run.settings
+    cuda = run.settings.backend == "cuda"
     base = Machine.load(settings.machine) if settings.machine else base_machine(settings.device)
 
     def figures() -> dict[str, Any]:
@@ -152,7 +153,8 @@ def profile(run: Run) -> None:
 
 def profiled(run: Run, name: str) -> dict[str, Any]:
     """Profiles one network, writes its files and returns the row."""
-    settings, machine = run.settings, run.machine
+    settings = run.settings
+    machine = run.machine
     baselines.warm_up(name, settings.device)
     eager = trial(name, settings.device)
     captured = build(name, settings.device).captured(machine)
@@ -226,7 +228,8 @@ def trained_first(settings: Settings) -> list[str]:
 
 def plan(run: Run) -> None:
     """Plans all cases with all planners, and OURS at the limits of ``compare``."""
-    settings, machine = run.settings, run.machine
+    settings = run.settings
+    machine = run.machine
     jobs = [(planner, case, 0) for planner in trained_first(settings) for case in run.cases()]
     eager = eager_steps(run) if OURS in settings.methods else {}
     for case in run.cases():
@@ -239,7 +242,8 @@ def plan(run: Run) -> None:
 
 def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine, pool: Executor) -> None:
     """Computes the missing plans in the pool and saves those that finish in time."""
-    record, budget = run.record, BUDGET[run.settings.backend]
+    record = run.record
+    budget = BUDGET[run.settings.backend]
     pending = []
     for planner, case, aim in jobs:
         row = {"workload": case.workload, "fraction": case.fraction, "planner": planner, "aim": aim}
@@ -296,7 +300,9 @@ def pin_largest(run: Run, plans: Sequence[tuple[Case, Plan]]) -> None:
 
 def replay(run: Run) -> None:
     """Replays every plan and plots the one with most transfers."""
-    settings, machine, record = run.settings, run.machine, run.record
+    settings = run.settings
+    machine = run.machine
+    record = run.record
     plans = planned(run, trained_first(settings))
     busiest: tuple[int, tuple[Any, ...]] = (0, ())
     free_cache()
@@ -348,7 +354,9 @@ def train(run: Run) -> None:
     Each plan runs twice: alternating with eager steps under PyTorch's defaults for time, and with deterministic
     operators to compare losses with eager ones bit by bit.
     """
-    settings, machine, device = run.settings, run.machine, run.settings.device
+    settings = run.settings
+    machine = run.machine
+    device = run.settings.device
     bits_of = cache(training.eager_bits)
     plans = planned(run, settings.train)
     pin_largest(run, plans)
@@ -389,7 +397,10 @@ def compare(run: Run) -> None:
     A row has ``measured_ns``, ``measured_peak``, ``limit``, ``setting``, ``eager_ns`` of the alternating eager steps,
     ``overhead`` relative to them and ``clocks``; or ``failed``.
     """
-    settings, record, machine, device = run.settings, run.record, run.machine, run.settings.device
+    settings = run.settings
+    record = run.record
+    machine = run.machine
+    device = run.settings.device
     eager_trials = {name: eager for name, eager in eager_steps(run).items() if run.program(name).exists()}
     for name in settings.workloads:
         key = {"workload": name, "method": "eager"}
@@ -408,7 +419,8 @@ def compare(run: Run) -> None:
                 )
                 for f in settings.limits:
                     files = [run.plan(name, f, OURS, i) for i in range(len(AIMS))] if program else []
-                    plans, limit = [Plan.load(file) for file in files if file.exists()], baselines.limit_at(f, eager)
+                    plans = [Plan.load(file) for file in files if file.exists()]
+                    limit = baselines.limit_at(f, eager)
                     key = {"workload": name, "fraction": f, "method": method}
                     measured = partial(baselines.row, search, limit, plans, settings.steps)
                     record.measure("compare", key, measured, limit=limit)
@@ -420,7 +432,8 @@ def largest(run: Run) -> None:
     A row has ``batch`` (the largest), ``own_batch`` (the network's), ``cap`` in bytes, ``too_large`` (smallest batch
     that failed) and ``reason``; or ``failed``.
     """
-    settings, record = run.settings, run.record
+    settings = run.settings
+    record = run.record
     todo = [
         (name, method)
         for name in settings.workloads
@@ -429,6 +442,7 @@ def largest(run: Run) -> None:
     ]
     caps: dict[str, int] = {}
     for i, (name, method) in enumerate(todo):
-        tries, seconds = Tries(name, method, settings.device, run.machine), record.seconds_left() / (len(todo) - i)
+        tries = Tries(name, method, settings.device, run.machine)
+        seconds = record.seconds_left() / (len(todo) - i)
         key = {"workload": name, "method": method}
         record.measure("largest", key, partial(tries.row, seconds, caps), seconds, own_batch=own_batch(name))

@@ -13,7 +13,8 @@ import torch
 from executor.memory.pinned import CUDA
 from experiments.validate_gpu.networks import MIB
 
-SWAPS, SWAP_BYTES = 60, 32 * MIB
+SWAPS = 60
+SWAP_BYTES = 32 * MIB
 Event = tuple[float, float, int | None, str, str, int | None]  # begin and duration in us, stream, category, name, bytes
 
 
@@ -44,11 +45,13 @@ def copy_speeds(out: Path) -> Iterator[tuple[str, str, float]]:
     Args:
         out: folder for a temporary file.
     """
-    x, device = torch.randn(2**26, device="cuda"), torch.empty(SWAP_BYTES, dtype=torch.uint8, device="cuda")
+    x = torch.randn(2**26, device="cuda")
+    device = torch.empty(SWAP_BYTES, dtype=torch.uint8, device="cuda")
     host = torch.from_numpy(CUDA.take(SWAPS * SWAP_BYTES)).view(SWAPS, SWAP_BYTES)
 
     def work(lag: int, sides: Sequence[torch.cuda.Stream]) -> None:
-        compute, ends = torch.cuda.current_stream(), []
+        compute = torch.cuda.current_stream()
+        ends = []
         for i in range(SWAPS):
             x.mul_(1.0)
             side = sides[i % len(sides)]
@@ -62,7 +65,8 @@ def copy_speeds(out: Path) -> Iterator[tuple[str, str, float]]:
             compute.wait_stream(side)
 
     for lag, width in ((2, 1), (30, 1), (2, 8), (30, 8)):
-        sides, graph = [torch.cuda.Stream() for _ in range(width)], torch.cuda.CUDAGraph()
+        sides = [torch.cuda.Stream() for _ in range(width)]
+        graph = torch.cuda.CUDAGraph()
         run = partial(work, lag, sides)
         run()
         torch.cuda.synchronize()

@@ -21,7 +21,8 @@ from experiments.workloads.module import Parts, WorkloadError
 
 LAYERS = (6, 12, 24, 16)
 GROWTH = 32
-STEM, FC_STEM = 64, 48
+STEM = 64
+FC_STEM = 48
 
 
 class Block(nn.ModuleList):
@@ -101,7 +102,8 @@ class FCDenseNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, FC_STEM, 3, padding=1)
         self.down, self.shrink, self.grow, self.up = (nn.ModuleList() for _ in range(4))
-        channels, skips = FC_STEM, []
+        channels = FC_STEM
+        skips = []
         for layers in stages[:-1]:
             self.down.append(FCBlock(channels, layers, growth))
             channels += layers * growth
@@ -113,11 +115,13 @@ class FCDenseNet(nn.Module):
             added = below * growth
             self.grow.append(nn.ConvTranspose2d(added, added, 3, stride=2, padding=1, output_padding=1))
             self.up.append(FCBlock(added + skip, layers, growth))
-            channels, below = added + skip + layers * growth, layers
+            channels = added + skip + layers * growth
+            below = layers
         self.classify = nn.Conv2d(channels, classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        x, skips = self.stem(images), []
+        x = self.stem(images)
+        skips = []
         for block, shrink in zip(self.down, self.shrink, strict=True):
             x, _ = block(x)
             skips.append(x)

@@ -61,7 +61,8 @@ class Network(nn.Module):
 
     def __init__(self, model: nn.Module, pairs: bool) -> None:
         super().__init__()
-        self.model, self.pairs = model, pairs
+        self.model = model
+        self.pairs = pairs
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
@@ -70,7 +71,9 @@ class Network(nn.Module):
             """Cache layer that keeps keys and values uncopied; the package copies them since version 4.54."""
 
             def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-                self.keys, self.values, self.is_initialized = key_states, value_states, True
+                self.keys = key_states
+                self.values = value_states
+                self.is_initialized = True
                 return key_states, value_states
 
         first, *second = (Cache(layer_class_to_replicate=Kept) for _ in range(1 + self.pairs))

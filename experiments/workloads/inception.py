@@ -110,7 +110,8 @@ def _step(step: str, channels: int) -> tuple[nn.Module, int]:
     if operation == "avg":
         return nn.AvgPool2d(3, stride, padding=int(padded)), channels
     sizes = [int(size) for size in (kernel or "1").split("x")]
-    height, width = sizes[0], sizes[-1]
+    height = sizes[0]
+    width = sizes[-1]
     padding = (height // 2, width // 2) if padded else 0
     conv = nn.Conv2d(channels, int(operation), (height, width), stride, padding, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(int(operation), eps=0.001), ReLU()), int(operation)

@@ -39,7 +39,8 @@ def _(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("headroom::rms_norm_backward", mutates_args=())
 def rms_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and weight for the gradient of ``rms_norm``'s first result."""
-    wide, unit = grad.float(), x.float() * scale
+    wide = grad.float()
+    unit = x.float() * scale
     inner = wide * weight.float()
     dx = scale * (inner - unit * (inner * unit).mean(-1, keepdim=True))
     return dx.to(x.dtype), (wide * unit).flatten(0, -2).sum(0).to(weight.dtype)
@@ -74,7 +75,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
-        self.weight, self.epsilon = nn.Parameter(torch.ones(width)), epsilon
+        self.weight = nn.Parameter(torch.ones(width))
+        self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.epsilon)[0]
@@ -91,7 +93,8 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, kv_heads: int, size: int, epsilon: float, qk_norm: bool) -> None:
         super().__init__()
-        self.size, self.groups = size, heads // kv_heads
+        self.size = size
+        self.groups = heads // kv_heads
         self.q = nn.Linear(width, heads * size, bias=False)
         self.k = nn.Linear(width, kv_heads * size, bias=False)
         self.v = nn.Linear(width, kv_heads * size, bias=False)
@@ -103,7 +106,8 @@ class Attention(nn.Module):
         q, k = (rotate(part.transpose(1, 2), cos, sin) for part in (self.q_norm(q), self.k_norm(k)))
         v = v.transpose(1, 2)
         if self.groups > 1:
-            k, v = k.repeat_interleave(self.groups, dim=1), v.repeat_interleave(self.groups, dim=1)
+            k = k.repeat_interleave(self.groups, dim=1)
+            v = v.repeat_interleave(self.groups, dim=1)
         return self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
@@ -112,7 +116,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,8 +129,10 @@ class Block(nn.Module):
 
     def __init__(self, width: int, attention: nn.Module, feed: nn.Module, epsilon: float) -> None:
         super().__init__()
-        self.norm1, self.norm2 = RMSNorm(width, epsilon), RMSNorm(width, epsilon)
-        self.attention, self.feed = attention, feed
+        self.norm1 = RMSNorm(width, epsilon)
+        self.norm2 = RMSNorm(width, epsilon)
+        self.attention = attention
+        self.feed = feed
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
@@ -163,7 +170,8 @@ class Llama(nn.Module):
             Block(width, Attention(width, heads, kv_heads, size, epsilon, qk_norm), feed(), epsilon)
             for _ in range(layers)
         )
-        self.norm, self.head = RMSNorm(width, epsilon), nn.Linear(width, vocabulary, bias=False)
+        self.norm = RMSNorm(width, epsilon)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         angles = torch.outer(torch.arange(length), base ** (-torch.arange(0, size, 2) / size))
         self.cos: Tensor
         self.sin: Tensor
@@ -190,12 +198,14 @@ class Experts(nn.Module):
 
     def __init__(self, width: int, hidden: int, experts: int, top: int, places: int) -> None:
         super().__init__()
-        self.top, self.places = top, places
+        self.top = top
+        self.places = places
         self.router = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleList(SwiGLU(width, hidden) for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens, count = x.flatten(0, 1), len(self.experts)
+        tokens = x.flatten(0, 1)
+        count = len(self.experts)
         logits, chosen = self.router(tokens).topk(self.top, dim=-1)  # [tokens, top]
         places, fits = self.assign(chosen)
         weights = logits.softmax(-1, dtype=torch.float32).to(x.dtype) * fits

@@ -15,7 +15,9 @@ from experiments.workloads._shared import Dropout, conv, counts, labels, preacti
 from experiments.workloads.module import Parts, WorkloadError
 
 WIDTHS = (64, 128, 256, 512, 1024)  # U-Net's channels per level
-SCALES, BOXES = 3, 3  # YOLOv3's scales, and boxes at each place
+# YOLOv3's scales, and boxes at each place
+SCALES = 3
+BOXES = 3
 
 
 class Twice(nn.Sequential):
@@ -43,7 +45,8 @@ class UNet(nn.Module):
         self.down = nn.ModuleList(Twice(c, w) for c, w in zip((1, *WIDTHS), WIDTHS, strict=False))
         self.up = nn.ModuleList(nn.ConvTranspose2d(w, w // 2, 2, stride=2) for w in WIDTHS[:0:-1])
         self.merge = nn.ModuleList(Twice(w, w // 2) for w in WIDTHS[:0:-1])
-        self.pool, self.dropout = nn.MaxPool2d(2), Dropout(0.5)
+        self.pool = nn.MaxPool2d(2)
+        self.dropout = Dropout(0.5)
         self.classify = nn.Conv2d(WIDTHS[0], classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +87,8 @@ def unet(*, batch_size: int = 8, image: int = 572) -> Parts:
     Raises:
         WorkloadError: The network does not support this side of the image.
     """
-    side, model = output(image), UNet()
+    side = output(image)
+    model = UNet()
     batch = torch.empty(batch_size, 1, image, image), labels(batch_size, side, side)
     return model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.99), batch
 
@@ -224,7 +228,9 @@ class YOLO(nn.Module):
             nn.Sequential(leaky(w // 2, w, 3, 2), *(DarkBlock(w) for _ in range(count)))
             for count, w in zip(stages, widths[1:], strict=True)
         )
-        self.necks, self.heads, self.routes = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        self.necks = nn.ModuleList()
+        self.heads = nn.ModuleList()
+        self.routes = nn.ModuleList()
         channels = widths[-1]
         for w in widths[: -SCALES - 1 : -1]:
             half = w // 2
@@ -236,7 +242,8 @@ class YOLO(nn.Module):
                 channels = half // 2 + half  # concatenated with a stage of half the channels
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        x, features = self.stem(images), []
+        x = self.stem(images)
+        features = []
         for stage in self.stages:
             x = stage(x)
             features.append(x)

@@ -43,7 +43,8 @@ def mobilenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> P
        here.
     2. On images of at most 64 px the first convolution has stride 1, as in CIFAR-10 collections: 32 px end in 2x2.
     """
-    layers, channels = conv(3, 32, 3, 1 if image <= SMALL else 2, ReLU), 32
+    layers = conv(3, 32, 3, 1 if image <= SMALL else 2, ReLU)
+    channels = 32
     for width, stride in SEPARABLE:
         layers += conv(channels, channels, 3, stride, ReLU, channels) + conv(channels, width, 1, act=ReLU)
         channels = width
@@ -131,7 +132,8 @@ class Block(Layers):
 
 def expand_stages(table: list[tuple[int, int, int, int, int]], activation: Activation) -> list[Shape]:
     """Returns the blocks of stages (kernel, expansion, channels, repeats, stride) after a stem of 32 channels."""
-    shapes, channels = [], 32
+    shapes = []
+    channels = 32
     for kernel, expansion, out, repeats, stride in table:
         for i in range(repeats):
             shapes.append(Shape(kernel, expansion * channels, out, False, activation, 1 if i else stride))
@@ -139,7 +141,9 @@ def expand_stages(table: list[tuple[int, int, int, int, int]], activation: Activ
     return shapes
 
 
-R, R6, H = IN_PLACE, partial(nn.ReLU6, inplace=True), partial(nn.Hardswish, inplace=True)
+R = IN_PLACE
+R6 = partial(nn.ReLU6, inplace=True)
+H = partial(nn.Hardswish, inplace=True)
 V2 = [
     (3, 1, 16, 1, 1),
     (3, 6, 24, 2, 2),
@@ -226,7 +230,8 @@ def inverted_residual(
     (mnasnet1_0), 5,483,032 and 2,542,856 (mobilenet_v3_large, mobilenet_v3_small). See ``_shared.classifier``.
     """
     stem, blocks, last, act, last_act, linear, eps = one_of(NETWORKS, network, "network", "inverted_residual")
-    layers, channels = conv(3, stem, 3, 2, act, eps=eps), stem
+    layers = conv(3, stem, 3, 2, act, eps=eps)
+    channels = stem
     for shape in blocks:
         layers.append(Block(channels, shape, eps))
         channels = shape.out

@@ -111,7 +111,8 @@ def with_batch(parts: Parts, batch: int) -> Parts:
         return resized_tensors[id(tensor)]
 
     def larger(tensor: Tensor) -> Tensor:
-        storage, shape = tensor.untyped_storage(), (batch, *tensor.shape[1:])
+        storage = tensor.untyped_storage()
+        shape = (batch, *tensor.shape[1:])
         if tensor.stride(0) * tensor.itemsize * batch_size != storage.nbytes():  # a view of a larger storage
             if tensor.stride(0) != math.prod(shape[1:]):  # examples are not contiguous
                 return tensor.new_empty(shape)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from experiments.workloads._shared import labels, tokens
 from experiments.workloads.module import Parts, WorkloadError
 
-PIXELS, CLASSES = 3 * 32 * 32, 10
+PIXELS = 3 * 32 * 32
+CLASSES = 10
 
 
 def mlp(*, batch_size: int = 4096, width: int = 4096, layers: int = 5) -> Parts:
@@ -38,7 +39,8 @@ class Cell(nn.Module):
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
-        self.i2h, self.h2h = nn.Linear(inputs, 4 * hidden), nn.Linear(hidden, 4 * hidden)
+        self.i2h = nn.Linear(inputs, 4 * hidden)
+        self.h2h = nn.Linear(hidden, 4 * hidden)
 
     def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         sums = self.i2h(x) + self.h2h(h)
@@ -114,13 +116,15 @@ class KMeans(nn.Module):
     def forward(self, chunks: tuple[Tensor, ...]) -> Tensor:
         centroids = self.centroids
         squares = centroids.square().sum(1)
-        total, labels = centroids.new_zeros(()), []
+        total = centroids.new_zeros(())
+        labels = []
         for points in chunks:
             # |p|² does not depend on the centroid
             nearest, label = torch.addmm(squares, points, centroids.T, alpha=-2).min(1)
             total += nearest.sum()
             labels.append(label)
-        sums, counts = torch.zeros_like(centroids), torch.zeros_like(squares)
+        sums = torch.zeros_like(centroids)
+        counts = torch.zeros_like(squares)
         for points, label in zip(chunks, labels, strict=True):
             sums.index_add_(0, label, points)
             counts.index_add_(0, label, torch.ones_like(label, dtype=counts.dtype))

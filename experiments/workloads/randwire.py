@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from experiments.workloads._shared import Layers, classifier, conv, head
 from experiments.workloads.module import Parts, WorkloadError
 
-NEIGHBOURS, REWIRED = 4, 0.75  # K and P of the Watts-Strogatz graph
+# K and P of the Watts-Strogatz graph
+NEIGHBOURS = 4
+REWIRED = 0.75
 LAST = 1280  # channels before pooling
 
 
@@ -75,7 +77,8 @@ def randwire(
         raise WorkloadError(f"workload.nodes: expected at least {4 * NEIGHBOURS}, got {nodes}")
     if width < 2:
         raise WorkloadError(f"workload.width: expected at least 2, got {width}")
-    rng, widths = random.Random(draw), (width // 2, width, width, 2 * width, 4 * width)
+    rng = random.Random(draw)
+    widths = (width // 2, width, width, 2 * width, 4 * width)
     graphs = (graph(n, rng) for n in (nodes // 2, nodes, nodes, nodes))
     model = nn.Sequential(
         OrderedDict(

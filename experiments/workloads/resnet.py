@@ -132,7 +132,8 @@ class StochasticBlock(nn.Module):
 
     def __init__(self, channels: int, width: int, is_kept: bool) -> None:
         super().__init__()
-        self.added_channels, self.is_kept = width - channels, is_kept
+        self.added_channels = width - channels
+        self.is_kept = is_kept
         self.residual = nn.Sequential(
             *conv(channels, width, 3, width // channels, IN_PLACE, bias=True), *conv(width, width, 3, bias=True)
         )
@@ -246,7 +247,8 @@ class ConvNeXtBlock(nn.Module):
         self.mlp = nn.Sequential(
             nn.LayerNorm(width, eps=1e-6), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
-        self.scale, self.drop = nn.Parameter(torch.full((width, 1, 1), 1e-6)), drop
+        self.scale = nn.Parameter(torch.full((width, 1, 1), 1e-6))
+        self.drop = drop
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.scale * self.mlp(self.depthwise(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

@@ -18,7 +18,9 @@ from experiments.workloads.module import Parts, WorkloadError
 # Layers, width, heads.
 GPT2_SIZES = {"small": (12, 768, 12), "medium": (24, 1024, 16), "large": (36, 1280, 20)}
 VIT_SIZES = {"base": (12, 768, 12), "large": (24, 1024, 16), "huge": (32, 1280, 16)}
-VOCABULARY, CONTEXT = 50257, 1024  # GPT-2's
+# GPT-2's
+VOCABULARY = 50257
+CONTEXT = 1024
 
 
 class Block(nn.Module):
@@ -32,9 +34,12 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, rate: float, epsilon: float) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width, epsilon), nn.LayerNorm(width, epsilon)
-        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width, epsilon)
+        self.norm2 = nn.LayerNorm(width, epsilon)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
         self.dropout = dropout(rate)
 
     def attention(self, x: Tensor, causal: bool) -> Tensor:
@@ -69,7 +74,8 @@ class GPT2(nn.Module):
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int = VOCABULARY, context: int = CONTEXT):
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(0.1)
         self.blocks = nn.ModuleList(GPT2Block(width, heads, 0.1, 1e-5) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -101,7 +107,8 @@ class ViT(nn.Module):
         self.positions = nn.Parameter(torch.zeros(1, (image // patch) ** 2 + 1, width))
         self.dropout = dropout(rate)
         self.blocks = nn.Sequential(*(Block(width, heads, rate, 1e-6) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width, 1e-6), nn.Linear(width, classes)
+        self.norm = nn.LayerNorm(width, 1e-6)
+        self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2)
@@ -123,9 +130,11 @@ class Bert(nn.Module):
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int, dropout: float) -> None:
         super().__init__()
-        self.words, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.words = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
         self.segments = nn.Embedding(2, width)
-        self.norm, self.dropout = nn.LayerNorm(width, 1e-12), nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(width, 1e-12)
+        self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, "gelu", 1e-12, batch_first=True)
             for _ in range(layers)
@@ -155,7 +164,8 @@ class Translator(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int, dropout: float) -> None:
         super().__init__()
         self.scale = math.sqrt(width)
-        self.words, self.dropout = nn.Embedding(vocabulary, width), nn.Dropout(dropout)
+        self.words = nn.Embedding(vocabulary, width)
+        self.dropout = nn.Dropout(dropout)
         self.layers = nn.Transformer(width, heads, layers, layers, 4 * width, dropout, batch_first=True)
         angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, width, 2) / width))
         self.positions: Tensor

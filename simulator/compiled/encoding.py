@@ -49,7 +49,9 @@ CHECKS = 7  # number of kernels (at 1/2, 1/4, ... of an iteration) at which the 
 #     bits 20-39   number of evicted tensors that its pass reads
 #     bit 40       a gap opens or ends here, or a prefetch becomes ready, or the iteration ends
 #     bits 41-     number of synchronous swap-outs that it waits for, if it is the next kernel
-GATE_REMAT, GATE_EVENT, GATE_SYNC = 2**20, 2**40, 2**41
+GATE_REMAT = 2**20
+GATE_EVENT = 2**40
+GATE_SYNC = 2**41
 GATE_MISSING = GATE_EVENT - 1
 
 # The gap of a row in the event loop. Positions count kernels from the start of the simulation.
@@ -77,7 +79,8 @@ GAP = np.dtype(
 # While the tensor of a row is evicted, by_row[READY]: the position from which it may be swapped in; by_row[DUE]: the
 # segment that begins with its use times DUE_SEGMENT, plus the tensor; swap-ins are in this order.
 DUE_SEGMENT = 2**32
-COPYING, LEAVING = 1, 2
+COPYING = 1
+LEAVING = 2
 
 # Status of a simulation. SLOWER: the iteration takes at least the cutoff. Without a result: MORE_STEPS: ``steps`` is
 # too short; UNKNOWN: a row has a kind that is not compiled in; STUCK: internal error.
@@ -239,7 +242,8 @@ def read_log(
     for b, block in enumerate(schedule.blocks):
         if block.first < 0 and block.owner not in schedule.away_at_start:
             change(0, b, 1)
-    step, events_until = 0, [len(events)]
+    step = 0
+    events_until = [len(events)]
     for start, end, kind, index in log.tolist():
         if kind in (LOG_OUT, LOG_IN, LOG_LEFT):
             swap = decisions[index]

@@ -116,7 +116,9 @@ class _ThreadArrays:
     def __init__(self, kernels: int, tensors: int, iterations: int):
         self._sizes = kernels, tensors, iterations
         by_kernel, by_segment, by_tensor, *_ = work_shapes(kernels, tensors, 0, iterations)
-        empty, steps = np.empty(0, np.int64), np.empty((256, STEP_COLUMNS), np.int64)  # ``make_room`` allocates
+        # ``make_room`` allocates
+        empty = np.empty(0, np.int64)
+        steps = np.empty((256, STEP_COLUMNS), np.int64)
         self.arrays = Arrays(
             np.zeros(by_kernel, np.int64),
             np.empty(by_segment, np.int64),
@@ -127,7 +129,8 @@ class _ThreadArrays:
             empty,
         )
         self.rows = -1
-        self.result, self.ends = np.empty((1, RESULTS), np.int64), np.zeros(2, np.int64)
+        self.result = np.empty((1, RESULTS), np.int64)
+        self.ends = np.zeros(2, np.int64)
         self.make_room(64)
 
     def make_room(self, rows: int) -> None:
@@ -161,11 +164,14 @@ class Engine:
     """
 
     def __init__(self, program: Program, machine: Machine, limit: int, iterations: int = 2):
-        self.program, self.machine = program, machine
+        self.program = program
+        self.machine = machine
         self.variants: tuple[tuple[int, int], ...] = ()
-        self.limit, self.iterations = limit, iterations
+        self.limit = limit
+        self.iterations = iterations
         self.calls = 0
-        kernels, tensors = program.kernels, program.tensors
+        kernels = program.kernels
+        tensors = program.tensors
         n = len(kernels)
         first = np.array([u[0] if u else n for u in program.accesses], np.int64)
         last = np.array([u[-1] if u else -1 for u in program.accesses], np.int64)
@@ -238,7 +244,9 @@ class Engine:
     def retimed(self, program: Program) -> Engine:
         """Returns this engine for a program of the same ``structure`` (not checked), with its call count reset."""
         out = copy.copy(self)
-        out.program, out.variants, out.calls = program, (), 0
+        out.program = program
+        out.variants = ()
+        out.calls = 0
         out._unselected = out._kernels = self._unselected.copy()
         out._read_times()
         out._start()
@@ -253,7 +261,8 @@ class Engine:
             ValueError: As in ``Program.selected_variants``.
         """
         out = copy.copy(self)
-        out.variants, out.calls = tuple(variants), 0
+        out.variants = tuple(variants)
+        out.calls = 0
         out._kernels = self._unselected.copy()
         out._start()
         for k, (duration, workspace) in self.program.selected_variants(variants).items():
@@ -291,7 +300,8 @@ class Engine:
 
         They are valid until the next call of ``score``.
         """
-        work, swaps_only = self._work, self._n_steps is None
+        work = self._work
+        swaps_only = self._n_steps is None
         work.make_room(rows)
         tables = self._kernels, self._tensors, self._graph
         if swaps_only not in _score_plans:
@@ -370,7 +380,8 @@ class Engine:
 
     def _run(self, work: _ThreadArrays, rows: Ints, ends: Ints, results: Ints) -> None:
         """Scores plans in one thread."""
-        next_plan, n = 0, len(results)
+        next_plan = 0
+        n = len(results)
         while next_plan < n:
             next_plan, _ = score_plans(
                 self._kernels,
@@ -390,7 +401,8 @@ class Engine:
             )
             if next_plan < n:  # this plan needs larger arrays or other code
                 self._simulate(work, rows[ends[next_plan] : ends[next_plan + 1]], None, 1, _NO_LOG)
-                results[next_plan], next_plan = work.result[0], next_plan + 1
+                results[next_plan] = work.result[0]
+                next_plan = next_plan + 1
         for i in np.flatnonzero(results[:, STATUS] == HOST_FULL):
             self._simulate(work, rows[ends[i] : ends[i + 1]], None, 1, _NO_LOG)
             results[i] = work.result[0]
@@ -443,7 +455,10 @@ class Engine:
             work.make_room(m)
         work.ends[1] = m
         until = len(self.program.kernels) if limit_until is None else limit_until
-        kernels, n_steps, settings, result = self._kernels, self._n_steps, self._settings, work.result
+        kernels = self._kernels
+        n_steps = self._n_steps
+        settings = self._settings
+        result = work.result
         while True:
             done, n_log = score_plans(
                 kernels,
@@ -478,7 +493,9 @@ class Engine:
                 kernels, n_steps = self._lower(work, rows)
             else:  # this process switches to the code for plans that recompute, which takes long to compile
                 global _recompute
-                _recompute, n_steps, self._n_steps = True, -1, -1
+                _recompute = True
+                n_steps = -1
+                self._n_steps = -1
 
     def timeline(self, plan: Plan, limit_until: int | None = None, schedule: Schedule | None = None) -> Timeline:
         """Simulates a plan with its variants; parameters and errors are those of ``simulate``."""
@@ -502,8 +519,10 @@ def rerun_ns(program: Program, gaps: Sequence[Gap]) -> Ints:
 
     For a chain of more than CHAIN kernels, only the first CHAIN count, to avoid quadratic time.
     """
-    n, (tensor, _, before) = len(program.kernels), columns_of(gaps).T.copy()
-    durations, out = np.array([k.duration_ns for k in program.kernels], np.int64), np.empty(len(gaps), np.int64)
+    n = len(program.kernels)
+    (tensor, _, before) = columns_of(gaps).T.copy()
+    durations = np.array([k.duration_ns for k in program.kernels], np.int64)
+    out = np.empty(len(gaps), np.int64)
     rerun_times(durations, graph_of(program), tensor, before, np.zeros(n, np.int64), np.empty(n, np.int64), out)
     return out
 

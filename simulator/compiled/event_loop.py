@@ -89,7 +89,10 @@ def _log(log, count, start, end, kind, index):
     """Writes entry ``count`` of the log, or overwrites the last one if the log is full; returns the new count."""
     if log.shape[0]:
         i = min(count, log.shape[0] - 1)
-        log[i, 0], log[i, 1], log[i, 2], log[i, 3] = start, end, kind, index
+        log[i, 0] = start
+        log[i, 1] = end
+        log[i, 2] = kind
+        log[i, 3] = index
         count += 1
     return count
 
@@ -122,7 +125,10 @@ def _waits_for_data(gate, rerun):
 @stage
 def _move_ready(by_row, held, waiting, position, blocked):
     """Moves the rows of ``held`` that are ready to ``waiting``; returns both roots, and ``blocked``."""
-    ready, due, child, sibling = by_row[READY], by_row[DUE], by_row[CHILD], by_row[SIBLING]
+    ready = by_row[READY]
+    due = by_row[DUE]
+    child = by_row[CHILD]
+    sibling = by_row[SIBLING]
     while held >= 0 and ready[held] <= position:
         r = held
         held = pop(ready, child, sibling, held)
@@ -136,9 +142,15 @@ def _move_ready(by_row, held, waiting, position, blocked):
 def _run_plain(kernels, gate, now, k, used, peak, limit, horizon, next_bytes, plain_until):
     """Executes plain kernels up to ``horizon`` (completion of a copy) or until a swap-in of ``next_bytes`` may fit."""
     # The swap-in cannot fit before the end of kernel ``plain_until``.
-    begins, live, level = kernels[BEGINS], kernels[LIVE], kernels[LEVEL]
-    offset_ns, extra_bytes = now - begins[k], used - level[k]  # differences from the unplanned program
-    max_live, room, end_limit = limit - extra_bytes, limit - extra_bytes - next_bytes, horizon - offset_ns
+    begins = kernels[BEGINS]
+    live = kernels[LIVE]
+    level = kernels[LEVEL]
+    # differences from the unplanned program
+    offset_ns = now - begins[k]
+    extra_bytes = used - level[k]
+    max_live = limit - extra_bytes
+    room = limit - extra_bytes - next_bytes
+    end_limit = horizon - offset_ns
     top = -NEVER
     may_fit = False
     while gate[k] == 0 and live[k] <= max_live and begins[k + 1] < end_limit and not may_fit:
@@ -153,7 +165,9 @@ def _open_gaps(
     gaps, opens, by_row, gate, segment_of, copied, held, queue_tail, log, n_log, now, position, k, used, n_segments
 ):
     """Issues copies and opens gaps at the end of kernel k; returns used, held, queue_tail, n_log."""
-    following, queue, ready = by_row[NEXT_OPEN], by_row[QUEUE], by_row[READY]
+    following = by_row[NEXT_OPEN]
+    queue = by_row[QUEUE]
+    ready = by_row[READY]
     n = gate.size - 1
     entry = opens[k]
     while entry >= 0:
@@ -167,7 +181,8 @@ def _open_gaps(
             continue
         if is_early or gap.lead == 0:
             if copied[t] < position - gap.since_write + (gap.lead if is_early else 0):
-                gap.pending, gap.issued = COPYING, position + 1
+                gap.pending = COPYING
+                gap.issued = position + 1
                 queue[queue_tail] = r
                 queue_tail += 1
             copied[t] = position
@@ -195,7 +210,10 @@ def _write_state(state, m, lasts, child, queue, head, tail):
     """
     for r in range(m):
         state[r] = child[r] != OUTSIDE
-    state[m + LEAD], state[m + LEAD_NS], state[m + AT_START], state[m + LASTED] = 0, 0, 0, lasts
+    state[m + LEAD] = 0
+    state[m + LEAD_NS] = 0
+    state[m + AT_START] = 0
+    state[m + LASTED] = lasts
     for j in range(head, tail):
         state[queue[j]] = 2 + j - head
 
@@ -212,7 +230,9 @@ def _equal_states(state, other, columns):
 @stage
 def _period_of(states, iteration, m):
     """Returns rules._period after iteration i. The last column of ``states`` is the duration of the iteration."""
-    slowest, period, earlier = 0, 0, iteration - 1
+    slowest = 0
+    period = 0
+    earlier = iteration - 1
     while earlier >= 0:
         slowest = max(slowest, states[earlier + 1, m + LASTED])
         if _equal_states(states[iteration], states[earlier], m + LASTED):
@@ -240,9 +260,13 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
     kernels, tensors, graph, settings = tables
     lowered, n_steps, rerun_ns, required = lowering
     by_kernel, by_segment, by_tensor, by_row, gaps, steps, states = work
-    n, m = by_kernel.shape[1] - 1, rows.shape[0]
-    limit, engines = settings[LIMIT], settings[COPY_ENGINES]
-    out_share, in_share = settings[D2H_SHARE], settings[H2D_SHARE]  # speed of a copy beside an opposite one
+    n = by_kernel.shape[1] - 1
+    m = rows.shape[0]
+    limit = settings[LIMIT]
+    engines = settings[COPY_ENGINES]
+    # speed of a copy beside an opposite one
+    out_share = settings[D2H_SHARE]
+    in_share = settings[H2D_SHARE]
     planned = enforced = by_kernel[PLANNED]
     if limit_until < n:
         enforced = by_kernel[ENFORCED]  # far below 0 where the limit is not enforced
@@ -253,23 +277,40 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
         return HOST_FULL, 0
     waits = fill_waits(rows, gaps, by_kernel, settings[WAIT_NS], settings[EVENT_NS])
     build_segments(enforced, by_kernel, by_segment, n_segments)
-    gate, opens, segment_of = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT]
+    gate = by_kernel[GATE]
+    opens = by_kernel[OPENS]
+    segment_of = by_kernel[SEGMENT]
     copied = by_tensor[COPIED]
     if 0 < limit_until < n:
         gate[limit_until - 1] |= GATE_EVENT  # the limit changes here
 
     # The clock. README.md shows the states of a row: held, waiting, or in the swap-out queue.
-    now, begin, iteration = 0, 0, 0
-    position, k, step, rerun = 0, 0, 0, False  # the running kernel, or else the next; its recomputed steps
+    now = 0
+    begin = 0
+    iteration = 0
+    # the running kernel, or else the next; its recomputed steps
+    position = 0
+    k = 0
+    step = 0
+    rerun = False
     end = out_end = in_end = NEVER  # completion times on compute, d2h, h2d
     out_row = in_row = 0
     # A transfer beside an opposite one: its remaining work at the last update; its log entry.
-    duplex, rates_changed = out_share < ALONE or in_share < ALONE, False
+    duplex = out_share < ALONE or in_share < ALONE
+    rates_changed = False
     updated_ns = out_work = in_work = out_log = in_log = 0
     # The running step beside copies: its remaining work at the last update, that time, its speed, its log entry.
-    contends, step_work, step_updated_ns, speed, end_log = settings[CONTENDS] > 0, 0, 0, ALONE, 0
+    contends = settings[CONTENDS] > 0
+    step_work = 0
+    step_updated_ns = 0
+    speed = ALONE
+    end_log = 0
     in_failed = False  # with one engine: the swap-in that was issued first does not fit
-    ready, due, child, sibling, queue = by_row[READY], by_row[DUE], by_row[CHILD], by_row[SIBLING], by_row[QUEUE]
+    ready = by_row[READY]
+    due = by_row[DUE]
+    child = by_row[CHILD]
+    sibling = by_row[SIBLING]
+    queue = by_row[QUEUE]
     queue_head = queue_tail = 0
     held, nbytes = evict_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps)
     waiting = -1  # root of the heap; the root of `held` is the next row that becomes ready
@@ -283,13 +324,20 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
     # boundary, because then all iterations are alike.
     first_settled = first_settled_kernel(tensors, graph, rows, by_tensor, gaps, n)
     has_carryover = held >= 0 or first_settled > 0 or has_early_copy
-    boundaries, next_check, check, first_check = settings[MAX_ITERATIONS] + 1, n, 0, CHECKS
+    boundaries = settings[MAX_ITERATIONS] + 1
+    next_check = n
+    check = 0
+    first_check = CHECKS
     has_host, to_issue, host = start_host(kernels, rows, gaps, by_kernel, steps, n_steps, rerun_ns, settings)
     has_carryover |= has_host
-    lead, lead_ns, has_waited = host.issued, min(-host.next_ns, 0), False
+    lead = host.issued
+    lead_ns = min(-host.next_ns, 0)
+    has_waited = False
     if has_carryover:
         _write_state(states[0], m, 0, child, queue, 0, 0)
-        states[0, m + LEAD], states[0, m + LEAD_NS], states[0, m + AT_START] = lead, lead_ns, first_settled
+        states[0, m + LEAD] = lead
+        states[0, m + LEAD_NS] = lead_ns
+        states[0, m + AT_START] = first_settled
         while first_check > 0 and (n - first_settled) >> first_check == 0:
             first_check -= 1
         first_check = 0 if has_log or has_host else first_check
@@ -321,8 +369,11 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
                     queue_head += 1
                     if duplex:
                         in_work = _remaining(in_work, in_end, ALONE, now - updated_ns)
-                        updated_ns, out_work, rates_changed = now, gaps[out_row].out_ns * ALONE, True
-                    out_end, out_log = now + gaps[out_row].out_ns, n_log
+                        updated_ns = now
+                        out_work = gaps[out_row].out_ns * ALONE
+                        rates_changed = True
+                    out_end = now + gaps[out_row].out_ns
+                    out_log = n_log
                     n_log = _log(log, n_log, now, out_end, LOG_OUT, out_row)
 
             # A swap-in starts, if it fits.
@@ -331,7 +382,8 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
                 next_bytes = gaps[waiting].nbytes
                 start = position + (1 if end != NEVER and not rerun else 0)
                 if start > blocked and used + next_bytes <= step_limit:
-                    first, until = start - position + k, due[waiting] // DUE_SEGMENT
+                    first = start - position + k
+                    until = due[waiting] // DUE_SEGMENT
                     obstacle = obstacle_of(
                         segment_of, by_kernel, by_segment, enforced, first, until, limit - next_bytes, required
                     )
@@ -339,13 +391,17 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
                     if obstacle < 0:
                         blocked = -1
                         add_weight(by_segment, segment_of[first], until, next_bytes)
-                        in_row, waiting = waiting, pop(due, child, sibling, waiting)
+                        in_row = waiting
+                        waiting = pop(due, child, sibling, waiting)
                         used += next_bytes
                         peak = max(peak, used)
                         if duplex:
                             out_work = _remaining(out_work, out_end, ALONE, now - updated_ns)
-                            updated_ns, in_work, rates_changed = now, gaps[in_row].in_ns * ALONE, True
-                        in_end, in_log = now + gaps[in_row].in_ns, n_log
+                            updated_ns = now
+                            in_work = gaps[in_row].in_ns * ALONE
+                            rates_changed = True
+                        in_end = now + gaps[in_row].in_ns
+                        in_log = n_log
                         n_log = _log(log, n_log, now, in_end, LOG_IN, in_row)
                         next_bytes = NEVER
             if engines == 1:
@@ -355,7 +411,8 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
             if rates_changed:
                 rates_changed = False
                 if out_end != NEVER and in_end != NEVER:
-                    out_end, in_end = _end(out_work, out_share, now), _end(in_work, in_share, now)
+                    out_end = _end(out_work, out_share, now)
+                    in_end = _end(in_work, in_share, now)
                     _log_end(log, out_log, out_end)
                     _log_end(log, in_log, in_end)
 
@@ -389,22 +446,28 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
                 if can_run and has_host:
                     host = issue(to_issue, host, now)
                     unissued = host.issued == 0
-                    can_run, has_waited = not unissued, has_waited or unissued
+                    can_run = not unissued
+                    has_waited = has_waited or unissued
                 if can_run:
                     host = start_step(host)
                     used += change
                     peak = max(peak, used)
-                    end, end_log = now + kernels[DURATION, kernel], n_log
+                    end = now + kernels[DURATION, kernel]
+                    end_log = n_log
                     if waits and not rerun:
                         end += by_kernel[WAITS, k]
-                    step_work, step_updated_ns, speed = (end - now) * ALONE, now, ALONE
+                    step_work = (end - now) * ALONE
+                    step_updated_ns = now
+                    speed = ALONE
                     n_log = _log(log, n_log, now, end, LOG_RECOMPUTE if rerun else LOG_KERNEL, kernel)
 
             if contends and end != NEVER:
                 loss = kernels[LOSS, steps[step, STEP_KERNEL] if rerun else k]
                 pace = ALONE - (loss if out_end != NEVER else 0) - (loss if in_end != NEVER else 0)
                 if pace != speed:
-                    step_work, step_updated_ns, speed = step_work - speed * (now - step_updated_ns), now, pace
+                    step_work = step_work - speed * (now - step_updated_ns)
+                    step_updated_ns = now
+                    speed = pace
                     end = _end(step_work, speed, now)
                     _log_end(log, end_log, end)
 
@@ -421,7 +484,8 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
                     cause = FOR_ISSUE if unissued else FOR_DATA if for_data else FOR_MEMORY
                     n_log = _log(log, n_log, now, next_ns, LOG_STALL, cause)
                 if next_ns - kernels[BEGINS, k] - rerun_ns + reruns_left >= max_delay:
-                    status, running = SLOWER, False
+                    status = SLOWER
+                    running = False
                     break
             now = next_ns
 
@@ -481,7 +545,8 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
                             used,
                             n_segments,
                         )
-                    position, k = position + 1, k + 1
+                    position = position + 1
+                    k = k + 1
                     step_limit = limit if k < limit_until else NEVER
                     if k == n or k == next_check:
                         break
@@ -513,7 +578,8 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
                 out_left = _remaining(out_work, out_end, out_share if is_duplex else ALONE, now - updated_ns)
                 in_left = _remaining(in_work, in_end, in_share if is_duplex else ALONE, now - updated_ns)
             else:
-                out_left, in_left = out_end - now, in_end - now
+                out_left = out_end - now
+                in_left = in_end - now
             if out_end != NEVER:
                 state[out_row] = -2 * out_left
             if in_end != NEVER:
@@ -523,7 +589,9 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
                 next_check = first_settled + ((n - first_settled) >> check) if check else n
                 if iteration and _equal_states(state, previous, m):  # the rest repeats the last iteration
                     iteration_ns += now - begin - previous[m + LASTED]
-                    period, status, running = 1, DONE, False
+                    period = 1
+                    status = DONE
+                    running = False
                 continue
             period = _period_of(states, iteration, m)
         if iteration >= iterations and (period or iteration >= settings[MAX_ITERATIONS]):
@@ -531,7 +599,10 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
             break
 
         # Shift to the next iteration's kernels and segments.
-        begin, k, step, reruns_left = now, 0, 0, rerun_ns
+        begin = now
+        k = 0
+        step = 0
+        reruns_left = rerun_ns
         check = first_check
         next_check = first_settled + ((n - first_settled) >> check) if has_carryover and check else n
         for r in range(m):
@@ -539,5 +610,7 @@ def event_loop(tables, rows, lowering, work, limit_until, cutoff, iterations, re
         next_segments(by_segment, n_segments)
         step_limit = limit if limit_until > 0 else NEVER
 
-    result[ITERATION_NS], result[PEAK], result[PERIOD] = iteration_ns, peak, period
+    result[ITERATION_NS] = iteration_ns
+    result[PEAK] = peak
+    result[PERIOD] = period
     return status, n_log

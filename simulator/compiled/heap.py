@@ -20,7 +20,8 @@ def meld(keys, child, sibling, left, right):
     if left < 0 or right < 0:
         return max(left, right)
     root, child_root = (left, right) if keys[left] <= keys[right] else (right, left)
-    sibling[child_root], child[root] = child[root], child_root
+    sibling[child_root] = child[root]
+    child[root] = child_root
     return root
 
 
@@ -34,17 +35,21 @@ def push(keys, child, sibling, root, row):
 @stage
 def pop(keys, child, sibling, root):
     """Removes the root and returns the new one."""
-    row, pairs = child[root], -1
+    row = child[root]
+    pairs = -1
     child[root] = OUTSIDE
     if row < 0 or sibling[row] < 0:
         return row
     while row >= 0:
-        left, right = row, sibling[row]
+        left = row
+        right = sibling[row]
         row = sibling[right] if right >= 0 else -1
         pair = meld(keys, child, sibling, left, right)
-        sibling[pair], pairs = pairs, pair
+        sibling[pair] = pairs
+        pairs = pair
     root = -1
     while pairs >= 0:
-        pair, pairs = pairs, sibling[pairs]
+        pair = pairs
+        pairs = sibling[pairs]
         root = meld(keys, child, sibling, root, pair)
     return root

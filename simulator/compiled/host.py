@@ -62,7 +62,8 @@ def issue(queue, host, now):
         is_timed = 1 if queue.durations[queue.steps[step, STEP_KERNEL] if rerun else kernel] > 0 else 0
         if queued + is_timed > queue.depth:
             break
-        issued, queued = issued + 1, queued + is_timed
+        issued = issued + 1
+        queued = queued + is_timed
         if rerun:
             step += 1
         else:
@@ -76,8 +77,11 @@ def issue(queue, host, now):
 @stage
 def start_host(kernels, rows, gaps, by_kernel, steps, n_steps, rerun_ns, settings):
     """Fills by_kernel[ISSUES] (Schedule.issues); returns if the host takes time, its work, and its first state."""
-    issues, n, issue_ns = by_kernel[ISSUES], kernels.shape[1] - 1, settings[ISSUE_NS]
-    queue, host = Queue(kernels[DURATION], steps, n_steps, issues, issue_ns, settings[QUEUE_DEPTH]), Host(0, 0, 0, 0, 0)
+    issues = by_kernel[ISSUES]
+    n = kernels.shape[1] - 1
+    issue_ns = settings[ISSUE_NS]
+    queue = Queue(kernels[DURATION], steps, n_steps, issues, issue_ns, settings[QUEUE_DEPTH])
+    host = Host(0, 0, 0, 0, 0)
     compute_ns = kernels[BEGINS, n] + rerun_ns
     if issue_ns == 0 or compute_ns == 0:
         return False, queue, host
@@ -124,6 +128,8 @@ def write_lead(state, m, queue, host, now, change_kind, lead, lead_ns):
     ahead_ns = min(now - host.next_ns, 0)
     is_smaller = host.issued < lead or (host.issued == lead and ahead_ns < lead_ns)
     if change_kind == 2 or (change_kind == 1 and is_smaller):
-        lead, lead_ns = host.issued, ahead_ns
-    state[m + LEAD], state[m + LEAD_NS] = lead, lead_ns
+        lead = host.issued
+        lead_ns = ahead_ns
+    state[m + LEAD] = lead
+    state[m + LEAD_NS] = lead_ns
     return host, lead, lead_ns

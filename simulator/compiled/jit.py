@@ -186,7 +186,8 @@ def _dependencies(function: FunctionType) -> Iterator[str]:
 
 def _globals(code: CodeType) -> set[str]:
     """Returns the global names that a code object refers to; like dis.get_instructions, but 40 times faster."""
-    names, extended = set(), 0
+    names = set()
+    extended = 0
     for op, arg in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         arg |= extended
         extended = arg << 8 if op == dis.EXTENDED_ARG else 0

@@ -42,17 +42,21 @@ from simulator.compiled.encoding import (
     WHEN,
 )
 
-_NO_COPY, _NOT_SWAPPED = -NEVER + 1, -NEVER
+_NO_COPY = -NEVER + 1
+_NOT_SWAPPED = -NEVER
 
 
 @stage(entry=True)
 def swap_residency(kernels, tensors, rows, planned):
     """Fills ``planned`` for a plan of swaps: live bytes minus evicted bytes."""
-    n, live = planned.size - 1, kernels[LIVE]
+    n = planned.size - 1
+    live = kernels[LIVE]
     for k in range(n + 1):
         planned[k] = 0
     for r in range(rows.shape[0]):
-        size, after, before = tensors[SIZE, rows[r, TENSOR]], rows[r, AFTER], rows[r, BEFORE]
+        size = tensors[SIZE, rows[r, TENSOR]]
+        after = rows[r, AFTER]
+        before = rows[r, BEFORE]
         if after >= before:
             planned[0] -= size
         planned[after + 1] -= size
@@ -76,9 +80,12 @@ def _since_write(graph, begin, end, after, n):
 @stage
 def _enter(heads, following, rows, k, entry):
     """Inserts an entry into the list of kernel k, ordered by tensor."""
-    t, cursor, previous = rows[entry >> 1, TENSOR], heads[k], -1
+    t = rows[entry >> 1, TENSOR]
+    cursor = heads[k]
+    previous = -1
     while cursor >= 0 and rows[cursor >> 1, TENSOR] < t:
-        previous, cursor = cursor, following[cursor]
+        previous = cursor
+        cursor = following[cursor]
     following[entry] = cursor
     if previous < 0:
         heads[k] = entry
@@ -107,7 +114,8 @@ def grouped(keys, n):
             starts[key + 1] += 1
     for k in range(n):
         starts[k + 1] += starts[k]
-    items, next_free = np.empty(starts[n], np.int64), starts.copy()
+    items = np.empty(starts[n], np.int64)
+    next_free = starts.copy()
     for i in range(keys.size):
         if keys[i] >= 0:
             items[next_free[keys[i]]] = i
@@ -119,7 +127,8 @@ def grouped(keys, n):
 def sort(values, begin, end):
     """Sorts the few values[begin:end] by insertion."""
     for i in range(begin + 1, end):
-        value, position = values[i], i
+        value = values[i]
+        position = i
         while position > begin and values[position - 1] > value:
             values[position] = values[position - 1]
             position -= 1
@@ -151,12 +160,14 @@ def host_load(tensors, graph, rows, returns, n):
     nbytes = np.zeros(2 * n + 1, np.int64)  # changes, then bytes, at the kernels of this iteration and the next
     for i in range(order.size):
         r = order[i]
-        t, copy = rows[r, TENSOR], copied_at(rows, r)
+        t = rows[r, TENSOR]
+        copy = copied_at(rows, r)
         kernels = (returns[r] - copy - 1) % n + 1
         # Extend to the next copy of the tensor, if it is not written until then.
         last = i + 1 == starts[t + 1]
         if not last or tensors[PERSISTENT, t]:
-            until_next, is_valid = (copied_at(rows, order[starts[t] if last else i + 1]) - copy - 1) % n + 1, True
+            until_next = (copied_at(rows, order[starts[t] if last else i + 1]) - copy - 1) % n + 1
+            is_valid = True
             for j in range(writes_at[t], writes_at[t + 1]):
                 is_valid &= (graph[j] - copy - 1) % n >= until_next
             kernels = max(kernels, until_next if is_valid else 0)
@@ -188,14 +199,24 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
         The number of segments, the bytes of all swapped tensors, and whether a copy is issued in the iteration before
         its gap opens.
     """
-    m, n = rows.shape[0], by_kernel.shape[1] - 1
+    m = rows.shape[0]
+    n = by_kernel.shape[1] - 1
     writes_at = graph[2 * n + 2 :]
-    gate, heads, starts = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT]
-    copied, following, ends, by_remat = by_tensor[COPIED], by_row[NEXT_OPEN], by_row[RETURNS], by_row[BY_REMAT]
+    gate = by_kernel[GATE]
+    heads = by_kernel[OPENS]
+    starts = by_kernel[SEGMENT]
+    copied = by_tensor[COPIED]
+    following = by_row[NEXT_OPEN]
+    ends = by_row[RETURNS]
+    by_remat = by_row[BY_REMAT]
     for k in range(n + 1):
-        gate[k], heads[k], starts[k] = 0, -1, 0
+        gate[k] = 0
+        heads[k] = -1
+        starts[k] = 0
     gate[n - 1] = GATE_EVENT
-    n_segments, swapped_bytes, has_early_copy = 1, 0, False
+    n_segments = 1
+    swapped_bytes = 0
+    has_early_copy = False
     starts[0] = 1
     for r in range(m):
         if rows[r, KIND] != RERUN:
@@ -204,13 +225,17 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
         if rows[r, KIND] == RERUN:
             gate[rows[r, BEFORE]] |= GATE_EVENT
             continue
-        t, after = rows[r, TENSOR], rows[r, AFTER]
+        t = rows[r, TENSOR]
+        after = rows[r, AFTER]
         if not lowered:
             ends[r] = rows[r, BEFORE]
         returns = ends[r]
         _enter(heads, following, rows, after, 2 * r)
         gap = gaps[r]
-        gap.tensor, gap.kind, gap.nbytes, gap.returns = t, rows[r, KIND], tensors[SIZE, t], returns
+        gap.tensor = t
+        gap.kind = rows[r, KIND]
+        gap.nbytes = tensors[SIZE, t]
+        gap.returns = returns
         gate[after] |= GATE_EVENT
         if gap.kind == RECOMPUTE:
             gate[returns] |= GATE_EVENT
@@ -218,7 +243,8 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
         if copied[t] == _NOT_SWAPPED:
             copied[t] = _NO_COPY
             swapped_bytes += gap.nbytes
-        gap.out_ns, gap.in_ns = tensors[D2H, t], tensors[H2D, t]
+        gap.out_ns = tensors[D2H, t]
+        gap.in_ns = tensors[H2D, t]
         n_segments += 1 - starts[returns]
         starts[returns] = 1
         gap.pending = gap.lead = gap.issued = 0
@@ -245,7 +271,8 @@ def fill_waits(rows, gaps, by_kernel, wait_ns, event_ns):
     """Fills by_kernel[WAITS]: ns that events of copies add to each kernel (RULES.md, j); returns whether any do."""
     if wait_ns == 0 and event_ns == 0:
         return False
-    waits, gate = by_kernel[WAITS], by_kernel[GATE]
+    waits = by_kernel[WAITS]
+    gate = by_kernel[GATE]
     n = waits.size - 1
     for k in range(n + 1):
         waits[k] = 0
@@ -270,14 +297,21 @@ def evict_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):
 
     It includes copies that the previous iteration would have issued. Returns the root, and the bytes of the tensors.
     """
-    n, root, nbytes = by_kernel.shape[1] - 1, -1, 0
-    gate, segment_of, copied = by_kernel[GATE], by_kernel[SEGMENT], by_tensor[COPIED]
-    ready, child, sibling = by_row[READY], by_row[CHILD], by_row[SIBLING]
+    n = by_kernel.shape[1] - 1
+    root = -1
+    nbytes = 0
+    gate = by_kernel[GATE]
+    segment_of = by_kernel[SEGMENT]
+    copied = by_tensor[COPIED]
+    ready = by_row[READY]
+    child = by_row[CHILD]
+    sibling = by_row[SIBLING]
     for r in range(rows.shape[0]):
         child[r] = OUTSIDE
         if not is_swap(rows, r):
             continue
-        gap, after = gaps[r], rows[r, AFTER]
+        gap = gaps[r]
+        after = rows[r, AFTER]
         is_on_host = by_row[AWAY_AT_START, r] == 1 if lowered else after >= gap.returns
         if is_on_host:
             nbytes += gap.nbytes
@@ -297,7 +331,8 @@ def first_settled_kernel(tensors, graph, rows, by_tensor, gaps, n):
 
     Swaps between two uses of a persistent tensor may make such copies. 0: none do.
     """
-    writes_at, first_settled = graph[2 * n + 2 :], 0
+    writes_at = graph[2 * n + 2 :]
+    first_settled = 0
     for r in range(rows.shape[0]):
         if is_swap(rows, r):
             t = rows[r, TENSOR]

@@ -64,8 +64,12 @@ def _mark(graph, begin, end, before, marked, mark, pending, n_pending):
 @stage
 def _targets(graph, writes_at, rows, by_tensor, by_row, ending, k, marked, mark, pending):
     """Makes the writers of tensors that kernel k ends the drop of pending; returns their number, and if any is kept."""
-    away, stays, next_end = by_tensor[AWAY], by_tensor[STAYS], by_row[NEXT_END]
-    n_pending, keep, r = 0, False, ending
+    away = by_tensor[AWAY]
+    stays = by_tensor[STAYS]
+    next_end = by_row[NEXT_END]
+    n_pending = 0
+    keep = False
+    r = ending
     while r >= 0:
         t = rows[r, TENSOR]
         if away[t] == -r - 1:
@@ -81,13 +85,11 @@ def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marke
     """Fills ``order`` with the pending kernels and writers of missing inputs; returns count and bytes swapped in."""
     n = order.size - 1
     results_at = graph[n + 1 :]
-    away, used, used_last, returns, by_remat = (
-        by_tensor[AWAY],
-        by_tensor[USED],
-        by_tensor[USED_LAST],
-        by_row[RETURNS],
-        by_row[BY_REMAT],
-    )
+    away = by_tensor[AWAY]
+    used = by_tensor[USED]
+    used_last = by_tensor[USED_LAST]
+    returns = by_row[RETURNS]
+    by_remat = by_row[BY_REMAT]
     n_order = fetched = 0
     while n_pending:
         n_pending -= 1
@@ -103,7 +105,8 @@ def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marke
             x = graph[i]
             if away[x] >= 0 and k <= graph[i + until_at]:
                 if away[x] > 0:
-                    returns[away[x] - 1], by_remat[away[x] - 1] = k, 1
+                    returns[away[x] - 1] = k
+                    by_remat[away[x] - 1] = 1
                     away[x] = 0
                     fetched += tensors[SIZE, x]
                 continue
@@ -137,7 +140,10 @@ def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, ma
 @stage
 def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_order, k, mark, steps, n_steps):
     """Writes the steps of a chain; returns the most bytes that it adds, those that it adds at its end, and its ns."""
-    away, holds, stays, used_last = by_tensor[AWAY], by_tensor[HOLDS], by_tensor[STAYS], by_tensor[USED_LAST]
+    away = by_tensor[AWAY]
+    holds = by_tensor[HOLDS]
+    stays = by_tensor[STAYS]
+    used_last = by_tensor[USED_LAST]
     peak = kept_bytes = duration_ns = 0
     for j in range(n_order):
         w = order[j]
@@ -159,7 +165,10 @@ def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_or
                 holds[x] = 0
                 freed += tensors[SIZE, x]
         step = steps[n_steps + j]
-        step[STEP_KERNEL], step[ALLOCATED], step[FREED], step[STEP_FOR] = w, allocated, freed, k
+        step[STEP_KERNEL] = w
+        step[ALLOCATED] = allocated
+        step[FREED] = freed
+        step[STEP_FOR] = k
         peak = max(peak, kept_bytes + allocated + kernels[WORKSPACE, w])
         kept_bytes += allocated - freed
         duration_ns += kernels[DURATION, w]
@@ -169,27 +178,42 @@ def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_or
 @stage
 def _build(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
     """Executes schedule._Builder from by_row[AWAY_AT_START]; returns number and ns of recomputed kernels."""
-    n, m = by_kernel.shape[1] - 1, rows.shape[0]
-    results_at, writes_at = graph[n + 1 :], graph[2 * n + 2 :]
+    n = by_kernel.shape[1] - 1
+    m = rows.shape[0]
+    results_at = graph[n + 1 :]
+    writes_at = graph[2 * n + 2 :]
     until_at = graph.size - (graph[n] - graph[0])  # offset from an input to its ``Program.available_until``
     until_at -= graph[0]
-    size, live, planned = tensors[SIZE], kernels[LIVE], by_kernel[PLANNED]
-    ends, opens, marked = by_kernel[ENDS], by_kernel[OPENS], by_kernel[MARKED]
-    pending, order = by_kernel[PENDING], by_kernel[ORDER]
-    away, next_end, next_open = by_tensor[AWAY], by_row[NEXT_END], by_row[NEXT_OPEN]
+    size = tensors[SIZE]
+    live = kernels[LIVE]
+    planned = by_kernel[PLANNED]
+    ends = by_kernel[ENDS]
+    opens = by_kernel[OPENS]
+    marked = by_kernel[MARKED]
+    pending = by_kernel[PENDING]
+    order = by_kernel[ORDER]
+    away = by_tensor[AWAY]
+    next_end = by_row[NEXT_END]
+    next_open = by_row[NEXT_OPEN]
     first_mark = marked[n] + 1
     marked[n] += n + 1
     for k in range(n):
-        ends[k], opens[k] = _IDLE, -1
+        ends[k] = _IDLE
+        opens[k] = -1
     evicted_bytes = 0
     for r in range(m):
-        t, after, before = rows[r, TENSOR], rows[r, AFTER], rows[r, BEFORE]
+        t = rows[r, TENSOR]
+        after = rows[r, AFTER]
+        before = rows[r, BEFORE]
         if rows[r, KIND] == RECOMPUTE and rows[r, WHEN] >= 0:
             before = rows[r, WHEN]
-        by_row[RETURNS, r], by_row[BY_REMAT, r] = before, 0
+        by_row[RETURNS, r] = before
+        by_row[BY_REMAT, r] = 0
         # Lists of rows by the kernel before which they end, and by the kernel after which they open.
-        next_end[r], ends[before] = ends[before], r
-        next_open[r], opens[after] = opens[after], r
+        next_end[r] = ends[before]
+        ends[before] = r
+        next_open[r] = opens[after]
+        opens[after] = r
         ends[after] = max(ends[after], -1)
         if by_row[AWAY_AT_START, r]:
             away[t] = r + 1
@@ -246,11 +270,15 @@ def rerun_times(durations, graph, tensor, before, marked, pending, times):
     writes_at = graph[2 * n + 2 :]
     until_at = graph.size - (graph[n] - graph[0]) - graph[0]
     for g in range(tensor.shape[0]):
-        t, k, mark = tensor[g], before[g], g + 1
+        t = tensor[g]
+        k = before[g]
+        mark = g + 1
         n_pending = _mark(graph, writes_at[t], writes_at[t + 1], k, marked, mark, pending, 0)
-        times[g], remaining = 0, CHAIN
+        times[g] = 0
+        remaining = CHAIN
         while n_pending and remaining:
-            n_pending, remaining = n_pending - 1, remaining - 1
+            n_pending = n_pending - 1
+            remaining = remaining - 1
             w = pending[n_pending]
             times[g] += durations[w]
             for i in range(graph[w], graph[w + 1]):
@@ -267,7 +295,8 @@ def lower_recomputations(kernels, tensors, graph, rows, by_kernel, by_tensor, by
     kernels, and their ns. ``steps`` was too short if it has no more rows than that.
     """
     m = rows.shape[0]
-    away, away_at_start = by_tensor[AWAY], by_row[AWAY_AT_START]
+    away = by_tensor[AWAY]
+    away_at_start = by_row[AWAY_AT_START]
     for r in range(m):
         away_at_start[r] = 1 if rows[r, AFTER] >= rows[r, BEFORE] else 0
     n_steps = rerun_ns = 0

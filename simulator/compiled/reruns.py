@@ -50,7 +50,8 @@ def _passes(rows, n, steps):
     for k in range(n):
         sort(kernels, starts[k], starts[k + 1])
         for i in range(starts[k], starts[k + 1]):
-            steps[i, STEP_KERNEL], steps[i, STEP_FOR] = kernels[i], k
+            steps[i, STEP_KERNEL] = kernels[i]
+            steps[i, STEP_FOR] = k
     return starts
 
 
@@ -69,43 +70,65 @@ def _build(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, fre
     """Sums the bytes that each step allocates and frees; returns whether every step finds its inputs."""
     # ``schedule._Builder`` from by_row[AWAY_AT_START]. If a pass swaps a tensor in before its gap ends, by_row[RETURNS,
     # BY_REMAT] changes. away, (tensors,): the row that leaves the tensor on the host at the end, initially -1.
-    m, n_tensors, size = rows.shape[0], tensors.shape[1], tensors[SIZE]
-    reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
+    m = rows.shape[0]
+    n_tensors = tensors.shape[1]
+    size = tensors[SIZE]
+    reads_at = graph
+    results_at = graph[n + 1 :]
+    writes_at = graph[2 * n + 2 :]
     capacity = n_tensors + results_at[n] - results_at[0]
     for j in range(n_steps):
         capacity += results_at[steps[j, STEP_KERNEL] + 1] - results_at[steps[j, STEP_KERNEL]]
-    nbytes, last, n_blocks = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64), n_tensors
+    nbytes = np.zeros(capacity, np.int64)
+    last = np.zeros(capacity, np.int64)
+    n_blocks = n_tensors
     # Block that holds a version; initially that of a persistent tensor.
-    holder, original = np.full(graph.size, -1, np.int64), np.full(n_tensors, -1, np.int64)
+    holder = np.full(graph.size, -1, np.int64)
+    original = np.full(n_tensors, -1, np.int64)
     # Within a pass, where ``passes`` is its kernel: the block that the pass has written, and the version in it.
-    own, slots, passes = np.empty(n_tensors, np.int64), np.empty(n_tensors, np.int64), np.full(n_tensors, -1, np.int64)
+    own = np.empty(n_tensors, np.int64)
+    slots = np.empty(n_tensors, np.int64)
+    passes = np.full(n_tensors, -1, np.int64)
     copied = np.zeros(n_tensors, np.bool_)  # schedule._Builder._has_host_copy
-    fetched, n_fetched = np.empty(n_tensors, np.int64), 0
+    fetched = np.empty(n_tensors, np.int64)
+    n_fetched = 0
     # Linked lists of rows by the kernel that ends, opens or copies: the first row, and the next one.
-    heads, following = np.full((3, n), -1, np.int64), np.empty((3, m), np.int64)
+    heads = np.full((3, n), -1, np.int64)
+    following = np.empty((3, m), np.int64)
     for r in range(m):
         if is_swap(rows, r):
-            t, end, after, copy = rows[r, TENSOR], by_row[RETURNS, r], rows[r, AFTER], copied_at(rows, r)
-            following[ENDS, r], heads[ENDS, end] = heads[ENDS, end], r
-            following[OPENS, r], heads[OPENS, after] = heads[OPENS, after], r
-            following[COPIES, r], heads[COPIES, copy] = heads[COPIES, copy], r
+            t = rows[r, TENSOR]
+            end = by_row[RETURNS, r]
+            after = rows[r, AFTER]
+            copy = copied_at(rows, r)
+            following[ENDS, r] = heads[ENDS, end]
+            heads[ENDS, end] = r
+            following[OPENS, r] = heads[OPENS, after]
+            heads[OPENS, after] = r
+            following[COPIES, r] = heads[COPIES, copy]
+            heads[COPIES, copy] = r
             if by_row[AWAY_AT_START, r]:
                 away[t] = r
             copied[t] |= by_row[AWAY_AT_START, r] == 1 or copy > after
     for x in range(n_tensors):
         if tensors[PERSISTENT, x]:
             original[x] = x
-    is_valid, j, k = True, 0, 0
+    is_valid = True
+    j = 0
+    k = 0
     for s in range(n + n_steps):
         is_rerun = j < n_steps and steps[j, STEP_FOR] == k
         w = steps[j, STEP_KERNEL] if is_rerun else k
         if not is_rerun:  # tensors swapped in for the pass stay
             for i in range(n_fetched):
-                away[fetched[i]], copied[fetched[i]] = -1, False
-            n_fetched, r = 0, heads[ENDS, k]
+                away[fetched[i]] = -1
+                copied[fetched[i]] = False
+            n_fetched = 0
+            r = heads[ENDS, k]
             while r >= 0:
                 if away[rows[r, TENSOR]] == r:
-                    away[rows[r, TENSOR]], copied[rows[r, TENSOR]] = -1, False
+                    away[rows[r, TENSOR]] = -1
+                    copied[rows[r, TENSOR]] = False
                 r = following[ENDS, r]
         for i in range(reads_at[w], reads_at[w + 1]):
             x = graph[i]
@@ -119,7 +142,8 @@ def _build(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, fre
                         if by_row[BY_REMAT, r] == 0:
                             fetched[n_fetched] = x
                             n_fetched += 1
-                        by_row[RETURNS, r], by_row[BY_REMAT, r] = k, 1
+                        by_row[RETURNS, r] = k
+                        by_row[BY_REMAT, r] = 1
                 else:
                     is_valid &= is_own
                     block = own[x] if is_own else 0
@@ -132,7 +156,8 @@ def _build(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, fre
             if is_own:
                 block = own[x]
             elif is_rerun or (not tensors[PERSISTENT, x] and tensors[FIRST, x] == w):
-                block, nbytes[n_blocks] = n_blocks, size[x]
+                block = n_blocks
+                nbytes[n_blocks] = size[x]
                 allocated[s] += size[x]
                 n_blocks += 1
             else:
@@ -143,7 +168,9 @@ def _build(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, fre
                     is_valid &= is_own and slots[x] == previous
                 if replaced and is_own and holder[slots[x]] == block:
                     holder[slots[x]] = -1
-                passes[x], own[x], slots[x] = k, block, after
+                passes[x] = k
+                own[x] = block
+                slots[x] = after
                 if replaced:
                     holder[after] = block
             else:
@@ -176,15 +203,19 @@ def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):
     Fills by_kernel[PLANNED], ``steps``, and by_row[RETURNS, BY_REMAT, AWAY_AT_START]. Returns ``kernels`` with the
     bytes that they free under the plan, and the number of recomputed kernels; -1: an input of one of them is missing.
     """
-    n, m, size = kernels.shape[1] - 1, rows.shape[0], tensors[SIZE]
+    n = kernels.shape[1] - 1
+    m = rows.shape[0]
+    size = tensors[SIZE]
     starts = _passes(rows, n, steps)
-    allocated, freed = np.empty(n + starts[n], np.int64), np.empty(n + starts[n], np.int64)
+    allocated = np.empty(n + starts[n], np.int64)
+    freed = np.empty(n + starts[n], np.int64)
     away = np.empty(size.size, np.int64)
     for r in range(m):
         by_row[AWAY_AT_START, r] = 1 if is_swap(rows, r) and rows[r, AFTER] >= rows[r, BEFORE] else 0
     for _ in range(2):
         for r in range(m):
-            by_row[RETURNS, r], by_row[BY_REMAT, r] = rows[r, BEFORE], 0
+            by_row[RETURNS, r] = rows[r, BEFORE]
+            by_row[BY_REMAT, r] = 0
         away.fill(-1)
         allocated.fill(0)
         freed.fill(0)
@@ -213,8 +244,10 @@ def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):
         used += restored[k]
         peak = 0
         for j in range(starts[k], starts[k + 1]):
-            i, step = j + k, steps[j]
-            step[ALLOCATED], step[FREED] = allocated[i], freed[i]
+            i = j + k
+            step = steps[j]
+            step[ALLOCATED] = allocated[i]
+            step[FREED] = freed[i]
             used += allocated[i]
             peak = max(peak, used + kernels[WORKSPACE, step[STEP_KERNEL]])
             used -= freed[i]

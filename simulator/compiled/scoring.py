@@ -38,7 +38,8 @@ from simulator.compiled.encoding import (
 @stage
 def _issued_items(kernels, steps, count, swaps):
     """Returns the sum of ``Schedule.issues`` for ``swaps`` swaps and the first ``count`` recomputed ``steps``."""
-    n_items, durations = 2 * swaps, kernels[DURATION]
+    n_items = 2 * swaps
+    durations = kernels[DURATION]
     for k in range(durations.size):  # the last entry is padding of duration 0
         n_items += durations[k] > 0
     for j in range(count):
@@ -84,24 +85,30 @@ def score_plans(
     Returns:
         The first plan without a result (its status gives the reason) or the number of plans; the number of log entries.
     """
-    n, n_log = by_kernel.shape[1] - 1, 0
-    limit, planned = settings[LIMIT], by_kernel[PLANNED]
+    n = by_kernel.shape[1] - 1
+    n_log = 0
+    limit = settings[LIMIT]
+    planned = by_kernel[PLANNED]
     tables = Tables(kernels, tensors, graph, settings)
     work = Arrays(by_kernel, by_segment, by_tensor, by_row, gaps, steps, states)
     for i in range(first, ends.size - 1):
-        plan, result = rows[ends[i] : ends[i + 1]], results[i]
+        plan = rows[ends[i] : ends[i + 1]]
+        result = results[i]
         swaps = drops = reruns = 0
         for r in range(plan.shape[0]):
             swaps += is_swap(plan, r)
             drops += plan[r, KIND] == RECOMPUTE
             reruns += plan[r, KIND] == RERUN
-        status, count, rerun_ns = DONE, 0, 0
+        status = DONE
+        count = 0
+        rerun_ns = 0
         if drops == 0 and reruns == 0:
             swap_residency(kernels, tensors, plan, planned)
         elif n_steps is None:
             status = UNKNOWN
         elif reruns:
-            status, count = DONE if n_steps >= 0 else UNKNOWN, n_steps
+            status = DONE if n_steps >= 0 else UNKNOWN
+            count = n_steps
             for j in range(n_steps):
                 rerun_ns += kernels[DURATION, steps[j, STEP_KERNEL]]
         else:
@@ -116,13 +123,18 @@ def score_plans(
                 for k in range(min(limit_until, n)):
                     if planned[k] > limit:
                         status = OUT_OF_MEMORY
-            result[ITERATION_NS], result[REQUIRED], result[PEAK], result[PERIOD] = NEVER, required, 0, 0
+            result[ITERATION_NS] = NEVER
+            result[REQUIRED] = required
+            result[PEAK] = 0
+            result[PERIOD] = 0
             issue_ns = settings[ISSUE_NS] * _issued_items(kernels, steps, count, swaps) if settings[ISSUE_NS] > 0 else 0
             if status == DONE and issue_ns >= cutoff:
                 status = SLOWER
             elif status == DONE and swaps == 0 and log.shape[0] == 0 and issue_ns == 0:  # no waits
                 rerun_ns += kernels[BEGINS, n]
-                result[ITERATION_NS], result[PEAK], result[PERIOD] = rerun_ns, required, 1
+                result[ITERATION_NS] = rerun_ns
+                result[PEAK] = required
+                result[PERIOD] = 1
                 if result[ITERATION_NS] >= cutoff:
                     status = SLOWER
             elif status == DONE:

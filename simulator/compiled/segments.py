@@ -31,10 +31,12 @@ def _group(values, tops, added, count):
     """Groups the first ``count`` values: ``tops`` are maxima, ``added`` increments of all values, included in tops."""
     bits = _bits(values)
     for g in range((count + (1 << bits) - 1) >> bits):
-        part, top = values[g << bits : min((g + 1) << bits, count)], -NEVER
+        part = values[g << bits : min((g + 1) << bits, count)]
+        top = -NEVER
         for j in range(part.size):
             top = max(top, part[j])
-        tops[g], added[g] = top, 0
+        tops[g] = top
+        added[g] = 0
 
 
 @stage
@@ -52,8 +54,10 @@ def build_segments(enforced, by_kernel, by_segment, n_segments):
         enforced: int64 (n + 1,), planned residency, far below 0 where the limit is not enforced.
     """
     n = enforced.size - 1
-    segment_of, first = by_kernel[SEGMENT], by_segment[FIRST_OF]
-    highest, expected = by_segment[HIGHEST], by_segment[EXPECTED]
+    segment_of = by_kernel[SEGMENT]
+    first = by_segment[FIRST_OF]
+    highest = by_segment[HIGHEST]
+    expected = by_segment[EXPECTED]
     begin = 0
     for segment in range(n_segments):
         end = begin + 1
@@ -63,10 +67,12 @@ def build_segments(enforced, by_kernel, by_segment, n_segments):
         for k in range(begin, end):
             segment_of[k] = segment
             top = max(top, enforced[k])
-        first[segment], first[n_segments + segment] = begin, begin + n
+        first[segment] = begin
+        first[n_segments + segment] = begin + n
         highest[segment] = highest[n_segments + segment] = expected[segment] = expected[n_segments + segment] = top
         begin = end
-    segment_of[n], first[2 * n_segments] = n_segments, 2 * n
+    segment_of[n] = n_segments
+    first[2 * n_segments] = 2 * n
     by_kernel[KERNEL_TOPS, n] = 0
     _group(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], 2 * n_segments)
 
@@ -81,20 +87,24 @@ def _expected(by_segment, s):
 @stage
 def next_segments(by_segment, n_segments):
     """Shifts the segments by one iteration; early swap-ins of the next iteration keep their weight, in no group."""
-    highest, expected = by_segment[HIGHEST], by_segment[EXPECTED]
+    highest = by_segment[HIGHEST]
+    expected = by_segment[EXPECTED]
     for s in range(n_segments):
-        expected[s], expected[n_segments + s] = _expected(by_segment, n_segments + s), highest[s]
+        expected[s] = _expected(by_segment, n_segments + s)
+        expected[n_segments + s] = highest[s]
     _group(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], 2 * n_segments)
 
 
 @stage
 def _last_above(values, tops, added, begin, end, bound):
     """Returns the last index in values[begin:end] above ``bound``; -1: none. Group tops are upper bounds."""
-    index, bits = end - 1, _bits(values)
+    index = end - 1
+    bits = _bits(values)
     while index >= begin:
         g = index >> bits
         if tops[g] > bound:
-            first, threshold = max(g << bits, begin), bound - added[g]
+            first = max(g << bits, begin)
+            threshold = bound - added[g]
             while index >= first and values[index] <= threshold:
                 index -= 1
             if index >= first:
@@ -110,16 +120,24 @@ def obstacle_of(segment_of, by_kernel, by_segment, enforced, start, due, fits, r
     Kernels from ``start`` up to segment ``due`` at which planned residency and early swap-ins exceed ``fits``.
     Kernels of the next iteration have indices from n on.
     """
-    highest, expected, first = by_segment[HIGHEST], by_segment[EXPECTED], by_segment[FIRST_OF]
-    segment, kernel, n = segment_of[start], -1, enforced.size - 1
+    highest = by_segment[HIGHEST]
+    expected = by_segment[EXPECTED]
+    first = by_segment[FIRST_OF]
+    segment = segment_of[start]
+    kernel = -1
+    n = enforced.size - 1
     level = _expected(by_segment, segment)
     # Quick upper bound: all early swap-ins on top of the worst kernel.
     if segment < due and required + level - highest[segment] > fits:
         worst = _last_above(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], segment + 1, due, fits)
         if worst >= 0:
-            segment, start, level = worst, first[worst], _expected(by_segment, worst)
+            segment = worst
+            start = first[worst]
+            level = _expected(by_segment, worst)
         if level > fits:
-            tops, added, base = by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], n if start >= n else 0
+            tops = by_kernel[KERNEL_TOPS]
+            added = by_kernel[KERNEL_ADDED]
+            base = n if start >= n else 0
             if tops[n] == 0:
                 _group(enforced, tops, added, n)
                 tops[n] = 1
@@ -135,13 +153,17 @@ def add_weight(by_segment, begin, due, nbytes):
 
     May also change earlier segments, which are no longer queried.
     """
-    expected, tops, added = by_segment[EXPECTED], by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED]
+    expected = by_segment[EXPECTED]
+    tops = by_segment[SEGMENT_TOPS]
+    added = by_segment[SEGMENT_ADDED]
     bits = _bits(expected)
     last = due >> bits
     for g in range(begin >> bits, last):
         tops[g] += nbytes
         added[g] += nbytes
-    values, top = expected[max(begin, last << bits) : due], -NEVER  # expected[j] would compile to gathers
+    # expected[j] would compile to gathers
+    values = expected[max(begin, last << bits) : due]
+    top = -NEVER
     for j in range(values.size):
         values[j] += nbytes
         top = max(top, values[j])

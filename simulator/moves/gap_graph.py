@@ -26,8 +26,11 @@ from simulator.residency import residency
 
 BINS = 64
 UNDECIDED = -1
-KINDS, TENSORS = sorted(KERNEL_KINDS), sorted(TENSOR_KINDS)
-STATE, BIN_STATE = 9, 7  # number of columns that depend on decisions
+KINDS = sorted(KERNEL_KINDS)
+TENSORS = sorted(TENSOR_KINDS)
+# number of columns that depend on decisions
+STATE = 9
+BIN_STATE = 7
 BIN_STATIC = 5
 
 Floats = NDArray[np.float32]
@@ -42,9 +45,11 @@ class GapGraph:
     """
 
     def __init__(self, program: Program, machine: Machine, limit: int, moves: Moves, mode: str) -> None:
-        self.gaps, n = moves.gaps, len(program.kernels)
+        self.gaps = moves.gaps
+        n = len(program.kernels)
         tensor, self.after, self.before = columns_of(self.gaps).T.copy()
-        self.limit, self.count = limit, n
+        self.limit = limit
+        self.count = n
         self.nbytes = np.array([t.nbytes for t in program.tensors], np.int64)[tensor]
         self.live = np.array(program.live_bytes, np.int64)
         start = np.array(program.start_ns, np.float64)
@@ -75,9 +80,11 @@ class GapGraph:
 
     def _covered(self, start: NDArray[np.float64], edges: NDArray[np.float64]) -> Floats:
         """Returns the share of each bin that each gap covers."""
-        opens, closes = start[self.after + 1][:, None], start[self.before][:, None]
+        opens = start[self.after + 1][:, None]
+        closes = start[self.before][:, None]
         wraps = self.after >= self.before
-        low, high = edges[:-1], edges[1:]
+        low = edges[:-1]
+        high = edges[1:]
         until = np.clip(closes, low, high) - low
         since = high - np.clip(opens, low, high)
         width = self.ideal / BINS
@@ -96,23 +103,33 @@ class GapGraph:
         dead: NDArray[np.float64],
     ) -> Floats:
         """Returns the columns of the gaps that do not depend on decisions; ``dead`` as in ``_chain``."""
-        ideal, total, excess = self.ideal, self.total, self.excess
+        ideal = self.ideal
+        total = self.total
+        excess = self.excess
         size = self.nbytes.astype(np.float64)
-        out, back = self.out_ns, self.back_ns
-        swaps, remat = self.ways[:, SWAPPED].astype(float), self.ways[:, RECOMPUTED].astype(float)
+        out = self.out_ns
+        back = self.back_ns
+        swaps = self.ways[:, SWAPPED].astype(float)
+        remat = self.ways[:, RECOMPUTED].astype(float)
         rerun = self._rerun_ns(program) * remat
         wraps = (self.after >= self.before).astype(float)
         span = start[self.before] - start[self.after + 1] + wraps * start[-1]
-        opens, closes = start[self.after + 1] / ideal, start[self.before] / ideal
+        opens = start[self.after + 1] / ideal
+        closes = start[self.before] / ideal
         where = np.flatnonzero(over) if over.any() else np.array([0])
-        peak, first, last = start[int(over.argmax())] / ideal, start[where[0]] / ideal, start[where[-1] + 1] / ideal
+        peak = start[int(over.argmax())] / ideal
+        first = start[where[0]] / ideal
+        last = start[where[-1] + 1] / ideal
         weight = over * self.duration
-        need, worst = np.zeros(len(self)), np.zeros(len(self), np.int64)
+        need = np.zeros(len(self))
+        worst = np.zeros(len(self), np.int64)
         inside(self.after, self.before, self.nbytes, over, self.duration, need, worst)
         relief = self._sums_over_gaps(weight) / total
         spread = self._sums_over_gaps((over > 0) * self.duration) / max(float((over > 0) @ self.duration), 1.0)
-        useful, moved = need / total, (out + back) / ideal
-        per_copy, per_rerun = useful / np.maximum(moved, 1e-6), useful / np.maximum(rerun / ideal, 1e-6)
+        useful = need / total
+        moved = (out + back) / ideal
+        per_copy = useful / np.maximum(moved, 1e-6)
+        per_rerun = useful / np.maximum(rerun / ideal, 1e-6)
         needed = need > 0
         queue_out = _before(self.after, out * needed) / ideal
         queue_back = _before(-self.before, back * needed) / ideal
@@ -209,7 +226,8 @@ class GapGraph:
         by_tensor: dict[int, list[int]] = {}
         for i, gap in enumerate(self.gaps):
             by_tensor.setdefault(gap.tensor, []).append(i)
-        dead, pairs = np.zeros(len(self)), []
+        dead = np.zeros(len(self))
+        pairs = []
         for i in np.flatnonzero(self.ways[:, RECOMPUTED]).tolist():
             before = self.gaps[i].before
             for t in dict.fromkeys(program.kernels[self._producer[i]].inputs):
@@ -249,7 +267,8 @@ class GapGraph:
         """Returns the columns of gaps (G, STATE) and bins (BINS, BIN_STATE) that depend on decisions."""
         g = len(self)
         over = np.maximum(self.load(decided > STAYS) - self.limit, 0)
-        need, worst = np.zeros(g), np.zeros(g, np.int64)
+        need = np.zeros(g)
+        worst = np.zeros(g, np.int64)
         inside(self.after, self.before, self.nbytes, over, self.duration, need, worst)
         relief = self._sums_over_gaps(over * self.duration) / self.total
         one_hot = np.zeros((g, KEPT + 2))
@@ -258,7 +277,8 @@ class GapGraph:
         gaps = np.concatenate([one_hot, np.stack([relief, log(relief, 20), worst / self.excess, room], 1)], 1)
         open_bytes = (self.nbytes * (decided == UNDECIDED)) @ self.cover
         swapped = decided == SWAPPED
-        out, back = np.zeros(BINS), np.zeros(BINS)
+        out = np.zeros(BINS)
+        back = np.zeros(BINS)
         np.add.at(out, self._opens[swapped], self.out_ns[swapped] / self.ideal)
         np.add.at(back, self._closes[swapped], self.back_ns[swapped] / self.ideal)
         bins = [
@@ -289,14 +309,16 @@ def ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _before(key: Choices, amount: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns cumulative sums of ``amount`` (G,), gaps sorted by ``key`` (stable), each gap included."""
-    out, order = np.empty(len(key)), np.argsort(key, kind="stable")
+    out = np.empty(len(key))
+    order = np.argsort(key, kind="stable")
     out[order] = np.cumsum(amount[order])
     return out
 
 
 def _queue(arrivals: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns (BINS,) the queue on the link after each bin; ``arrivals`` is in shares of an iteration."""
-    queue, queued = np.zeros(BINS), 0.0
+    queue = np.zeros(BINS)
+    queued = 0.0
     for i, arrival in enumerate(arrivals.tolist()):
         queued = max(0.0, queued + arrival - 1 / BINS)
         queue[i] = queued

@@ -65,7 +65,8 @@ class Moves:
         self._scratch = Scratch(np.full(capacity, -1, np.int64), np.empty(6, np.int64), np.empty_like(self.rows))
 
     def _empty(self) -> PlanArrays:
-        first, m = self.weights.argmax(1), len(self.gaps)
+        first = self.weights.argmax(1)
+        m = len(self.gaps)
         return PlanArrays(self._gaps.ways[np.arange(m), first], np.zeros(m, np.bool_), self._live_bytes.copy())
 
     @property
@@ -101,7 +102,8 @@ class Moves:
         """Sets the current plan to ``rows``, int64 (k, 6), of candidate gaps."""
         self._current = self._empty()
         indices = [self.index[key] for key in map(tuple, rows[:, [TENSOR, BEFORE]].tolist())]
-        self._current.rows[indices], self._current.on[indices] = rows, True
+        self._current.rows[indices] = rows
+        self._current.on[indices] = True
         is_early = (rows[:, KIND] == RECOMPUTE) & (rows[:, WHEN] >= 0)
         bounds = np.stack([rows[:, AFTER], np.where(is_early, rows[:, WHEN], rows[:, BEFORE])], 1)
         self._current.load[:] = residency(self._live_bytes, bounds, self._gaps.nbytes[indices])
@@ -133,7 +135,8 @@ class Moves:
 
 def since_write(program: Program, gap: Gap) -> int:
     """Returns the number of kernels from the last write of a gap's tensor, or the gap's previous end, to the gap."""
-    n, t = len(program.kernels), gap.tensor
+    n = len(program.kernels)
+    t = gap.tensor
     distances = [(gap.after - w) % n for w in program.writes[t] if w <= gap.after or program.tensors[t].persistent]
     return min([*distances, (gap.after - gap.before) % n])
 

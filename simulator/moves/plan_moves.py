@@ -22,7 +22,9 @@ from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, RECOMPUTE, S
 from simulator.compiled.jit import stage
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED
 
-FILL, EMPTY = 0.4, 0.4  # probabilities of moves; the rest are shifts and ways
+# probabilities of moves; the rest are shifts and ways
+FILL = 0.4
+EMPTY = 0.4
 PRUNE = 3  # gaps that an empty move tries to fill
 SHIFT = 8.0  # mean of a shift, in kernels
 EARLY = 0.2  # probability that a recomputed gap picked for a shift is shifted
@@ -168,7 +170,8 @@ def _weighted_off(rng, on, weights, rows, moved, k):
             if on[i] or i == moved:
                 continue
             if k >= 0:
-                after, before = rows[i, AFTER], rows[i, BEFORE]
+                after = rows[i, AFTER]
+                before = rows[i, BEFORE]
                 inside = after < k < before if after < before else k > after or k < before
                 if not inside:
                     continue
@@ -222,11 +225,14 @@ def _shifted(rng, row, opens, since, n, out):
 @stage
 def _settle(plan, earlier, differ):
     """Resets early copies that would be issued while an earlier gap of the tensor is open."""
-    rows, on, n = plan.rows, plan.on, plan.load.shape[0]
+    rows = plan.rows
+    on = plan.on
+    n = plan.load.shape[0]
     for i in range(on.shape[0]):
         if not on[i] or rows[i, KIND] == RECOMPUTE or rows[i, WHEN] < 0:
             continue
-        lead, j = (rows[i, AFTER] - rows[i, WHEN]) % n, earlier[i]
+        lead = (rows[i, AFTER] - rows[i, WHEN]) % n
+        j = earlier[i]
         while j >= 0:
             distance = (rows[i, AFTER] - rows[j, BEFORE]) % n
             if j != i and on[j] and (rows[i, AFTER] - _back(rows[j])) % n < lead:
@@ -239,7 +245,8 @@ def _settle(plan, earlier, differ):
 @stage
 def _fullest(load, limit):
     """Returns the first kernel of the largest load; -1 if that fits."""
-    peak, k = 0, -1
+    peak = 0
+    k = -1
     for j in range(load.shape[0]):
         peak = max(peak, load[j])
     if peak > limit:
@@ -292,8 +299,13 @@ def propose(rng, limit, gaps, now, new, scratch):
     Returns:
         The number of rows, or -1 if no move was found.
     """
-    nbytes, ways, weights, (differ, row, plan) = gaps.nbytes, gaps.ways, gaps.weights, scratch
-    rows, on, n = now.rows, now.on, now.load.shape[0]
+    nbytes = gaps.nbytes
+    ways = gaps.ways
+    weights = gaps.weights
+    (differ, row, plan) = scratch
+    rows = now.rows
+    on = now.on
+    n = now.load.shape[0]
     for _ in range(TRIES):
         _start(now, new, differ)
         kind = uniform(rng)

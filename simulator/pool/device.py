@@ -62,7 +62,10 @@ class Device:
     def __init__(
         self, alignment: int = 1, limit: int | None = None, first_test: int = 300, shortest: int = 100
     ) -> None:
-        self.alignment, self.limit, self.first_test, self.shortest = alignment, limit, first_test, shortest
+        self.alignment = alignment
+        self.limit = limit
+        self.first_test = first_test
+        self.shortest = shortest
         self.pool: SmartPool | None = None  # serves requests; None in early iterations and after a mismatch
         self.iteration: Iteration | None = None  # detected mallocs, frees, reads and writes: AutoSwap's input
         self._next_pool: SmartPool | None = None
@@ -89,7 +92,8 @@ class Device:
         block = Block(nbytes)
         if self._is_served("malloc", nbytes):
             assert self.pool is not None
-            block.pool, block.offset = self.pool, self.pool.offsets[self.pool.index(self._count)]
+            block.pool = self.pool
+            block.offset = self.pool.offsets[self.pool.index(self._count)]
             self.pool.n_blocks += 1
         else:
             self._place(block, ())
@@ -144,7 +148,8 @@ class Device:
     def _is_served(self, kind: str, operand: int) -> bool:
         """Returns whether the pool serves a request: bytes of a malloc, or requests since the malloc of a free."""
         if self._next_pool is not None and self._next_pool.index(self._count) == 0:
-            self.pool, self._next_pool = self._next_pool, None
+            self.pool = self._next_pool
+            self._next_pool = None
             self._pools.append(self.pool)
             self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
         if self.pool is None:
@@ -194,13 +199,15 @@ class Device:
 
     def _pool_opt(self, iteration: Iteration) -> SmartPool:
         """Packs the blocks that the iteration mallocs; others keep their addresses."""
-        stream, first = Stream.from_operations(self._requests), iteration.begin
+        stream = Stream.from_operations(self._requests)
+        first = iteration.begin
         inner = iteration.source >= first
         lives = iteration.intervals
         packing = smartpool.pack(
             Intervals(lives.lower[inner], lives.upper[inner], lives.nbytes[inner], iteration.length), self.alignment
         )
-        steps, offsets = [], dict(zip(lives.lower[inner].tolist(), packing.offsets.tolist(), strict=True))
+        steps = []
+        offsets = dict(zip(lives.lower[inner].tolist(), packing.offsets.tolist(), strict=True))
         for i in range(first, first + iteration.length):
             malloc = stream.kind[i] == MALLOC
             steps.append(("malloc", int(stream.nbytes[i])) if malloc else ("free", int(i - stream.mallocs[i])))

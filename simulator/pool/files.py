@@ -172,7 +172,8 @@ def _stream(lines: _Lines, place: Callable[[int], str], name: Callable[[int], st
     if iteration is not False:
         try:
             detected = detect(stream)
-            intervals, source = detected.intervals, detected.source
+            intervals = detected.intervals
+            source = detected.source
         except NoIteration as error:
             if iteration:
                 raise FormatError(str(error)) from None
@@ -233,7 +234,8 @@ def _refused(raw: bytes) -> str:
     stack: list[bool | None] = []  # whether each object is a tuple; None: a MARK opcode
     memo: dict[int, bool] = {}
     for opcode, argument, position in pickletools.genops(raw):
-        name, popped = opcode.name, opcode.stack_before
+        name = opcode.name
+        popped = opcode.stack_before
         if name == "DUP" or name.startswith("EXT"):
             return f"{position}: {'DUP' if name == 'DUP' else f'extension code {argument}'}"
         if name in ("GET", "BINGET", "LONG_BINGET"):

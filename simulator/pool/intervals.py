@@ -84,7 +84,8 @@ class Intervals:
         end = iterations * self.period
         is_permanent = self.upper - self.lower == self.period
         source = [np.flatnonzero(is_permanent)]
-        lower, upper = [np.zeros_like(source[0])], [np.full_like(source[0], end)]
+        lower = [np.zeros_like(source[0])]
+        upper = [np.full_like(source[0], end)]
         for shift in range(-self.period, end, self.period):
             indices = np.flatnonzero(~is_permanent & (self.upper + shift > 0))
             lower.append(np.maximum(self.lower[indices] + shift, 0))
@@ -117,7 +118,9 @@ def overlap(intervals: Intervals, offsets: Ints) -> tuple[int, int] | None:
     Sweeps over time with live blocks sorted by address. As long as no two of them overlap, a new block that overlaps
     any of them overlaps one of its two neighbors.
     """
-    lower, upper, offset = intervals.lower.tolist(), intervals.upper.tolist(), offsets.tolist()
+    lower = intervals.lower.tolist()
+    upper = intervals.upper.tolist()
+    offset = offsets.tolist()
     ends = (offsets + intervals.nbytes).tolist()
     events: list[tuple[int, int, int]] = []  # time, 0 for a free or 1 for a malloc, block
     for i in (i for i in range(len(intervals)) if offset[i] < ends[i]):  # empty blocks cannot overlap
@@ -181,20 +184,25 @@ def timeline_lifetimes(timeline: Timeline) -> Lifetimes:
     if len(timeline.boundaries) < 2:
         raise ValueError("timeline: expected at least two iterations, because the first is not in the steady state")
     times: list[int] = []
-    begin, previous = 0, (-1, False)
+    begin = 0
+    previous = (-1, False)
     starts: dict[int, int] = {}  # block in memory -> event of its malloc
     owner: dict[int, int] = {}
     nbytes: dict[int, int] = {}
     freed: list[tuple[int, int, int]] = []  # (block, from, to) of blocks freed in the last iteration
     for i, event in enumerate(timeline.events):
         if i == timeline.events_until[-2]:
-            begin, previous = len(times), (-1, False)
+            begin = len(times)
+            previous = (-1, False)
         current = (event.time_ns, event.nbytes > 0)
         if current != previous:
             times.append(event.time_ns)
-        previous, index = current, len(times) - 1
+        previous = current
+        index = len(times) - 1
         if event.nbytes > 0:
-            starts[event.block], owner[event.block], nbytes[event.block] = index, event.owner, event.nbytes
+            starts[event.block] = index
+            owner[event.block] = event.owner
+            nbytes[event.block] = event.nbytes
         elif i < timeline.events_until[-2]:
             del starts[event.block]
         else:
@@ -205,7 +213,8 @@ def timeline_lifetimes(timeline: Timeline) -> Lifetimes:
     blocks = []
     for block, lower, upper in freed:
         if lower < begin and block in starts:  # crosses the boundary: merged with the block present at the end
-            lower, upper = starts.pop(block), upper + period
+            lower = starts.pop(block)
+            upper = upper + period
         blocks.append((max(lower - begin, 0), upper - begin, nbytes[block], owner[block], block))
     blocks += [(max(lower - begin, 0), period, nbytes[block], owner[block], block) for block, lower in starts.items()]
     return _lifetimes(blocks, period, [t - timeline.last_start_ns for t in times[begin:]])

@@ -57,8 +57,12 @@ def pack(
     search = _Search(temps, seed, workers)
     unit = math.gcd(*temps.nbytes.tolist())
 
-    low, high = blocks.peak_bytes - base, best.footprint - base  # bounds on the footprint of the temporary blocks
-    packing, bias = best, 0.0  # position of the capacity between low and high
+    # bounds on the footprint of the temporary blocks
+    low = blocks.peak_bytes - base
+    high = best.footprint - base
+    # position of the capacity between low and high
+    packing = best
+    bias = 0.0
     while low < high and (budget := deadline - time.monotonic()) > 0:
         capacity = low + int(bias * (high - low)) // unit * unit
         verdict, packed = search.fits(capacity, min(budget, seconds / 10 if bias else max(budget / 2, seconds / 10)))
@@ -98,7 +102,8 @@ class _Search:
             skyline.undo(x, 0, 0)
             if capacity > self.capacity:  # infeasible under one capacity implies infeasible under a smaller one
                 x.failed[:] = x.counters[FAILED] = 0
-        self.capacity, self.stop[0] = capacity, 0
+        self.capacity = capacity
+        self.stop[0] = 0
         deadline = time.monotonic() + seconds
         with ThreadPoolExecutor(len(self.states)) as pool:
             futures = [pool.submit(self._runs, x, rng, deadline) for x, rng in zip(self.states, self.rngs, strict=True)]

@@ -50,5 +50,6 @@ class Held:
     def neighbours(self, t: int) -> list[int]:
         """Returns the other nonempty tensors whose slots overlap."""
         size = dict(zip(self.tensors, self.intervals.nbytes.tolist(), strict=True))
-        begin, end = self.offsets.get(t, 0), self.offsets.get(t, 0) + size[t]
+        begin = self.offsets.get(t, 0)
+        end = self.offsets.get(t, 0) + size[t]
         return [x for x, at in self.offsets.items() if x != t and at < end and begin < at + size[x]]

@@ -54,11 +54,13 @@ class _Best:
     """Best packing so far of the temporary blocks."""
 
     def __init__(self, offsets: Ints, footprint: int):
-        self.offsets, self.footprint = offsets, footprint
+        self.offsets = offsets
+        self.footprint = footprint
 
     def offer(self, offsets: Ints, footprint: int) -> None:
         if footprint < self.footprint:
-            self.offsets, self.footprint = offsets.copy(), footprint
+            self.offsets = offsets.copy()
+            self.footprint = footprint
 
 
 def pack(
@@ -117,7 +119,8 @@ def _search(blocks: Intervals, temps: Intervals, index: Ints, deadline: float, w
             break
     for fit in smartpool.FITS:
         if best.footprint > load:
-            packed, is_permanent = smartpool.pack(blocks, fit=fit).offsets, blocks.upper - blocks.lower == blocks.period
+            packed = smartpool.pack(blocks, fit=fit).offsets
+            is_permanent = blocks.upper - blocks.lower == blocks.period
             order = np.argsort(packed[is_permanent])  # offsets without the permanent blocks below
             bases = np.cumsum(np.append(0, blocks.nbytes[is_permanent][order]))
             offsets = (packed[index] - bases[np.searchsorted(packed[is_permanent][order], packed[index])]) // unit
@@ -155,7 +158,8 @@ def _ejection(x: Blocks, best: _Best, rng: np.random.Generator, load: int) -> It
     """Tries targets between the load and the best footprint; yields the work of each burst."""
     area: Any = x.size * x.covers.astype(np.float64)
     area /= area.mean()
-    weight, step = area.copy(), 0.5
+    weight = area.copy()
+    step = 0.5
     while best.footprint > load:
         target = max(load, math.floor(best.footprint - 1 - (best.footprint - load) * step))
         offsets = best.offsets.copy()
@@ -206,7 +210,8 @@ def sections(blocks: Intervals) -> tuple[Ints, Ints, int]:
     section = np.empty(2 * n, np.int64)
     # A free before the first malloc belongs to a block of the previous round's last section.
     section[order] = (np.cumsum(opens) - 1) % opens.sum()
-    first, last = section[:n], section[n:]
+    first = section[:n]
+    last = section[n:]
     return first, (last - first) % opens.sum() + 1, int(opens.sum())
 
 
@@ -219,7 +224,10 @@ def _skyline(x, priority, limit, offsets):
     height = np.where(waiting_bytes > 0, np.int64(0), NOTHING_WAITS)
     waiting = x.begin.copy()  # per section, waiting blocks first
     n_waiting = x.begin_at[1:] - x.begin_at[:-1]
-    footprint, work, s, scanned = np.int64(0), 0, 0, 0
+    footprint = np.int64(0)
+    work = 0
+    s = 0
+    scanned = 0
     while True:
         if height[s] == NOTHING_WAITS:
             while scanned < m and height[scanned] == NOTHING_WAITS:
@@ -227,7 +235,10 @@ def _skyline(x, priority, limit, offsets):
             if scanned == m:
                 return footprint, work
             s = scanned
-        ground, begin, end, length = height[s], s, s + 1 if s + 1 < m else 0, 1
+        ground = height[s]
+        begin = s
+        end = s + 1 if s + 1 < m else 0
+        length = 1
         while length < m and height[begin - 1] == ground:
             begin = begin - 1 if begin else m - 1
             length += 1
@@ -242,17 +253,25 @@ def _skyline(x, priority, limit, offsets):
                 continue
             rim = min(height[before], height[end])
         work += length
-        block, place, section = -1, 0, begin
+        block = -1
+        place = 0
+        section = begin
         for i in range(length):
             for k in range(x.begin_at[section], x.begin_at[section] + n_waiting[section]):
                 j = waiting[k]
                 if (i + x.covers[j] <= length or length == m) and (block < 0 or priority[j] > priority[block]):
-                    block, place = j, k
+                    block = j
+                    place = k
             work += n_waiting[section]
             section = section + 1 if section + 1 < m else 0
-        s, section, top, covered = begin, begin, rim, length
+        s = begin
+        section = begin
+        top = rim
+        covered = length
         if block >= 0:
-            section, top, covered = x.first[block], ground + x.size[block], x.covers[block]
+            section = x.first[block]
+            top = ground + x.size[block]
+            covered = x.covers[block]
             n_waiting[section] -= 1
             waiting[place] = waiting[x.begin_at[section] + n_waiting[section]]
             offsets[block] = ground
@@ -283,20 +302,29 @@ def _sort(keys, n):
 @jit
 def _neighbours(x, offsets, block, bits, begins):
     """Writes offset << bits | index of the placed neighbors of a block, ascending; returns number and work."""
-    m, first, covers = len(x.load), x.first[block], x.covers[block]
-    d, visited = 0, 0
+    m = len(x.load)
+    first = x.first[block]
+    covers = x.covers[block]
+    d = 0
+    visited = 0
     for k in range(len(x.kin_at)):
-        low, high = first - (2 << k) + 2, first + covers  # sections in which they begin
+        # sections in which they begin
+        low = first - (2 << k) + 2
+        high = first + covers
         if high - low >= m:
-            low, high = 0, m
+            low = 0
+            high = m
         kin_at = x.kin_at[k]
         for half in range(2):  # the part inside [0, m), and the part that wraps around
             if half == 0:
-                a, b = kin_at[max(low, 0)], kin_at[min(high, m)]
+                a = kin_at[max(low, 0)]
+                b = kin_at[min(high, m)]
             elif low < 0:
-                a, b = kin_at[low + m], kin_at[m]
+                a = kin_at[low + m]
+                b = kin_at[m]
             elif high > m:
-                a, b = kin_at[0], kin_at[high - m]
+                a = kin_at[0]
+                b = kin_at[high - m]
             else:
                 break
             visited += b - a
@@ -312,9 +340,15 @@ def _neighbours(x, offsets, block, bits, begins):
 @jit
 def _cheapest(begins, ends, bits, size, target, weight, rng):
     """Returns the offset below target - size where overlapping blocks weigh least in total; random ties."""
-    d, mask = len(begins), (np.int64(1) << bits) - 1
-    best, least, ties = np.int64(0), np.inf, 0
-    cost, n_entered, left_behind, offset = 0.0, 0, 0, np.int64(0)
+    d = len(begins)
+    mask = (np.int64(1) << bits) - 1
+    best = np.int64(0)
+    least = np.inf
+    ties = 0
+    cost = 0.0
+    n_entered = 0
+    left_behind = 0
+    offset = np.int64(0)
     while True:
         while n_entered < d and begins[n_entered] >> bits < offset + size:
             cost += weight[begins[n_entered] & mask]
@@ -323,7 +357,9 @@ def _cheapest(begins, ends, bits, size, target, weight, rng):
             cost -= weight[ends[left_behind] & mask]
             left_behind += 1
         if cost < least - 1e-9:
-            best, least, ties = offset, cost, 1
+            best = offset
+            least = cost
+            ties = 1
         elif cost < least + 1e-9:
             ties += 1
             if rng.random() * ties < 1:
@@ -350,25 +386,33 @@ def _eject(x, offsets, weight, target, rng, state):
     while n >> bits:
         bits += 1
     mask = (np.int64(1) << bits) - 1
-    begins, ends = np.empty(n, np.int64), np.empty(n, np.int64)  # height << bits | block of the next block's neighbors
-    out, n_out, work = np.empty(n, np.int64), 0, 0
+    # height << bits | block of the next block's neighbors
+    begins = np.empty(n, np.int64)
+    ends = np.empty(n, np.int64)
+    out = np.empty(n, np.int64)
+    n_out = 0
+    work = 0
     for j in range(n):
         if offsets[j] < 0:
             out[n_out] = j
             n_out += 1
     while work < BURST and state[0] and state[1] < PATIENCE:
         i = rng.integers(0, n_out)
-        block, n_out = out[i], n_out - 1
+        block = out[i]
+        n_out = n_out - 1
         out[i] = out[n_out]
         size = x.size[block]
         d, visited = _neighbours(x, offsets, block, bits, begins)
         work += visited + 16 * d
         # The smallest hole, the block at one of its ends.
-        top, offset, hole = np.int64(0), np.int64(-1), np.int64(0)
+        top = np.int64(0)
+        offset = np.int64(-1)
+        hole = np.int64(0)
         for k in range(d + 1):
             begin = begins[k] >> bits if k < d else target
             if begin - top >= size and (offset < 0 or begin - top < hole):
-                offset, hole = top, begin - top
+                offset = top
+                hole = begin - top
             if k < d:
                 j = begins[k] & mask
                 top = max(top, begin + x.size[j])
@@ -391,5 +435,6 @@ def _eject(x, offsets, weight, target, rng, state):
         offsets[block] = offset
         state[1] += 1
         if n_out < state[0]:
-            state[0], state[1] = n_out, 0
+            state[0] = n_out
+            state[1] = 0
     return work + n

@@ -19,7 +19,9 @@ from simulator.compiled.encoding import Ints
 from simulator.compiled.jit import jit
 
 NODES, BUDGET, PLACED, CHANGED, FAILED, STAMP = range(6)  # of State.counters
-FITS, DOES_NOT_FIT, GAVE_UP = 1, 0, -1
+FITS = 1
+DOES_NOT_FIT = 0
+GAVE_UP = -1
 NOWHERE = np.int64(1 << 62)
 MAX_DEPTH = 8000  # maximum recursion depth; a frame takes about 500 bytes of an 8 MiB stack
 
@@ -64,7 +66,9 @@ def state(first: Ints, width: Ints, size: Ints, sections: int, stop: Ints, table
     order = np.argsort(where, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    load, crossed, names = np.zeros(sections, np.int64), np.zeros(sections, np.int64), np.zeros(sections, np.uint64)
+    load = np.zeros(sections, np.int64)
+    crossed = np.zeros(sections, np.int64)
+    names = np.zeros(sections, np.uint64)
     np.add.at(load, where, size[owner])
     np.add.at(crossed, where, np.arange(1, len(owner) + 1) < place_at[owner + 1])
     name = np.random.default_rng(0).integers(1 << 63, size=n, dtype=np.uint64)
@@ -185,9 +189,11 @@ def _place(x, capacity, j, ground):
         x.load[s] -= x.size[j]
         x.crossed[s] -= c + 1 < x.width[j]
         x.n_waiting[s] -= 1  # swap with the last waiting block
-        place, last = x.place[x.place_at[j] + c], x.members_at[s] + x.n_waiting[s]
+        place = x.place[x.place_at[j] + c]
+        last = x.members_at[s] + x.n_waiting[s]
         other = x.members[last]
-        x.members[last], x.members[place] = j, other
+        x.members[last] = j
+        x.members[place] = other
         x.place[x.place_at[other] + (s - x.first[other]) % m] = place
         x.place[x.place_at[j] + c] = last
         _lift(x, s, ground + x.size[j])
@@ -254,11 +260,14 @@ def _branch(x, capacity, begin, length, closed, by_weight):
             if x.skyline[(begin + i - 1) % m] != x.skyline[(begin + i) % m]:
                 begin = (begin + i) % m
                 break
-    best, best_score, best_height = -1, np.inf, NOWHERE
+    best = -1
+    best_score = np.inf
+    best_height = NOWHERE
     inside = np.empty(len(x.size), np.int64)
     i = 0
     while i < length:
-        ground, basin = x.skyline[(begin + i) % m], i
+        ground = x.skyline[(begin + i) % m]
+        basin = i
         while i < length and x.skyline[(begin + i) % m] == ground:
             i += 1
         walled = not closed or i - basin == length  # the ends of an arc are banks without a top
@@ -275,7 +284,8 @@ def _branch(x, capacity, begin, length, closed, by_weight):
                     n_inside += 1
         for offset in range(basin, i):
             s = (begin + offset) % m
-            height, branches = min(left, right), 0
+            height = min(left, right)
+            branches = 0
             for j in inside[:n_inside]:
                 if (s - x.first[j]) % m < x.width[j]:
                     branches += 1
@@ -289,7 +299,9 @@ def _branch(x, capacity, begin, length, closed, by_weight):
             if branches == 1:
                 return s, height
             if score < best_score:
-                best, best_score, best_height = s, score, height
+                best = s
+                best_score = score
+                best_height = height
     return best, best_height
 
 
@@ -316,10 +328,12 @@ def fits(x, capacity, begin, length, depth, by_weight):
         closed = True
         for s in range(m):
             if x.crossed[s] == 0:
-                begin, closed = (s + 1) % m, False
+                begin = (s + 1) % m
+                closed = False
                 break
     if not closed:  # parts not joined by a waiting block are independent problems
-        is_whole, i = False, 0
+        is_whole = False
+        i = 0
         while i < length:
             start = i
             while x.crossed[(begin + i) % m]:
@@ -339,7 +353,8 @@ def fits(x, capacity, begin, length, depth, by_weight):
     section, height = _branch(x, capacity, begin, length, closed, by_weight)
     ground = x.skyline[section]
     resting, n_resting = _resting(x, section)
-    placed, changed = x.counters[PLACED], x.counters[CHANGED]
+    placed = x.counters[PLACED]
+    changed = x.counters[CHANGED]
     for i in range(n_resting + 1):
         x.counters[NODES] += 1
         if i < n_resting:

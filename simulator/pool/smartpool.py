@@ -49,21 +49,30 @@ def _colour(lower, upper, size, order, period, best_fit):
     offsets = np.empty(n, np.int64)
     # Placed blocks by ascending offset.
     table = np.empty((4, n), np.int64)
-    begins, ends, lowers, uppers = table[0], table[1], table[2], table[3]
+    begins = table[0]
+    ends = table[1]
+    lowers = table[2]
+    uppers = table[3]
     neighbours = np.empty(n, np.int64)
     for placed in range(n):
         i = order[placed]
-        a, b, nbytes = lower[i], upper[i], size[i]
+        a = lower[i]
+        b = upper[i]
+        nbytes = size[i]
         n_neighbours = 0
         for j in range(placed):  # branch-free, since the branch is unpredictable
             neighbours[n_neighbours] = j
             overlaps = (a < uppers[j]) & (lowers[j] < b) | (a + period < uppers[j]) | (lowers[j] + period < b)
             n_neighbours += overlaps
-        top, hole_at, hole = np.int64(0), np.int64(-1), np.int64(0)  # end of the neighbours so far; the hole to take
+        # end of the neighbours so far; the hole to take
+        top = np.int64(0)
+        hole_at = np.int64(-1)
+        hole = np.int64(0)
         for j in neighbours[:n_neighbours]:
             gap = begins[j] - top
             if gap >= nbytes and (hole_at < 0 or (best_fit and gap < hole)):
-                hole_at, hole = top, gap
+                hole_at = top
+                hole = gap
                 if not best_fit:
                     break
             top = max(top, ends[j])

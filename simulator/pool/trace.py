@@ -27,7 +27,8 @@ class StreamError(ValueError):
 
     def __init__(self, operation: int, reason: str):
         super().__init__(f"operation {operation}: {reason}")
-        self.operation, self.reason = operation, reason
+        self.operation = operation
+        self.reason = reason
 
 
 class NoIteration(ValueError):
@@ -65,7 +66,8 @@ class Stream:
     def mallocs(self) -> Ints:
         """int64[n], index of the malloc of each operation's block."""
         order = np.argsort(self.block, kind="stable")  # groups operations by block, in time order
-        block, kind = self.block[order], self.kind[order]
+        block = self.block[order]
+        kind = self.kind[order]
         is_free = np.ones(len(self), bool)  # the block is not live
         is_free[1:] = (block[1:] != block[:-1]) | (kind[:-1] == FREE)
         malloc = kind == MALLOC
@@ -114,8 +116,11 @@ def detect(stream: Stream) -> Iteration:
         NoIteration: nothing repeats twice in a row or over half of the stream, or memory grows.
     """
     n = len(stream)
-    kind, mallocs, frees = stream.kind, stream.mallocs, stream.frees
-    age, held_for = np.arange(n) - mallocs, frees - mallocs
+    kind = stream.kind
+    mallocs = stream.mallocs
+    frees = stream.frees
+    age = np.arange(n) - mallocs
+    held_for = frees - mallocs
     remains = (kind == MALLOC) & ((frees == n) | (2 * held_for >= n))
     setup = n if remains.all() else int(remains.argmin())
     half = -(-(n - setup) // 2)
@@ -124,7 +129,8 @@ def detect(stream: Stream) -> Iteration:
     size = np.unique(stream.nbytes[mallocs], return_inverse=True)[1]
     identity = np.unique(np.where(stays & (kind != MALLOC), -1 - mallocs, age), return_inverse=True)[1]
     begins, ends = _repeating(((identity * n + size) * len(KINDS) + kind)[setup:])  # below 4 n², each a symbol
-    begins, ends = begins + setup, ends + setup
+    begins = begins + setup
+    ends = ends + setup
     length = np.where(ends - begins >= 2 * np.arange(1, len(begins) + 1), ends - begins, 0)  # if it repeats at all
     if length.max(initial=0) < max(half, 1):
         raise NoIteration(_no_repetition(n - setup, length))
@@ -136,7 +142,8 @@ def detect(stream: Stream) -> Iteration:
         for p in range(shortest, len(length) + 1, shortest):
             if p <= too_short or not length[p - 1]:
                 continue
-            begin, end = int(begins[p - 1]), int(ends[p - 1])
+            begin = int(begins[p - 1])
+            end = int(ends[p - 1])
             index = np.arange(begin, end)
             young = np.where(kind[index] == MALLOC, held_for[index] >= p, ~stays[index] & (age[index] >= p))
             young[-p:] &= kind[index[-p:]] != MALLOC  # their frees may lie beyond it
@@ -213,12 +220,15 @@ def _z_function(text):
     """Returns int64[n], the length of the common prefix of the sequence and its suffix at i."""
     n = len(text)
     z = np.zeros(n, np.int64)
-    begin, end = 0, 0  # of the match that reaches furthest
+    # of the match that reaches furthest
+    begin = 0
+    end = 0
     for i in range(1, n):
         length = min(z[i - begin], end - i) if i < end else 0
         while i + length < n and text[length] == text[i + length]:
             length += 1
         z[i] = length
         if i + length > end:
-            begin, end = i, i + length
+            begin = i
+            end = i + length
     return z

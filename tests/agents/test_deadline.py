@@ -18,11 +18,15 @@ from tests.tiny import LIMIT, MACHINE, PROGRAM
 class Search:
     """A search that runs forever, and one that finds no plan."""
 
-    name, mode, min_bytes, simulator_calls = "search", "joint", 0, 0
+    name = "search"
+    mode = "joint"
+    min_bytes = 0
+    simulator_calls = 0
 
     def __init__(self, mode: str = "joint", ends: bool = False) -> None:
         self.seconds: float | None = 0.2
-        self.mode, self.ends = mode, ends
+        self.mode = mode
+        self.ends = ends
 
     @budgeted
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:

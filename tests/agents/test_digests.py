@@ -53,7 +53,8 @@ def jobs(program: Program, machine: Machine, limit: int, planner: agents.jobs.Jo
     """Runs a planner for two jobs, at once and by the controller."""
     arrivals = [Job(f"job {ns}", program, Plan((), program.fingerprint), arrives_ns=ns) for ns in (0, 200)]
     together = planner.plan_jobs([program, program], machine, 2 * limit)
-    end_ns, check_ns = 6 * program.ideal_ns, program.ideal_ns // 2
+    end_ns = 6 * program.ideal_ns
+    check_ns = program.ideal_ns // 2
     return [plan.decisions for plan in together], control(arrivals, machine, 2 * limit, planner, end_ns, check_ns)
 
 

@@ -210,7 +210,8 @@ def test_every_family_of_rows_raises_the_floor(
     family: str, program: Program, machine: Machine, fraction: float, mode: str
 ) -> None:
     limit = round(fraction * program.peak_bytes)
-    result, others = floor(program, machine, limit, mode), [other for other in FAMILIES if other != family]
+    result = floor(program, machine, limit, mode)
+    others = [other for other in FAMILIES if other != family]
     without = floor(program, machine, limit, mode, families=others)
     assert without.feasible and (not result.feasible or without.iteration_ns < result.iteration_ns)
     with pytest.raises(ValueError, match="families"):
@@ -222,7 +223,8 @@ def test_solver_tolerances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     program = pyramid(6, 0)
     limit = int(0.5 * program.peak_bytes)
     true = floor(program, MACHINE, limit).iteration_ns
-    bound, rng = Solver.bound, np.random.default_rng(0)
+    bound = Solver.bound
+    rng = np.random.default_rng(0)
     monkeypatch.setattr(Solver, "bound", lambda self, y: bound(self, y + 0.1 * rng.standard_normal(len(y))))
     assert floor(program, MACHINE, limit).iteration_ns <= true
 
@@ -233,7 +235,8 @@ def test_swaps_below_a_nanosecond_are_free_with_recomputation() -> None:
     tensors = tuple(Tensor(f"t{i}", nbytes, persistent=i == 0) for i, nbytes in enumerate(sizes))
     reads = [(0,)] * 4 + [(4,), (3,), (2,), (1,)]
     kernels = tuple(Kernel(f"k{i}", "conv", "forward", inputs, (i + 1,), 0) for i, inputs in enumerate(reads))
-    program, machine = Program("nothing", tensors, kernels), replace(MACHINE, d2h_bytes_per_s=5 * 10**8, copy_engines=1)
+    program = Program("nothing", tensors, kernels)
+    machine = replace(MACHINE, d2h_bytes_per_s=5 * 10**8, copy_engines=1)
     assert {mode: floor(program, machine, 65, mode).iteration_ns for mode in ("swap", "recompute", "joint")} == {
         "swap": 1,
         "recompute": 0,
@@ -272,7 +275,8 @@ def test_aperiodic_plans_are_not_below_the_floor() -> None:
     program = Program("drift", (*sandwich().tensors, *parameters), (first, work, last, *updates))
     machine = replace(MACHINE, d2h_bytes_per_s=987_167)
     plan = Plan((Recompute(0, 0, 2), *(Swap(i, i + 2, i + 2) for i in range(1, 6))))
-    early, late = simulate(program, plan, machine, 105), in_the_long_run(program, plan, machine, 105)
+    early = simulate(program, plan, machine, 105)
+    late = in_the_long_run(program, plan, machine, 105)
     assert (early.period, early.iteration_ns) == (0, 5060) and (late.steady, late.iteration_ns) == (True, 5065)
     assert floor(program, machine, 105).iteration_ns == 5060
 
@@ -326,9 +330,11 @@ def test_no_time_to_solve_is_no_floor() -> None:
 @settings(max_examples=4 * settings().max_examples)
 @given(st.data())
 def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
-    program, machine = data.draw(programs() | networks()), data.draw(machines())
+    program = data.draw(programs() | networks())
+    machine = data.draw(machines())
     # Each of the three can only raise the bound.
-    issue_ns, wait_ns = data.draw(st.sampled_from([0, 0, 20])), data.draw(st.sampled_from([0, 0, 3]))
+    issue_ns = data.draw(st.sampled_from([0, 0, 20]))
+    wait_ns = data.draw(st.sampled_from([0, 0, 3]))
     machine = replace(machine, issue_ns=issue_ns, wait_ns=wait_ns)
     if contention := data.draw(st.sampled_from([0.0, 0.0, 0.4])):
         machine = replace(machine, copy_contention=contention, memory_bytes_per_s=3 * 10**9)

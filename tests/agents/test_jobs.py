@@ -36,7 +36,8 @@ def test_memory_is_split_by_peaks() -> None:
 
 def test_kernel_times_are_learned_and_corrected() -> None:
     kernels = tuple(replace(k, flops=10**6 * k.duration_ns, bytes=k.duration_ns**2) for k in PROGRAM.kernels)
-    program, times = replace(PROGRAM, kernels=kernels), np.array([kernel.duration_ns for kernel in kernels])
+    program = replace(PROGRAM, kernels=kernels)
+    times = np.array([kernel.duration_ns for kernel in kernels])
     samples = [Sample(program, n, n * times) for n in (1, 3)]
     learned = KernelTimes.fit(samples)
     assert r_squared(learned.predict(program, 2), 2 * times) > 0.9 > r_squared(np.full_like(times, times.mean()), times)
@@ -69,7 +70,8 @@ def test_measured_times_exclude_waits_for_memory() -> None:
 
 @pytest.mark.parametrize("planner", [TENSILE(), Split("capuchin")])
 def test_the_controller_replans_for_active_jobs(planner: agents.jobs.JobsPlanner) -> None:
-    ideal, limit = PROGRAM.ideal_ns, int(0.75 * 2 * PROGRAM.peak_bytes)
+    ideal = PROGRAM.ideal_ns
+    limit = int(0.75 * 2 * PROGRAM.peak_bytes)
     jobs = [Job("stays", PROGRAM, NONE), Job("visits", PROGRAM, NONE, arrives_ns=2 * ideal + 1, iterations=3)]
     result = control(jobs, MACHINE, limit, planner, until_ns=20 * ideal, check_ns=ideal)
     resident, visitor = result.timeline.jobs

@@ -43,7 +43,8 @@ def layers(program: Program, mixed: bool = False) -> Program:
 
     With ``mixed``, backward kernels precede forward ones.
     """
-    kinds, half = ("conv", "norm", "activation", "conv", "pool", "matmul"), len(program.kernels) // 2
+    kinds = ("conv", "norm", "activation", "conv", "pool", "matmul")
+    half = len(program.kernels) // 2
     kernels = tuple(
         replace(k, kind=kinds[i % 6], phase="forward" if (7 * i % 5 < 3 if mixed else i < half) else "backward")
         for i, k in enumerate(program.kernels)

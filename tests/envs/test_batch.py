@@ -52,13 +52,16 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
             work.steps = np.empty((1, STEP_COLUMNS), np.int64)
     for i in range(walks):
         batch.seed(i, int(rng.integers(2**62)))
-    ended, episodes, references = np.ones(walks, np.bool_), 0, [Walk(tasks[0])] * walks
+    ended = np.ones(walks, np.bool_)
+    episodes = 0
+    references = [Walk(tasks[0])] * walks
     total = np.zeros(walks)
     for _ in range(steps):
         if ended.any():
             batch.reset(ended)
             for i in np.flatnonzero(ended):
-                references[i], total[i] = Walk(batch.task(i), reward), 0.0
+                references[i] = Walk(batch.task(i), reward)
+                total[i] = 0.0
                 assert_walks_equal(batch, i, references[i], actions)
         codes = np.array([rng.choice(np.flatnonzero(mask)) for mask in batch.mask])
         batch.step(codes)
@@ -87,14 +90,17 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
 @given(st.data())
 def test_a_batch_is_its_walks(data: st.DataObject) -> None:
     """Covers several tasks at once, each with its own program, machine and limit, also with limited host memory."""
-    mode, tasks = data.draw(st.sampled_from(["swap", "recompute", "joint"])), []
+    mode = data.draw(st.sampled_from(["swap", "recompute", "joint"]))
+    tasks = []
     for _ in range(data.draw(st.integers(1, 3))):
-        program, machine = data.draw(programs() | networks()), data.draw(machines())
+        program = data.draw(programs() | networks())
+        machine = data.draw(machines())
         if data.draw(st.integers(0, 3)) == 0:
             machine = replace(machine, host_bytes=data.draw(st.integers(1, 100)))
         limit = data.draw(reachable_limits(program) | st.integers(program.peak_bytes // 3, program.peak_bytes))
         tasks.append(Task(program, machine, max(1, limit), 1, mode))
-    reward, actions = data.draw(st.sampled_from(["paper", "causal"])), data.draw(st.sampled_from(sorted(ACTIONS)))
+    reward = data.draw(st.sampled_from(["paper", "causal"]))
+    actions = data.draw(st.sampled_from(sorted(ACTIONS)))
     follow(tasks, reward, actions, data.draw(st.integers(0, 10**6)), 3, 30, data.draw(st.booleans()))
 
 

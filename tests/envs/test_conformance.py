@@ -45,7 +45,8 @@ ENVIRONMENTS = [
 def rollout(env: Any, seed: int, steps: int) -> list[Any]:
     """Returns the observations and rewards of random valid actions after a reset with ``seed``."""
     observation, _ = env.reset(seed=seed)
-    rng, results = np.random.default_rng(seed), [observation]
+    rng = np.random.default_rng(seed)
+    results = [observation]
     for _ in range(steps):
         observation, reward, terminated, truncated, _ = env.step(rng.choice(np.flatnonzero(observation["action_mask"])))
         results += [reward, observation]

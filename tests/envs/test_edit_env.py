@@ -133,7 +133,8 @@ def budgets(walkers: EditBatch) -> np.ndarray:
 
 def test_a_budget_is_drawn_from_a_range() -> None:
     """Budgets are drawn log-uniformly per episode, and an episode ends with its last call."""
-    many, rows = batch(20, budget=(10, 1000)), []
+    many = batch(20, budget=(10, 1000))
+    rows = []
     for _ in range(20):
         rows.append(budgets(many))
         many.reset(np.ones(20, np.bool_))
@@ -172,7 +173,8 @@ def test_redraw_changes_the_neighbours_and_nothing_else() -> None:
 
 def test_effects_are_those_that_the_observation_shows() -> None:
     """Covers improvements, losses and infeasible plans."""
-    walkers, seen = batch(4, accept="always", budget=200), []
+    walkers = batch(4, accept="always", budget=200)
+    seen = []
     rng = np.random.default_rng(0)
     for _ in range(60):
         actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in walkers.mask])

@@ -33,13 +33,17 @@ def test_nodes_and_actions() -> None:
     graph = graph_of_tiny("joint")
     assert graph.gaps == (Gap(W, 0, 7), Gap(A1, 1, 6), Gap(A2, 2, 5)) and len(graph) == 16
     assert graph.kernel.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 5, 6, 6, 6, 7, 7, 7, 7]
-    offload, remove = {2: 0, 5: 1, 7: 2}, {9: 1, 8: 2}  # node -> gap
+    # node -> gap
+    offload = {2: 0, 5: 1, 7: 2}
+    remove = {9: 1, 8: 2}
     for mode, kinds in (("joint", (offload, remove)), ("swap", (offload, {})), ("recompute", ({}, remove))):
-        kind, gap = np.full(16, -1), np.full(16, -1)
+        kind = np.full(16, -1)
+        gap = np.full(16, -1)
         kind[0] = NOTHING
         for action, nodes in zip((OFFLOAD, REMOVE), kinds, strict=True):
             for node, g in nodes.items():
-                kind[node], gap[node] = action, g
+                kind[node] = action
+                gap[node] = g
         graph = graph_of_tiny(mode)
         assert (graph.action_kind.tolist(), graph.action_gap.tolist()) == (kind.tolist(), gap.tolist())
 
@@ -50,7 +54,8 @@ def test_features() -> None:
     expected = np.zeros((16, 5))
     for tensor, nodes in NODES.items():
         nbytes = 10 if tensor == "w" else 40
-        expected[nodes, 0], expected[nodes, 1] = nbytes / 180, 3 * nbytes / 120
+        expected[nodes, 0] = nbytes / 180
+        expected[nodes, 1] = 3 * nbytes / 120
     expected[[5, 9], 2:4] = 10 / 120, 60 / 120  # a1: recomputed by f1; gap from 20 to 80
     expected[[7, 8], 2:4] = 10 / 120, 30 / 120  # a2: recomputed by f2; gap from 30 to 60
     expected[2, 3] = 90 / 120  # w: gap from 10 to 100
@@ -58,7 +63,8 @@ def test_features() -> None:
     assert features == pytest.approx(expected, rel=1e-6)
     # Without removals the recomputation times are 0, and a gap's features are at the node that opens it.
     swap = expected.copy()
-    swap[:, 2], swap[[8, 9], 2:] = 0, 0
+    swap[:, 2] = 0
+    swap[[8, 9], 2:] = 0
     assert graph_of_tiny("swap").features == pytest.approx(swap, rel=1e-6)
 
 
@@ -80,7 +86,8 @@ def test_edges_and_weights() -> None:
         (10, 11),
     }
     forward = sorted(pairs)
-    backward, loops = [(b, a) for a, b in forward], [(i, i) for i in range(16)]
+    backward = [(b, a) for a, b in forward]
+    loops = [(i, i) for i in range(16)]
     assert [tuple(edge) for edge in graph.edges.T.tolist()] == forward + backward + loops
     assert graph.weights == pytest.approx([abs(TIMES[a] - TIMES[b]) / 120 for a, b in graph.edges.T], rel=1e-6)
 

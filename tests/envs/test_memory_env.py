@@ -78,7 +78,9 @@ def test_held_observations_are_not_overwritten():
     """Observation buffers are reused only when no view of them is left."""
     vector = envs.MemoryVectorEnv(3, limit=0.6)
     observation, info = vector.reset(seed=0)
-    rng, views, addresses = np.random.default_rng(0), [], set()
+    rng = np.random.default_rng(0)
+    views = []
+    addresses = set()
     for step in range(40):
         actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in info["action_mask"]])
         observation, *_, info = vector.step(actions)
@@ -93,7 +95,8 @@ def test_held_observations_are_not_overwritten():
     "make", [envs.MemoryEnv, envs.MemoryEditEnv, partial(envs.MemoryVectorEnv, 2), partial(envs.MemoryEditVectorEnv, 2)]
 )
 def test_copied_and_pickled_environments_are_independent(make):
-    env, rng = make(limit=0.6), np.random.default_rng(0)
+    env = make(limit=0.6)
+    rng = np.random.default_rng(0)
     _, info = env.reset(seed=0)
     copies = copy.deepcopy(env), pickle.loads(pickle.dumps(env))
     for _ in range(20):
@@ -206,9 +209,11 @@ def final_step(env, rng):
 
 def test_the_best_plan_is_kept_and_a_dead_end_has_no_overhead():
     program, machine = small_task()
-    env, rng = envs.MemoryEnv(limit=[0.55, 0.7]), np.random.default_rng(0)
+    env = envs.MemoryEnv(limit=[0.55, 0.7])
+    rng = np.random.default_rng(0)
     assert env.best_plans == (None, None)
-    best, dead_ends = {}, 0
+    best = {}
+    dead_ends = 0
     for _ in range(40):
         observation, _, _, _, info = final_step(env, rng)
         task = int(observation["program"])

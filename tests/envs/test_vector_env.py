@@ -81,7 +81,10 @@ def test_the_vector_env_equals_gymnasiums_vector_of_envs(form, mode):
     observation, info = vector.reset(seed=7)
     assert_all_same(observation, peer.reset(seed=7)[0])
     rng = np.random.default_rng(0)
-    ends, cut, rewards, tasks = [], 0, [], set()
+    ends = []
+    cut = 0
+    rewards = []
+    tasks = set()
     for step in range(200 if walks else 60):
         valid = observation["action_mask"]
         actions = np.array([rng.choice(np.flatnonzero(valid[i] != (walks and rng.random() < 0.02))) for i in range(3)])

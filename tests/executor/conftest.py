@@ -51,7 +51,8 @@ def make_tiny(
 ) -> Tiny:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model, batch = make_model(), make_batch()
+        model = make_model()
+        batch = make_batch()
     parts = (model, nn.CrossEntropyLoss(), make_optimizer(model), batch)
     captured = capture(*parts, machine=GPU)
     program = captured.program

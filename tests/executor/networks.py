@@ -115,7 +115,10 @@ class UNet(nn.Module):
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int, drop: float) -> None:
         super().__init__()
-        self.qkv, self.proj, self.heads, self.drop = nn.Linear(width, 3 * width), nn.Linear(width, width), heads, drop
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.heads = heads
+        self.drop = drop
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
@@ -126,7 +129,8 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     def __init__(self, width: int, heads: int, drop: float) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
         self.attention = Attention(width, heads, drop)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width), nn.Dropout(drop)
@@ -142,7 +146,8 @@ class GPT2(nn.Module):
 
     def __init__(self, width: int = 16, layers: int = 1, heads: int = 2, words: int = 40, length: int = 12) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Embedding(length, width)
         self.drop = nn.Dropout(0.1)
         self.layers = nn.Sequential(*(Layer(width, heads, 0.1) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)

@@ -113,7 +113,8 @@ def test_one_copy_engine_is_noticed():
 @pytest.mark.parametrize(("h2d", "d2h"), [(1.0, 1.0), (0.99, 0.99), (0.8, 0.8), (0.5, 1.0), (1.0, 0.7), (0.4, 0.9)])
 def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
     """Copies take 1 ns per byte in and 2 ns out, slowed to these shares; shares within DUPLEX_ERROR of 1 count as 1."""
-    alone, share = {"h2d": 1, "d2h": 2}, {"h2d": h2d, "d2h": d2h}
+    alone = {"h2d": 1, "d2h": 2}
+    share = {"h2d": h2d, "d2h": d2h}
 
     def copies(backend, directions, nbytes):
         if len(directions) == 1:
@@ -124,7 +125,8 @@ def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
     monkeypatch.setattr(calibrate_module, "_copies", copies)
     base = replace(MACHINE, duplex_h2d_bytes_per_s=7, duplex_d2h_bytes_per_s=7)
     calibration = calibrate(HostBackend(MACHINE), base, 2**20)
-    machine, text = calibration.machine, calibration.to_yaml()
+    machine = calibration.machine
+    text = calibration.to_yaml()
     assert machine.copy_engines == 2
     for d, rate in (("h2d", 1_000_000_000), ("d2h", 500_000_000)):
         measured = machine.to_dict()[f"duplex_{d}_bytes_per_s"]
@@ -138,7 +140,8 @@ def test_no_larger_copy_is_begun_when_the_time_is_over():
 
 
 def test_the_command(tmp_path, capsys):
-    given, out = tmp_path / "given.yaml", tmp_path / "out.yaml"
+    given = tmp_path / "given.yaml"
+    out = tmp_path / "out.yaml"
     given.write_text("name: given\nmemory_bytes: 1000000\nh2d_bytes_per_s: 20000000\nd2h_bytes_per_s: 10000000\n")
     assert main([str(out), "--backend", "host", "--machine", str(given), "--max-bytes", "65536"]) == 0
     assert capsys.readouterr().out == out.read_text()

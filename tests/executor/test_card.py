@@ -81,7 +81,8 @@ def test_where_the_captured_step_has_its_zero_grad() -> None:
         return never(x, optimizer.zero_grad)
 
     zeroed, accumulated = (capture_step(step, torch.randn(4, 8)) for step in (zeroing, never))
-    position, kernels = zeroed.holds.zero_grad, zeroed.program.kernels
+    position = zeroed.holds.zero_grad
+    kernels = zeroed.program.kernels
     assert kernels[position - 1].phase == "forward" and kernels[position].phase == "backward"
     assert accumulated.holds.zero_grad == -1 and len(accumulated.holds.gradients) == 2
     assert nn.Module.zero_grad.__qualname__ == "Module.zero_grad"  # as it was
@@ -96,7 +97,9 @@ def test_state_is_made_at_the_first_step_and_foreach_takes_as_much_as_the_parame
     assert sum(nbytes_of[block] for block in persistent) == 2 * 4 * MIB
 
     def most(events: tuple[tuple[int, int], ...]) -> int:
-        live, peak, sizes = 0, 0, dict(nbytes_of)
+        live = 0
+        peak = 0
+        sizes = dict(nbytes_of)
         for block, nbytes in events:
             sizes[block] = nbytes or sizes[block]
             live += nbytes or -sizes[block]

@@ -197,9 +197,11 @@ def test_batches_of_every_shape(tiny_mlp: Tiny) -> None:
     """Each shape is planned once with the first shape's limit, and planning draws no random numbers."""
     twins = Fitted(tiny_mlp.parts, 0.7, rows, planner="capuchin")
     step = twins.step
-    limit, first = step.limit, step.plan
+    limit = step.limit
+    first = step.plan
     for count in (256, 300, 256, 64, 300):
-        batch, state = rows(count), torch.get_rng_state()
+        batch = rows(count)
+        state = torch.get_rng_state()
         step.step_for(*batch)
         assert torch.equal(state, torch.get_rng_state())
         twins.train_on(count)
@@ -256,7 +258,8 @@ def test_a_gpu_has_the_preset_of_its_name_or_asks_for_a_machine(device: str, nam
         with pytest.raises(FitError, match=f"no preset for '{device}' .*: pass machine=.*executor.calibrate"):
             MODULE.machine_of(device)
         return
-    machine, preset = MODULE.machine_of(device), Machine.load(name)
+    machine = MODULE.machine_of(device)
+    preset = Machine.load(name)
     assert machine.name == name and machine.h2d_bytes_per_s == preset.h2d_bytes_per_s
     assert 0 < machine.host_bytes <= preset.host_bytes
 
@@ -266,7 +269,8 @@ def test_results_that_the_loop_holds_count_as_device_memory(monkeypatch: pytest.
     monkeypatch.setattr(MODULE, "device_of", lambda captured: torch.device("cuda"))
     monkeypatch.setattr(MODULE, "measure", lambda c, device, name: measure(c, "cpu", name))
     model = nn.Sequential(nn.Linear(4, 512), nn.ReLU())
-    x, y = torch.randn(2048, 4), torch.randn(2048, 512)
+    x = torch.randn(2048, 4)
+    y = torch.randn(2048, 512)
 
     def mean(out: Tensor, y: Tensor) -> Tensor:
         return (out - y).abs().mean()

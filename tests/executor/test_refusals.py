@@ -23,7 +23,8 @@ from tests.executor.capture.test_profile import PROFILE, PROGRAM
 from tests.executor.conftest import Tiny
 from tests.executor.networks import sgd, small
 
-H200, X = Machine.load("h200"), torch.ones(2, 3)
+H200 = Machine.load("h200")
+X = torch.ones(2, 3)
 SLOW = Machine("slow", 50_000, 10**9, 10**9)
 
 
@@ -52,7 +53,8 @@ def captured(
 ) -> Captured:
     """Captures a small network."""
     model = small()
-    x, y = torch.randn(2, 3, 16, 16), torch.zeros(2, dtype=torch.long)
+    x = torch.randn(2, 3, 16, 16)
+    y = torch.zeros(2, dtype=torch.long)
     return capture(model, loss_fn, optimizer(model), batch or (x, y), **options)
 
 

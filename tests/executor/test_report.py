@@ -26,7 +26,8 @@ def test_the_peaks_are_the_simulators_and_their_parts_add_up(data: st.DataObject
     plan: Plan = data.draw(plans(program))
     machine: Machine = data.draw(machines())
     limit = lower(program, plan).required_bytes
-    page, timeline = report(program, machine, limit, plan), simulate(program, plan, machine, limit)
+    page = report(program, machine, limit, plan)
+    timeline = simulate(program, plan, machine, limit)
     assert page.without.nbytes == sum(page.without.kinds.values()) == program.peak_bytes
     assert page.under.nbytes == sum(page.under.kinds.values())
     assert page.under.nbytes == (timeline.peak_bytes if page.planner else program.peak_bytes)

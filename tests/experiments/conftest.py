@@ -175,7 +175,8 @@ def status_of(typed: list[str]) -> int:
 def captured_output() -> Iterator[list[str]]:
     """Collects stdout and stderr of this process and its children: two texts, complete at the end."""
     output: list[str] = []
-    streams, copies = (sys.stdout, sys.stderr), (os.dup(1), os.dup(2))
+    streams = (sys.stdout, sys.stderr)
+    copies = (os.dup(1), os.dup(2))
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         for number, file, stream in zip((1, 2), (out, err), streams, strict=True):
             stream.flush()
@@ -203,9 +204,13 @@ def process_state(folder: Path) -> Iterator[None]:
 
     from experiments.common.errors import flush_stdout
 
-    environment, argv, path, modules = dict(os.environ), sys.argv[:], sys.path[:], {*sys.modules}
+    environment = dict(os.environ)
+    argv = sys.argv[:]
+    path = sys.path[:]
+    modules = {*sys.modules}
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
-    handlers, before = [signal.getsignal(number) for number in numbers], Path.cwd()
+    handlers = [signal.getsignal(number) for number in numbers]
+    before = Path.cwd()
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     threads = torch.get_num_threads()
     os.environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
@@ -228,7 +233,8 @@ def process_state(folder: Path) -> Iterator[None]:
         torch.set_rng_state(states[2])
         torch.set_num_threads(threads)
         os.chdir(before)
-        sys.argv[:], sys.path[:] = argv, path
+        sys.argv[:] = argv
+        sys.path[:] = path
         os.environ.clear()
         os.environ.update(environment)
         for name in {*sys.modules} - modules:  # imported from the folder; other tests have modules of the same name

@@ -49,7 +49,8 @@ def interrupted(tmp_path: Path) -> Press:
     def press(until: Callable[[str], bool], *words: object) -> tuple[int, str, str]:
         ours, theirs = pty.openpty()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "150"}
-        shown, pressed = b"", False
+        shown = b""
+        pressed = False
         with subprocess.Popen(
             [sys.executable, "-m", *map(str, words)],
             cwd=work,

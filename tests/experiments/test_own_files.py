@@ -51,10 +51,8 @@ def made(work: Path) -> dict[tuple[str, str], dict[str, Any]]:
 def test_a_calibrated_machine_is_swept_beside_a_preset(run: Run, program_file: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     words = (f"program={program_file}", "planners=none", "limits=1.0", "jobs=1", "machine.copy_engines=1")
-    machine, both = (
-        replace(Machine.load("k40c"), name="my_machine", h2d_bytes_per_s=6 * 10**9),
-        {"h2d": 1.0, "d2h": 0.9},
-    )
+    machine = replace(Machine.load("k40c"), name="my_machine", h2d_bytes_per_s=6 * 10**9)
+    both = {"h2d": 1.0, "d2h": 0.9}
     copies = {way: [(4096, 9000), (16384, 11000)] for way in both}
     Calibration(machine, "a GPU", copies, 0.01, both, both, 0.02, both, 0.01).save(work / "my_machine.yaml")
     written(work, ODD, MACHINE)
@@ -62,7 +60,8 @@ def test_a_calibrated_machine_is_swept_beside_a_preset(run: Run, program_file: P
     assert "my_machine.yaml" in (work / done.stdout.splitlines()[-1] / "table.txt").read_text()
     found = {name: one for (name, _), one in made(work).items()}
     assert set(found) == {"gtx1080ti", "my_machine", "mine"}
-    mine, preset = found["my_machine"]["config"]["machine"], found["gtx1080ti"]["config"]["machine"]
+    mine = found["my_machine"]["config"]["machine"]
+    preset = found["gtx1080ti"]["config"]["machine"]
     assert Machine.from_dict(mine) == replace(machine, copy_engines=1)  # no keys of the default, gtx1080ti
     assert preset["copy_engines"] == 1
     assert all(f"machine=gtx1080ti,my_machine.yaml,'{ODD}'" in one["command"] for one in found.values())
@@ -105,7 +104,8 @@ def test_workloads_of_ones_own_are_swept_beside_a_preset(run: Run, tmp_path: Pat
 
 
 def test_a_workload_file_is_changed_as_a_preset_is(run: Run, tmp_path: Path) -> None:
-    work, out = tmp_path / "work", tmp_path / "out"
+    work = tmp_path / "work"
+    out = tmp_path / "out"
     written(work, "my_net.yaml", NETWORK)
     written(work, "mymodel.py", FACTORY)
     written(work, "copy.yaml", (cli.CONFIGS / "workload" / "module.yaml").read_text())

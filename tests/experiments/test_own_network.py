@@ -62,7 +62,8 @@ class Wrong(nn.Module):
 
     def __init__(self, graph: Any, features: int, forms: int):
         super().__init__()
-        self.n, self.layer = len(graph), nn.Linear(features, 1)
+        self.n = len(graph)
+        self.layer = nn.Linear(features, 1)
 
     def forward(self, nodes: torch.Tensor, current: torch.Tensor) -> Any:
         return self.made(self.n)

@@ -113,7 +113,8 @@ def test_a_batch_that_cannot_be_changed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_largest_batch_with_a_plan() -> None:
-    steps, peaks = Batches(8, sized(8), 16, sized(16)), []
+    steps = Batches(8, sized(8), 16, sized(16))
+    peaks = []
 
     def plan_overhead(step: Program, available: int) -> float | None:
         peaks.append(step.peak_bytes)
@@ -129,14 +130,16 @@ def test_the_largest_batch_with_a_plan() -> None:
 
 def test_what_stands_beside_tensors_grows_with_the_batch() -> None:
     """The memory is 10 MiB at 8 examples and 18 at 16: 2 plus 1 per example."""
-    steps, limit = Batches(8, sized(8), 16, sized(16), (10 * MB, 18 * MB)), 100 * MB
+    steps = Batches(8, sized(8), 16, sized(16), (10 * MB, 18 * MB))
+    limit = 100 * MB
     assert [steps.room(limit, batch) for batch in (8, 12, 16)] == [90 * MB, 86 * MB, 82 * MB]
     most = steps.largest(limit)
     assert steps.peak_bytes(most) + 2 * MB + most * MB <= limit < steps.peak_bytes(most + 1) + 3 * MB + most * MB
 
 
 def test_micro_batches_fit_and_make_up_the_batch(mlp: Batches) -> None:
-    limit, held = mlp.program.peak_bytes * 6 // 10, sum(t.nbytes for t in mlp.program.tensors if t.kind == "parameter")
+    limit = mlp.program.peak_bytes * 6 // 10
+    held = sum(t.nbytes for t in mlp.program.tensors if t.kind == "parameter")
     each, count, overhead = mlp.accumulated(limit)
     assert each * count >= 2048 > each * (count - 1)
     assert mlp.peak_bytes(each) + held <= limit < mlp.peak_bytes(-(-2048 // (count - 1))) + held
@@ -230,7 +233,8 @@ def test_each_family_has_a_fair_plan_whatever_the_time() -> None:
 
 def test_the_host_is_named_where_it_is_what_a_plan_lacks() -> None:
     program = slow(chain())
-    limit, small = program.peak_bytes * 7 // 10, replace(MACHINE, host_bytes=MB)
+    limit = program.peak_bytes * 7 // 10
+    small = replace(MACHINE, host_bytes=MB)
     needed = host_needed(program, small, limit, "swap")
     assert needed is not None and needed > MB and host_needed(program, MACHINE, limit, "swap") is None
     assert host_needed(program, replace(small, host_bytes=needed), limit, "swap") is None
@@ -255,7 +259,8 @@ def test_a_fitting_step_needs_no_plan_and_an_infeasible_one_lists_smaller_batche
 
 def test_a_planner_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow:
-        name, simulator_calls = "autoswap_doa", 0
+        name = "autoswap_doa"
+        simulator_calls = 0
 
         def plan(self, *task: object) -> Plan:
             for _ in range(600):
@@ -277,10 +282,8 @@ def test_unserved_plans_are_replanned_with_less_memory() -> None:
         *(Kernel(f"k{i}", "other", "forward", (i - 1,) if i > 1 else (), (i,), 10**6) for i in range(1, 5)),
         Kernel("last", "other", "backward", (0, 4), (), 10**6),
     )
-    step, gpu = (
-        Program("waits", tensors, kernels),
-        Machine("g", 2**34, 10**12, 10**12, d2h_latency_ns=0, h2d_latency_ns=0),
-    )
+    step = Program("waits", tensors, kernels)
+    gpu = Machine("g", 2**34, 10**12, 10**12, d2h_latency_ns=0, h2d_latency_ns=0)
     plan = Plan((Swap(0, 0, 5),))
     timeline = simulate(step, plan, gpu, step.peak_bytes)
 
@@ -313,7 +316,8 @@ def trains_as_eager(code: str, folder: Path) -> None:
         del sys.modules["mymodel"]
     model.load_state_dict(parts["parts"][0].state_dict())
     for _ in range(3):
-        x, y = torch.randn(512, 256), torch.randint(10, (512,))
+        x = torch.randn(512, 256)
+        y = torch.randint(10, (512,))
         optimizer.zero_grad()
         loss = loss_fn(model(x), y)
         loss.backward()

@@ -23,7 +23,8 @@ MACHINE = Machine.load("h100")
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.up = nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))
@@ -37,13 +38,15 @@ def blocks() -> nn.Module:
 
 
 def test_a_plan_that_moves_nothing_is_code_for_plain_pytorch() -> None:
-    x, y = torch.randn(512, 64), torch.randint(10, (512,))
+    x = torch.randn(512, 64)
+    y = torch.randint(10, (512,))
 
     def step(model: nn.Module) -> Captured:
         return capture(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), (x, y))
 
     captured = step(blocks()).on(MACHINE)
-    program, limit = captured.program, captured.program.peak_bytes * 7 // 10
+    program = captured.program
+    limit = captured.program.peak_bytes * 7 // 10
     plan = agents.make("activation_budget", min_bytes=1024).plan(program, MACHINE, limit)
     paths = [name for name, _ in blocks().named_modules() if name]
     found = usage.checkpoints(program, MACHINE, limit, plan, captured.origins, paths)

@@ -85,7 +85,9 @@ def test_a_plan_has_a_range(run: Run, program_file: Path, tmp_path: Path) -> Non
     base = (f"program={program_file}", "memory=0.7", "seconds=2", "machine=h100")
     run("plan", *base, f"out={out}").ok()
     summary = json.loads((out / "summary.json").read_text())
-    program, plan, model = Program.load(program_file), Plan.load(out / "plan.json"), H100.kernel_times
+    program = Program.load(program_file)
+    plan = Plan.load(out / "plan.json")
+    model = H100.kernel_times
     assert model is not None
     error = TimesError(model.error, model.step_error)
     assert summary["times"]["error"] == {"kernel": error.kernel, "step": error.step}

@@ -14,7 +14,8 @@ from experiments.common.cli import CONFIGS, dataclass_from_config
 from experiments.pretrain import append, check_set
 from tests.experiments.conftest import Run
 
-MLP, ALEXNET = "{family: mlp, batch_size: 8192, layers: [3, 4]}", "{family: alexnet, batch_size: 100}"
+MLP = "{family: mlp, batch_size: 8192, layers: [3, 4]}"
+ALEXNET = "{family: alexnet, batch_size: 100}"
 SMALL = (
     f"sets=[{{programs: 3, networks: [{MLP}, {ALEXNET}]}}, {{programs: 1, networks: [{ALEXNET}]}}]",
     "held_out=[alexnet]",

@@ -38,7 +38,8 @@ def squares_of(run: Any = square) -> Figure:
     """Returns a figure with three tasks."""
 
     class Squares(Figure):
-        name, text = "squares", TEXT
+        name = "squares"
+        text = TEXT
 
         def tasks(self, settings: Any) -> list[dict[str, Any]]:
             return [{"x": x} for x in settings.x]

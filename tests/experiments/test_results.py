@@ -71,7 +71,8 @@ def untimed(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_figure_reads_its_result(name: str) -> None:
-    rows, figure = committed(name)["rows"], reproduce.figure(name)
+    rows = committed(name)["rows"]
+    figure = reproduce.figure(name)
     heads, cells, _ = figure.format_text(rows)
     assert cells and all(len(line) == len(heads) for line in cells)
     chart = figure.chart(rows)
@@ -97,7 +98,8 @@ def test_the_cheapest_row_is_reproduced(name: str) -> None:
     saved = committed(name)
     config = OmegaConf.load(reproduce.CONFIGS / f"{name}.yaml")
     assert saved["machine"] == config.machine and saved["settings"] == {key: config[key] for key in saved["settings"]}
-    figure, rows = reproduce.figure(name), saved["rows"]
+    figure = reproduce.figure(name)
+    rows = saved["rows"]
     tasks = figure.tasks(OmegaConf.create(saved["settings"]))
     assert len(tasks) == len(rows)
     i = min(range(len(rows)), key=lambda i: rows[i][reproduce.SECONDS])

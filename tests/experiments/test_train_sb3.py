@@ -89,9 +89,11 @@ def test_the_record_has_every_episode_and_a_seed_makes_the_same_run_again(
 
 def test_rewards_are_scaled_for_learning_only() -> None:
     """The sum of an episode's rewards is −10 times its overhead; Monitor, inside the wrapper, reports the plain sum."""
-    env, rng = make_model("maskable_ppo", num_envs=1, **SMALL["maskable_ppo"]).get_env(), np.random.default_rng(0)
+    env = make_model("maskable_ppo", num_envs=1, **SMALL["maskable_ppo"]).get_env()
+    rng = np.random.default_rng(0)
     env.reset()
-    total, done = 0.0, False
+    total = 0.0
+    done = False
     while not done:
         (mask,) = env.env_method("action_masks")
         _, (reward,), (done,), (info,) = env.step(np.array([rng.choice(np.flatnonzero(mask))]))
@@ -167,7 +169,8 @@ def test_the_command_writes_its_run_directory(run: Run, tmp_path: Path, algorith
         ".hydra",
     }
     assert {f.name for f in out.iterdir()} == files
-    rows, agent = rows_in(out), f"sb3_{algorithm}"
+    rows = rows_in(out)
+    agent = f"sb3_{algorithm}"
     check_rows(rows)
     names = ["autoswap_doa", "uniform edits, equal calls", "uniform edits, equal seconds", agent, f"{agent}_greedy"]
     assert [row["planner"] for row in rows] == names

@@ -113,7 +113,8 @@ def test_on_the_host_in_small(tmp_path, capsys):
 @pytest.mark.nightly
 def test_measurements_are_readable_in_other_folders(tmp_path):
     """Profiles, plans and the machine of one folder work in other folders."""
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     words = ["workloads=tiny_gpt2", "limits=0.8", "planners=capuchin", "train=", "workers=1"]
     run_in_turn(first, *words, chosen=["calibrate", "profile"])
     shared = [f"machine={first / 'machine.yaml'}", f"profiles={first / 'profiles'}"]
@@ -129,7 +130,8 @@ def test_measurements_are_readable_in_other_folders(tmp_path):
 
 def test_stages_are_processes_of_their_own(tmp_path, monkeypatch):
     """Each stage gets its share of the time; one that dies or loses CUDA is restarted, then the next ones run."""
-    calls, statuses = [], iter([0, -11, command.BROKEN, 0, 0])
+    calls = []
+    statuses = iter([0, -11, command.BROKEN, 0, 0])
 
     @contextmanager
     def process(words):

@@ -48,7 +48,9 @@ class Event:
     """Double of torch.cuda.Event."""
 
     def __init__(self, double: CudaDouble) -> None:
-        self.double, self.clock, self.position = double, Clock(), 0
+        self.double = double
+        self.clock = Clock()
+        self.position = 0
         self.stream: Stream | None = None  # None: never recorded, so waits return at once
 
     def record(self, stream: Stream | None = None) -> None:
@@ -56,7 +58,8 @@ class Event:
             return
         self.stream = stream or self.double.current_stream()
         self.double.captured(self.stream, self)
-        self.clock, self.position = dict(self.double.clocks.of(self.stream.name)), self.stream.issued
+        self.clock = dict(self.double.clocks.of(self.stream.name))
+        self.position = self.stream.issued
 
     def query(self) -> bool:
         return self.stream is None or self.stream.done >= self.position
@@ -75,7 +78,9 @@ class Stream(Queue):
 
     def __init__(self, double: CudaDouble, device: torch.device, handle: int) -> None:
         super().__init__(f"stream {handle} of {device}")
-        self.double, self.device, self.cuda_stream = double, device, handle
+        self.double = double
+        self.device = device
+        self.cuda_stream = handle
         self.lags = handle > 0  # until a kernel runs on this stream
 
     def put(self, work: Callable[[], object]) -> None:
@@ -119,7 +124,8 @@ class Current:
     """
 
     def __init__(self, double: CudaDouble, stream: Stream) -> None:
-        self.double, self.stream = double, stream
+        self.double = double
+        self.stream = stream
 
     def __enter__(self) -> None:
         self.previous = self.double.current_stream()
@@ -133,7 +139,8 @@ class Runtime:
     """Double of torch.cuda.cudart(), for pinned memory."""
 
     def __init__(self, double: CudaDouble) -> None:
-        self.double, self.pinned = double, double.memory.pinned
+        self.double = double
+        self.pinned = double.memory.pinned
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert not any(a < address + nbytes and address < a + n for a, n in self.pinned.items())
@@ -232,7 +239,8 @@ class CudaDouble(TorchDispatchMode):
             block.users.add(stream)
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        now, peak = self.memory.bytes, self.memory.peak
+        now = self.memory.bytes
+        peak = self.memory.peak
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak, "num_alloc_retries": 0}
 
     # ---------------------------------------------------------------------------------------- order
@@ -279,7 +287,8 @@ class CudaDouble(TorchDispatchMode):
 
     def _kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
         stream = self.current_stream()
-        name, statistics = str(func), running_statistics(func, args, kwargs)
+        name = str(func)
+        statistics = running_statistics(func, args, kwargs)
         device: tuple[list[Tensor], list[Tensor]] = [], []
         host: tuple[list[Tensor], list[Tensor]] = [], []
         for argument, value in arguments(func, args, kwargs):
@@ -321,7 +330,8 @@ class CudaDouble(TorchDispatchMode):
             return self._kernel(aten.copy_.default, (target, source, non_blocking), {})
         if self.fails(target, source):
             raise RuntimeError("CUDA error: no link")
-        stream, spans = self.current_stream(), (self.memory.span(target), self.memory.span(source))
+        stream = self.current_stream()
+        spans = (self.memory.span(target), self.memory.span(source))
         self.use(stream, f"a copy on {stream.name}", spans[1:], spans[:1])
         if target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype:
             self.transfer(stream, spans)

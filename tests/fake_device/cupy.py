@@ -65,7 +65,8 @@ def compiled(source: str) -> tuple[ctypes.CDLL, dict[str, list[Any]]]:
     for pattern, replacement in ASM:
         source, times = re.subn(pattern, replacement, source)
         assert times == 1, pattern
-    kernels, runs = {}, ""
+    kernels = {}
+    runs = ""
     for name, parameters in KERNEL.findall(source):
         parts = [" ".join(p.split()).rpartition(" ") for p in parameters.split(",")]
         kernels[name] = [WIDTHS.get(kind, np.uint64) for kind, _, _ in parts]
@@ -102,7 +103,9 @@ class Stream(Queue):
 
     def __init__(self, device: Device) -> None:
         device.streams.append(self)
-        self.device, self.ptr, self.ns = device, len(device.streams), 0
+        self.device = device
+        self.ptr = len(device.streams)
+        self.ns = 0
         super().__init__(f"stream {self.ptr}")
 
     def enqueue(self, work: Callable[[int], int]) -> None:
@@ -120,7 +123,8 @@ class Stream(Queue):
         self.device.graph = Graph(self)
 
     def end_capture(self) -> Graph:
-        graph, self.device.graph = self.device.graph, None
+        graph = self.device.graph
+        self.device.graph = None
         assert graph and graph.origin is self
         for stream, count in graph.counts.items():
             if stream is not self and graph.joined.get(stream) != count:
@@ -165,8 +169,10 @@ class Graph:
     """
 
     def __init__(self, origin: Stream) -> None:
-        self.origin, self.calls = origin, list[Callable[[], object]]()
-        self.counts, self.joined = {origin: 0}, dict[Stream, int]()
+        self.origin = origin
+        self.calls = list[Callable[[], object]]()
+        self.counts = {origin: 0}
+        self.joined = dict[Stream, int]()
         self.events: dict[Event, int] = {}
         self.nodes: Counter[str] = Counter()
 
@@ -187,14 +193,18 @@ class Event:
     """Double of cupy.cuda.Event."""
 
     def __init__(self, device: Device, disable_timing: bool = False) -> None:
-        self.device, self.clock, self.ns, self.position = device, Clock(), -1, 0
+        self.device = device
+        self.clock = Clock()
+        self.ns = -1
+        self.position = 0
         self.timed = not disable_timing
         self.stream: Stream
 
     def record(self, stream: Stream) -> None:
         if graph := self.device.graph:
             graph.add(stream, "timed event" if self.timed else "record", lambda: self.record(stream))
-            self.stream, graph.events[self] = stream, graph.counts[stream]
+            self.stream = stream
+            graph.events[self] = graph.counts[stream]
             return
         self.stream, self.clock = stream, dict(self.device.clocks.of(stream.name))
 
@@ -225,8 +235,11 @@ class Device:
     """
 
     def __init__(self, machine: Machine, seed: int | None = None) -> None:
-        self.machine, self.random = machine, random.Random(seed) if seed is not None else None
-        self.clocks, self.found, self.streams = Clocks(), list[str](), list[Stream]()
+        self.machine = machine
+        self.random = random.Random(seed) if seed is not None else None
+        self.clocks = Clocks()
+        self.found = list[str]()
+        self.streams = list[Stream]()
         self.current: list[Stream] = []
         self.host_ns = 0  # when the host last waited for a stream
         self.graph: Graph | None = None  # the current capture
@@ -315,7 +328,8 @@ class Device:
         library, kernels = compiled(code)
 
         def function(name: str) -> Callable[..., None]:
-            run, kinds = getattr(library, f"run_{name}"), kernels[name]
+            run = getattr(library, f"run_{name}")
+            kinds = kernels[name]
 
             def launch(blocks: tuple[int], threads: tuple[int], args: tuple[Any, ...]) -> None:
                 assert [type(a) for a in args] == kinds and 0 < blocks[0] < 2**31 and 0 < threads[0] <= 1024

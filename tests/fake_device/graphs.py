@@ -45,7 +45,9 @@ class Graph:
     """Double of torch.cuda.CUDAGraph."""
 
     def __init__(self, double: GraphDouble, keep_graph: bool = False) -> None:
-        self.double, self.keeps_graph, self.log = double, keep_graph, list[tuple[Any, ...]]()
+        self.double = double
+        self.keeps_graph = keep_graph
+        self.log = list[tuple[Any, ...]]()
         self.reads: list[tuple[int, int]] = []
         self.writes: list[tuple[int, int]] = []
         self.ended = self.broken = False
@@ -56,7 +58,8 @@ class Graph:
 
     def capture_begin(self, pool: Any = (1, 0), **_: Any) -> None:
         double = self.double
-        self.pool, self.stream = pool, double.current_stream()
+        self.pool = pool
+        self.stream = double.current_stream()
         self.forked = {self.stream}
         double.capture = self
         double.begin(pool)
@@ -65,8 +68,11 @@ class Graph:
         """Ends the capture; after an invalidated one, allocation to the pool continues (aten's CUDAGraph.cpp)."""
         double = self.double
         assert double.current_stream() is self.stream
-        double.capture, self.fake = None, None  # the fake mode references tensors
-        clocks, clock = double.clocks.clocks, double.clocks.of(self.stream.name)
+        # the fake mode references tensors
+        double.capture = None
+        self.fake = None
+        clocks = double.clocks.clocks
+        clock = double.clocks.of(self.stream.name)
         joined = all(clock.get(s.name, 0) >= clocks[s.name].get(s.name, 0) for s in self.forked)
         Clocks.join(clocks[HOST], clock)  # none of the captured work has run
         for stream in self.forked:
@@ -90,7 +96,8 @@ class Graph:
             self.double.release(0, self.pool)
 
     def replay(self) -> None:
-        double, stream = self.double, self.double.current_stream()
+        double = self.double
+        stream = self.double.current_stream()
         assert not self.keeps_graph
         double.use(stream, "a replay", self.reads, self.writes)
         stream.run(stream.issued)
@@ -110,7 +117,8 @@ class Allocator:
     """Double of torch._C._cuda_customAllocator, which tracks its allocations and aborts on a double use."""
 
     def __init__(self, double: GraphDouble) -> None:
-        self.double, self.handed = double, set[int]()
+        self.double = double
+        self.handed = set[int]()
 
     def allocate(self, nbytes: int) -> int:
         if not (address := int(functions()[0].ctypes(nbytes, 0, 0))):
@@ -129,9 +137,12 @@ class Pool:
     """Double of torch.cuda.MemPool."""
 
     def __init__(self, double: GraphDouble, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False):
-        self.double, self.id, self.allocator = double, (0, 7 + double.pool_count), allocator
+        self.double = double
+        self.id = (0, 7 + double.pool_count)
+        self.allocator = allocator
         double.pool_count += 1
-        double.uses[self.id], double.allocators[self.id] = 1, allocator
+        double.uses[self.id] = 1
+        double.allocators[self.id] = allocator
         assert no_split
 
     def __del__(self) -> None:
@@ -144,7 +155,8 @@ class Driver:
     """Double of libcuda.so.1; a thread has a context after a call of the runtime (here: torch.cuda.synchronize)."""
 
     def __init__(self, double: GraphDouble) -> None:
-        self.double, self.mapped = double, set[int]()
+        self.double = double
+        self.mapped = set[int]()
 
     def _address(self, pointer: Any) -> int:
         if not self.double.context:
@@ -222,7 +234,9 @@ class GraphDouble(CudaDouble):
         self.graphs: list[Graph] = []
         self.arenas: dict[int, Tensor] = {}
         self.aliased: dict[int, int] = {}
-        self.pool_count, self.context, self.history = 0, False, False
+        self.pool_count = 0
+        self.context = False
+        self.history = False
 
     def install(self, monkeypatch: Any) -> None:
         super().install(monkeypatch)
@@ -397,7 +411,8 @@ class GraphDouble(CudaDouble):
         return tree_unflatten(outs, spec)
 
     def use(self, stream: Stream | None, name: str, reads: Any, writes: Any, after: Any = None) -> None:
-        reads, writes = tuple(reads), tuple(writes)
+        reads = tuple(reads)
+        writes = tuple(writes)
         if self.capture and "freed memory" not in name:
             self.capture.reads += reads
             self.capture.writes += writes
@@ -421,7 +436,8 @@ class GraphDouble(CudaDouble):
         """Returns the tensor currently at an address."""
         if not isinstance(value, Ref):
             return value
-        result, itemsize = torch.empty(0, dtype=value.dtype), value.dtype.itemsize
+        result = torch.empty(0, dtype=value.dtype)
+        itemsize = value.dtype.itemsize
         if 0 in value.size:
             return torch.empty_strided(value.size, value.stride, dtype=value.dtype)
         for base, memory in self.arenas.items():

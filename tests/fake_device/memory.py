@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 BASE = 1 << 60  # device addresses are above, host addresses below
 POISON = 0xFF
-SEGMENT, SMALL, ROUND = 2 << 20, 1 << 20, 512  # simulator/pool/online/caching.py
+# simulator/pool/online/caching.py
+SEGMENT = 2 << 20
+SMALL = 1 << 20
+ROUND = 512
 
 
 @dataclass(eq=False)
@@ -65,7 +68,9 @@ class Memory:
         self.order: list[int] = []  # addresses of live blocks
         self.free: dict[Any, list[Free]] = {}
         self.limbo: list[tuple[Block, list[Event]]] = []  # freed segments with pending events
-        self.end, self.bytes, self.peak = BASE, 0, 0
+        self.end = BASE
+        self.bytes = 0
+        self.peak = 0
         self.segments: dict[tuple[Any, int], int] = {}  # (pool, address) -> bytes
         self.trace: list[tuple[str, int, int]] = []  # allocation history: action, address, requested bytes
         self.pinned: dict[int, int] = {}  # ranges passed to cudaHostRegister
@@ -92,7 +97,8 @@ class Memory:
         return begin, begin + (last + 1) * tensor.element_size()
 
     def take(self, storage: torch.UntypedStorage) -> Block:
-        key, nbytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        nbytes = storage.nbytes()
         reference = weakref.ref(storage, lambda ref: self._dead(key, ref))
         if self.is_pinned(storage.data_ptr()):
             block = self.blocks[key] = Block(storage.data_ptr(), nbytes, None, reference)
@@ -153,7 +159,8 @@ class Memory:
 
     def process(self) -> None:
         """Models process_events of the allocator."""
-        waiting, self.limbo = self.limbo, []
+        waiting = self.limbo
+        self.limbo = []
         for block, events in waiting:
             if all(event.query() for event in events) and not (events and self.double.routes):
                 nbytes = self.segments[block.pool, block.at]
@@ -190,8 +197,10 @@ class Memory:
         for address in self.order[max(0, bisect_right(self.order, span[0]) - 1) :]:
             if address >= span[1]:
                 return
-            block, storage = self.live[address], self.live[address].storage()
-            begin, end = max(address, span[0]), min(address + block.nbytes, span[1])
+            block = self.live[address]
+            storage = self.live[address].storage()
+            begin = max(address, span[0])
+            end = min(address + block.nbytes, span[1])
             if begin < end and storage is not None:
                 yield begin - span[0], storage.data_ptr() + begin - address, end - begin
 

@@ -15,7 +15,8 @@ class Queue:
     """A stream whose work runs in order, when something waits for it or at random moments."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.queue = name, deque[Callable[[], object]]()
+        self.name = name
+        self.queue = deque[Callable[[], object]]()
         self.issued = self.done = 0
 
     def put(self, work: Callable[[], object]) -> None:

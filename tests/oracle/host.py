@@ -17,11 +17,15 @@ class Host:
     """
 
     def __init__(self, timed: Sequence[bool], costs: Sequence[int], depth: int, is_full: bool):
-        self.timed, self.costs, self.depth, self.is_full = timed, costs, depth, is_full
+        self.timed = timed
+        self.costs = costs
+        self.depth = depth
+        self.is_full = is_full
         self.times: list[int] = []
         self.ends: list[int] = []  # of timed steps
         self.issued = 0  # number of timed steps
-        self.started, self.has_waited = 0, False
+        self.started = 0
+        self.has_waited = False
         self.last = self._lead(0)
 
     def _earliest(self) -> int:
@@ -34,7 +38,8 @@ class Host:
     def time_of(self, step: int) -> int | None:
         """Returns the issue time of a step; None if it depends on an unfinished step."""
         while len(self.times) <= step:
-            timed, earliest = self.timed[len(self.times) % len(self.timed)], self._earliest()
+            timed = self.timed[len(self.times) % len(self.timed)]
+            earliest = self._earliest()
             freed_by = self.issued - self.depth if timed else -1
             if freed_by >= len(self.ends):
                 return None

@@ -25,7 +25,8 @@ class Change(NamedTuple):
 
 def curve(events: Iterable[BlockEvent]) -> list[tuple[int, int]]:
     """Returns (time_ns, bytes in use) after each change; simultaneous allocations, or frees, are merged."""
-    out, used = [], 0
+    out = []
+    used = 0
     for (time, _), group in groupby(events, lambda e: (e.time_ns, e.nbytes > 0)):
         used += sum(e.nbytes for e in group)
         out.append((time, used))

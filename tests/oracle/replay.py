@@ -57,9 +57,13 @@ class Replay:
     """Replays a timeline with well-formed spans up to its last boundary; ``found`` has at most one violation."""
 
     def __init__(self, timeline: Timeline, steps: Steps, machine: Machine, limit: int):
-        self.steps, self.machine, self.limit = steps, machine, limit
-        self.boundaries, self.one_engine = timeline.boundaries, machine.copy_engines == 1
-        self.program, self.n = steps.program, steps.n
+        self.steps = steps
+        self.machine = machine
+        self.limit = limit
+        self.boundaries = timeline.boundaries
+        self.one_engine = machine.copy_engines == 1
+        self.program = steps.program
+        self.n = steps.n
         self.residency = steps.planned_residency()
         self.swaps = steps.gaps(range(-1, len(timeline.boundaries) + 1))  # positions of copy, opening, return
         self.returns = Counter(back % self.n for _, _, opened, back in self.swaps if 0 <= opened < self.n)
@@ -238,7 +242,8 @@ class Replay:
     def _end_copies(self) -> None:
         if "d2h" in self.copies and self._ends(self.copies["d2h"][0]):
             copy = self.copies.pop("d2h")[1]
-            gap, t = self.gaps.get(copy.block), copy.block.owner
+            gap = self.gaps.get(copy.block)
+            t = copy.block.owner
             if copy.writes == self.writes.get(t, 0):
                 self.host[t] = copy.writes
                 if gap and gap.state == "leaving":
@@ -251,7 +256,8 @@ class Replay:
         self._charge(gap.block, -1)
 
     def _end_step(self) -> None:
-        step, self.running = self.pending.popleft(), None
+        step = self.pending.popleft()
+        self.running = None
         if self.host_thread and step.duration_ns:
             self.host_thread.ends.append(self.now)
         for block in step.frees:
@@ -295,7 +301,8 @@ class Replay:
 
     def _pop_span(self, stream: str, block: Block | None) -> Span | None:
         """Returns the recorded span that starts now, which must belong to the next block in the queue, if any."""
-        spans, kind = self.spans[stream], "swap-out" if stream == "d2h" else "swap-in"
+        spans = self.spans[stream]
+        kind = "swap-out" if stream == "d2h" else "swap-in"
         span = spans[0] if spans else None
         if block is None:
             self._check(span is None or span.start_ns >= self.now, kind, f"{span} starts when it cannot")
@@ -355,7 +362,8 @@ class Replay:
     # ---------------------------------------------------------------------- on to the next instant
 
     def _advance_clock(self) -> None:
-        in_flight, issued_at = self._set_rates(), self._unissued()
+        in_flight = self._set_rates()
+        issued_at = self._unissued()
         waits = issued_at is not None
         self._check(bool(in_flight) or waits, self._reason(), "nothing is under way, and nothing can start")
         times = [w.span.end_ns for w in in_flight] + [self.now - (-w.remaining // w.rate) for w in in_flight]

@@ -49,7 +49,8 @@ class Steps:
     """All steps of iterations whose kernels are in order."""
 
     def __init__(self, spans: Iterable[Span], program: Program, plan: Plan):
-        self.program, self.n = program, len(program.kernels)
+        self.program = program
+        self.n = len(program.kernels)
         self.size = [t.nbytes for t in program.tensors]
         self.uses = [
             [k for k, kernel in enumerate(program.kernels) if t in kernel.inputs + kernel.outputs]
@@ -88,7 +89,10 @@ class Steps:
 
     def _rerun_kernels(self, plan: Plan) -> list[list[int]]:
         """Returns the kernels recomputed for each kernel (7), by Rerun decisions or by Recompute decisions."""
-        program, kernels, writers, uses = self.program, self.program.kernels, self.writers, self.uses
+        program = self.program
+        kernels = self.program.kernels
+        writers = self.writers
+        uses = self.uses
         dropped: dict[int, Recompute] = {}
 
         def is_available(t: int, w: int, k: int) -> bool:
@@ -153,15 +157,19 @@ class Steps:
         self.steps.append(step)
         w = step.span.index
         kernel = self.program.kernels[w]
-        step.duration_ns, step.traffic_bytes = kernel.duration_ns, kernel.bytes
+        step.duration_ns = kernel.duration_ns
+        step.traffic_bytes = kernel.bytes
         if kernel.workspace:
             self._allocate(step, -1 - w, kernel.workspace)
 
     def _rerun(self, step: Step, excluded: set[int]) -> Step:
         """Processes a recomputed kernel; ``excluded``: tensors on the host or in flight that are not replaced."""
         self._begin(step)
-        w, n, position = step.span.index, self.n, step.position
-        kernel, first_kernel = self.program.kernels[w], position - position % n
+        w = step.span.index
+        n = self.n
+        position = step.position
+        kernel = self.program.kernels[w]
+        first_kernel = position - position % n
         for t in dict.fromkeys(kernel.inputs):
             content = self.read.get((first_kernel + w, t))
             block = self._block_read(t, content, position)
@@ -202,7 +210,8 @@ class Steps:
         Recompute: the tensor itself if valid, else the pass's own. Rerun: the newest, or a valid persistent tensor
         itself.
         """
-        current, pass_block = self.tensor.get(tensor), self.pass_blocks.get(tensor)
+        current = self.tensor.get(tensor)
+        pass_block = self.pass_blocks.get(tensor)
         if not self.reruns:
             candidates = [current, pass_block]
         else:
@@ -212,7 +221,8 @@ class Steps:
 
     def _kernel(self, step: Step) -> None:
         self._begin(step)
-        k, position = step.span.index, step.position
+        k = step.span.index
+        position = step.position
         kernel = self.program.kernels[k]
         for t in dict.fromkeys(kernel.inputs + kernel.outputs):
             if not self.program.tensors[t].persistent and self.uses[t][0] == k:

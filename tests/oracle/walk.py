@@ -63,7 +63,8 @@ class Clock:
                 now = max(now, self.in_free)
             # Unfinished swap-outs take memory in addition to the planned residency (rule 8).
             while self.queue:
-                leaves, under_way = int(self.out_end[self.queue[0]]), int(task.nbytes[self.queue].sum())
+                leaves = int(self.out_end[self.queue[0]])
+                under_way = int(task.nbytes[self.queue].sum())
                 if leaves > now and need[k] + under_way <= task.limit:
                     break
                 now = max(now, leaves)
@@ -89,7 +90,8 @@ class Walk:
     def __init__(self, task: Task, reward: str = "paper"):
         if reward not in REWARDS:
             raise ValueError(f"reward: expected {' or '.join(map(repr, REWARDS))}, got {reward!r}")
-        self.task, self._causal = task, reward == "causal"
+        self.task = task
+        self._causal = reward == "causal"
         self._rows = np.zeros((len(task.graph.gaps), 6), np.int64)
         self.reset()
 
@@ -122,12 +124,14 @@ class Walk:
 
     def plan(self, planner: str = "") -> Plan:
         """Returns the plan so far."""
-        program, task = self.task.program, self.task
+        program = self.task.program
+        task = self.task
         return Plan.of(program, decisions_of(self.rows), planner, task.limit, task.machine.name)
 
     def _refresh(self) -> None:
         """Updates the kernel at which the plan so far is stuck, and the open gaps."""
-        task, p = self.task, self.position
+        task = self.task
+        p = self.position
         over = self.need[p:] > task.limit
         self.stuck_at = p + int(over.argmax()) if over.any() else len(self.need)
         # A gap is useful if the tensor would be evicted at kernel p.
@@ -193,8 +197,10 @@ class Walk:
         """
         if self.done or not (self.form_masks()[form] if form else self._mask)[node]:
             raise ValueError(f"node {node} is not a valid action now" + (f" in form {form}" if form else ""))
-        task, p = self.task, self.position
-        kind, g = int(task.graph.action_kind[node]), int(task.graph.action_gap[node])
+        task = self.task
+        p = self.position
+        kind = int(task.graph.action_kind[node])
+        g = int(task.graph.action_gap[node])
         if kind == NOTHING:
             self.position = min(int(task.next_opening[p]), self.stuck_at)
         elif kind == OFFLOAD:
@@ -218,7 +224,8 @@ class Walk:
             feasible = True
         else:
             score = task.engine.score(self.rows, None if self.done else self.position)
-            lasts, feasible = score.iteration_ns, score.feasible
+            lasts = score.iteration_ns
+            feasible = score.feasible
         if feasible:
             reward = (self.iteration_ns - lasts) / task.ideal_ns
             self.iteration_ns = lasts
@@ -235,7 +242,8 @@ class Walk:
 
     def _offload(self, g: int, copy: int) -> None:
         """Swaps gap ``g`` out; ``copy`` is the kernel at whose end the copy is issued, -1: when the gap opens."""
-        task, p = self.task, self.position
+        task = self.task
+        p = self.position
         duration = task.machine.d2h_ns(int(task.nbytes[g]))
         if task.wraps[g] and p == 0:
             issued = int(task.after[g]) if copy < 0 else copy
@@ -260,7 +268,8 @@ class Walk:
         self.position = max(p, reached)
 
     def _remove(self, g: int, keep: int, at: int) -> None:
-        task, p = self.task, self.position
+        task = self.task
+        p = self.position
         self._add(RECOMPUTE, g, max(p - 1, int(task.after[g])), keep, at)
         if self.stuck_at != p:
             self.position = min(int(task.next_opening[p]), self.stuck_at)
@@ -268,8 +277,10 @@ class Walk:
 
 def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
     """Writes the dynamic columns of the node features, (N, FEATURES) or (N, OBSERVED), for the walk's current state."""
-    task, graph = walk.task, walk.task.graph
-    n, p = len(graph), min(walk.position, len(walk.need) - 1)
+    task = walk.task
+    graph = walk.task.graph
+    n = len(graph)
+    p = min(walk.position, len(walk.need) - 1)
     acts = graph.action_gap >= 0
     out[:n, VALID] = walk.mask()
     out[:n, VALID][acts] -= walk.taken[graph.action_gap[acts]] == graph.action_kind[acts]

@@ -19,7 +19,8 @@ from tests.strategies import machines, plans, programs, with_algorithms
 def test_dictionaries_and_back(data):
     """Programs, plans, machines and timelines survive a round trip."""
     program, variants = data.draw(programs().flatmap(with_algorithms))
-    plan, machine = replace(data.draw(plans(program, reruns=True)), variants=variants), data.draw(machines())
+    plan = replace(data.draw(plans(program, reruns=True)), variants=variants)
+    machine = data.draw(machines())
     plan.check(program)
     timeline = simulate(program, plan, machine, lower(program, plan).required_bytes)
     for one in (program, plan, machine, timeline):
@@ -43,7 +44,8 @@ def test_others_may_read_and_only_the_owner_write(tmp_path):
 
 
 def test_equal_content_is_equal_bytes(tmp_path, monkeypatch):
-    path, made = tmp_path / "a.json.gz", []
+    path = tmp_path / "a.json.gz"
+    made = []
     for now in (1.0, 10**9):
         monkeypatch.setattr(time, "time", lambda now=now: now)
         write_json(path, {"x": [1, 2]})

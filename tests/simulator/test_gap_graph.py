@@ -21,7 +21,8 @@ def graph_of(program: Program, machine: Machine = MACHINE, share: float = 0.6, m
 
 
 def open_kernels(graph: GapGraph, gap: int) -> list[int]:
-    out, k = [], int(graph.after[gap]) + 1
+    out = []
+    k = int(graph.after[gap]) + 1
     while k % graph.count != graph.before[gap]:
         out.append(k % graph.count)
         k += 1
@@ -30,7 +31,8 @@ def open_kernels(graph: GapGraph, gap: int) -> list[int]:
 
 @given(st.one_of(programs(), networks()), st.sampled_from(MODES), st.integers(0, 2**32 - 1))
 def test_columns_by_brute_force(program: Program, mode: str, seed: int) -> None:
-    graph, rng = graph_of(program, mode=mode), np.random.default_rng(seed)
+    graph = graph_of(program, mode=mode)
+    rng = np.random.default_rng(seed)
     decided = np.array([rng.choice(np.flatnonzero(ways)) for ways in graph.ways], np.int64).reshape(-1)
     decided[rng.random(len(graph)) < 0.5] = UNDECIDED
     gaps, bins = graph.state(decided)

@@ -35,7 +35,9 @@ def test_what_can_run_again(program: Program) -> None:
 @pytest.mark.parametrize("program", PROGRAMS[:10], ids=range(10))
 def test_selection_by_areas(program: Program) -> None:
     candidates = Candidates(program, program.gaps())
-    now, left, order = copy.copy(candidates), np.ones(len(candidates), bool), []
+    now = copy.copy(candidates)
+    left = np.ones(len(candidates), bool)
+    order = []
     while left.any():  # recomputes the load and all scores after each selection
         scores = np.where(left, weighted_duration(now, program), -np.inf)
         order.append((best := int(scores.argmax()), float(scores[best])))
@@ -44,7 +46,8 @@ def test_selection_by_areas(program: Program) -> None:
     selected, values = submodular_weighted_duration(candidates, program)
     assert list(zip(selected.tolist(), values.tolist(), strict=True)) == order
     for limit in range(int(candidates.least_bytes), program.peak_bytes + 1, 50):
-        load, few = candidates.live_bytes.copy(), []
+        load = candidates.live_bytes.copy()
+        few = []
         for i, _ in order:
             if load.max() <= limit:
                 break

@@ -111,7 +111,8 @@ def test_a_single_job_equals_simulate(data):
     plan = replace(data.draw(plans(program, reruns=True)), variants=variants)
     machine = data.draw(jobs_machines())
     limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
-    n, sharing = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(["fifo", "shared"]))
+    n = data.draw(st.integers(1, 4))
+    sharing = data.draw(st.sampled_from(["fifo", "shared"]))
     alone = simulate(program, plan, machine, limit, n + 1)
     timeline = simulate_jobs([Job("a", program, plan, iterations=n + 1)], machine, limit, sharing=sharing)
     job = timeline.jobs[0]

@@ -58,7 +58,8 @@ GOOD: dict[str, Any] = {
     "timeline": simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT).to_dict(),
     "machine": {"name": "m", "memory_bytes": 10**6, "h2d_bytes_per_s": 10**9, "d2h_bytes_per_s": 10**9},
 }
-DELETE, NAN = object(), math.nan
+DELETE = object()
+NAN = math.nan
 # (path of keys, values to put there one by one, start of the message)
 MALFORMED: dict[str, list[tuple[str, list[Any], str]]] = {
     "program": [
@@ -165,7 +166,8 @@ def put(data: Any, path: list[Any], value: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "path", "values", "begins"), CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_the_place_is_named(tmp_path: Path, name: str, path: str, values: list[Any], begins: str) -> None:
-    reader, keys = READERS[name], [int(key) if key.isdigit() else key for key in path.split(".") if key]
+    reader = READERS[name]
+    keys = [int(key) if key.isdigit() else key for key in path.split(".") if key]
     for value in values:
         data = put(GOOD[name], keys, value)
         with pytest.raises(FormatError) as caught:
@@ -193,7 +195,8 @@ def test_two_keys_of_one_meaning() -> None:
     assert (read.d2h_latency_ns, read.h2d_latency_ns) == (7, 7)
 
 
-HEADER, BIG = "id,lower,upper,size\n", 2**43 + 1
+HEADER = "id,lower,upper,size\n"
+BIG = 2**43 + 1
 FILES: list[tuple[str, str | bytes, str]] = [
     # JSON and YAML
     ("empty.json", b"", ""),

@@ -38,7 +38,8 @@ def test_the_file_as_it_is_written(tmp_path):
 
 def is_a_gap(program: Program, swap: Swap) -> bool:
     """Returns whether the tensor is alive and unused from the end of ``after`` until its use ``before``."""
-    n, uses = len(program.kernels), [swap.tensor in k.inputs + k.outputs for k in program.kernels]
+    n = len(program.kernels)
+    uses = [swap.tensor in k.inputs + k.outputs for k in program.kernels]
     if not uses[swap.before]:
         return False
     if not program.tensors[swap.tensor].persistent and not (any(uses[: swap.after + 1]) and swap.after < swap.before):
@@ -154,7 +155,8 @@ def rebuild(first_twice: bool = True) -> Program:
 
 
 def test_why_a_tensor_cannot_be_recomputed():
-    once, changed = rebuild(first_twice=False), rebuild()
+    once = rebuild(first_twice=False)
+    changed = rebuild()
     for program, decision, reason in (
         (once, Recompute(X, 1, 4), r"tensor 1 needs kernel 0 \(k0\), which cannot be run twice$"),
         (changed, Recompute(X, 1, 4), r"tensor 1 needs kernel 0 \(k0\), whose input 0 is overwritten before kernel 4$"),

@@ -31,18 +31,21 @@ def layers(*names: str) -> Program:
     n = len(names)
     kernels = []
     for i in range(n):  # x is written, then its relu, which the backward pass reads
-        x, y = n + 2 * i, n + 2 * i + 1
+        x = n + 2 * i
+        y = n + 2 * i + 1
         kernels.append(Kernel("mm", "matmul", "forward", (i, *([x - 1] if i else [])), (x,), 10))
         kernels.append(Kernel("relu", "activation", "forward", (x,), (y,), 10))
     for i in reversed(range(n)):
-        y, g = n + 2 * i + 1, 3 * n + i
+        y = n + 2 * i + 1
+        g = 3 * n + i
         kernels.append(Kernel("mm_backward", "matmul", "backward", (i, y, *([g + 1] if i < n - 1 else [])), (g,), 10))
     return Program("layers", tuple(tensors), tuple(kernels))
 
 
 def test_a_layer_keeps_its_decisions_where_another_is_missing():
     """The gap of a's output opens after c's kernel 2, as b's is missing. Decisions and prefetches of b are dropped."""
-    program, other = layers("a", "b", "c"), layers("a", "c")
+    program = layers("a", "b", "c")
+    other = layers("a", "c")
     plan = Plan((Swap(4, 2, 8, prefetch=7, copy=1), Swap(6, 4, 7), Swap(0, 1, 8, copy=2)), program.fingerprint)
     found = transfer_plan(plan, program, other)
     assert [t.name for t in (program.tensors[4], other.tensors[3])] == ["mm_1", "mm_1"]
@@ -61,14 +64,16 @@ def test_a_step_by_other_kernels_is_matched_by_the_order_of_accesses():
         ]
         return Program("step", base.tensors, (*base.kernels, *found))
 
-    program, other = step(together=False), step(together=True)
+    program = step(together=False)
+    other = step(together=True)
     plan = Plan((Swap(1, 4, 7, prefetch=6), Swap(0, 0, 5)), program.fingerprint)
     assert transfer_plan(plan, program, other).decisions == (Swap(1, 4, 6), Swap(0, 0, 5))
     assert transfer_plan(plan, program, program).decisions == plan.decisions
 
 
 def test_untransferable_decisions_are_dropped():
-    program, other = layers("a", "b"), layers("a")
+    program = layers("a", "b")
+    other = layers("a")
     assert transfer_plan(Plan((Rerun(0, 4), Rerun(1, 4))), program, other).decisions == ()
     kept = transfer_plan(Plan((Rerun(0, 4), Rerun(1, 4))), program, layers("a", "b", "c"))
     assert kept.decisions == (Rerun(0, 7), Rerun(1, 7))
@@ -77,7 +82,8 @@ def test_untransferable_decisions_are_dropped():
 
 
 def test_variants_go_with_their_kernels():
-    program, other = layers("a", "b"), layers("b")
+    program = layers("a", "b")
+    other = layers("b")
     first, second, third, *others = program.kernels
     third = replace(third, variants=((5, 1), (6, 0)))
     with_algorithms = replace(program, kernels=(first, second, third, *others))

@@ -82,7 +82,8 @@ def test_a_simulation_that_does_not_become_steady(simulate):
     """Three swap-outs of 1001 ns, in iterations of 3000 ns: the queue grows, and kernels wait after some 1000 ns."""
     tensors = [Tensor(f"p{i}", 1001, "parameter", True) for i in range(3)]
     program = straight(tensors, *(((i,), (i,), 1000) for i in range(3)))
-    plan, machine = Plan(tuple(Swap(i, i, i) for i in range(3))), replace(MACHINE, h2d_bytes_per_s=10**12)
+    plan = Plan(tuple(Swap(i, i, i) for i in range(3)))
+    machine = replace(MACHINE, h2d_bytes_per_s=10**12)
     early = simulate(program, plan, machine, 10**4, iterations=1)
     assert (len(early.boundaries), early.iteration_ns, early.period) == (64, 3000, 0)
     late = simulate(program, plan, machine, 10**4, iterations=400)
@@ -94,7 +95,8 @@ def test_a_simulation_that_does_not_become_steady(simulate):
 @given(st.data())
 def test_the_order_of_the_decisions_has_no_meaning(data):
     program = data.draw(programs() | networks())
-    plan, machine = data.draw(plans(program)), data.draw(machines())
+    plan = data.draw(plans(program))
+    machine = data.draw(machines())
     decisions = tuple(data.draw(st.permutations(plan.decisions)))
     limit = lower(program, plan).required_bytes
     expected = rules.simulate(program, plan, machine, limit)

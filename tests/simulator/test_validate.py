@@ -31,7 +31,8 @@ def test_no_span_can_be_moved_or_left_out_unnoticed(data):
 
 # For every rule, a valid timeline changed to break it.
 
-A1, A2 = tiny.A1, tiny.A2
+A1 = tiny.A1
+A2 = tiny.A2
 SWAPPED = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
 LATE = Span(341, 381, "d2h", "swap_out", A1)
 
@@ -121,7 +122,8 @@ def test_the_rules_of_other_decisions_and_machines():
     for cost, rule in (({"wait_ns": 7}, "duration"), ({"issue_ns": 20}, "issued")):
         assert rules(SWAPPED, machine=replace(tiny.MACHINE, **cost)) == {rule}
     moving = replace(tiny.PROGRAM, kernels=tuple(replace(k, bytes=100) for k in tiny.PROGRAM.kernels))
-    slow, plan = replace(tiny.MACHINE, memory_bytes_per_s=10**10, copy_contention=0.25), Plan(tiny.SWAP_PLAN.decisions)
+    slow = replace(tiny.MACHINE, memory_bytes_per_s=10**10, copy_contention=0.25)
+    plan = Plan(tiny.SWAP_PLAN.decisions)
     assert rules(simulate(moving, plan, tiny.MACHINE, tiny.LIMIT), plan, moving, slow) == {"duration"}
 
 
@@ -139,7 +141,8 @@ def test_another_plan_machine_or_ledger_is_found():
     differ = 0
     for seed in range(120):
         program, plan, machine, limit = random_cases.any_case(seed)[:4]
-        rng, bare = Random(seed), replace(plan, decisions=())
+        rng = Random(seed)
+        bare = replace(plan, decisions=())
         fewer = replace(plan, decisions=plan.decisions[1:])
         drawn = replace(bare, decisions=random_cases.plan_of(rng, program).decisions)
         rates = ("h2d_bytes_per_s", "d2h_bytes_per_s", "copy_engines", "duplex_h2d_bytes_per_s", "h2d_latency_ns")

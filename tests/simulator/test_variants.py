@@ -18,7 +18,8 @@ from tests.strategies import machines, plans, programs, with_algorithms
 from tests.tiny import A1, MACHINE
 
 # f1 (10 ns) in 4 ns with a workspace of 20 bytes, or in 3 with one of 60; b4 (20 ns) in 50.
-F1, B4 = 0, 4
+F1 = 0
+B4 = 4
 PROGRAM = Program(
     "tiny",
     tiny.PROGRAM.tensors,
@@ -31,7 +32,8 @@ RECOMPUTE = Recompute(A1, 1, 6)
 
 
 def test_an_engine_of_variants() -> None:
-    engine, rows = Engine(PROGRAM, MACHINE, 200), rows_of([RECOMPUTE])
+    engine = Engine(PROGRAM, MACHINE, 200)
+    rows = rows_of([RECOMPUTE])
     fast = engine.with_variants(((F1, 0),))
     assert fast.score(rows).iteration_ns == 118 and engine.score(rows).iteration_ns == 130
     assert fast.with_variants(()).score(rows) == engine.score(rows)
@@ -47,7 +49,8 @@ def test_an_engine_of_variants() -> None:
 @given(st.data())
 def test_a_plan_is_simulated_as_the_program_that_it_runs(data: st.DataObject) -> None:
     program, variants = data.draw(with_algorithms(data.draw(programs())))
-    plan, machine = replace(data.draw(plans(program)), variants=variants), data.draw(machines())
+    plan = replace(data.draw(plans(program)), variants=variants)
+    machine = data.draw(machines())
     runs = program.with_variants(variants)
     limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     timeline = simulate(program, plan, machine, limit)

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from executor import CaptureError, FitError, StepError, fit
 from tests.zoo.models import MODELS, Parts
 
-STEPS, PART = 3, 0.7
+STEPS = 3
+PART = 0.7
 # Bytes that MemTracker counts in excess of the program, and the reason.
 KNOWN = {
     "Mamba": (
@@ -107,7 +108,8 @@ def look(name: str, planner: str = "lp_round") -> Row:
     batches = [ours[3]() for _ in range(STEPS)]
     try:
         step = fit(*ours[:3], batches[0], PART, planner=planner)
-        same, peak = True, 0
+        same = True
+        peak = 0
         for i, batch in enumerate(batches):
             state = torch.get_rng_state()
             loss = step(*batch)
@@ -120,7 +122,8 @@ def look(name: str, planner: str = "lp_round") -> Row:
     for a, b in zip(ours[0].state_dict().values(), own[0].state_dict().values(), strict=True):
         same = same and torch.equal(a, b)
     for p, q in zip(ours[0].parameters(), own[0].parameters(), strict=True):
-        state, theirs = ours[2].state.get(p, {}), own[2].state.get(q, {})
+        state = ours[2].state.get(p, {})
+        theirs = own[2].state.get(q, {})
         same = same and state.keys() == theirs.keys()
         same = same and all(torch.equal(v, theirs[k]) for k, v in state.items() if isinstance(v, Tensor))
     found = step.report()
@@ -156,7 +159,8 @@ def main(arguments: list[str]) -> int:
         print(f"{name}: {row.seconds:.1f} s", file=sys.stderr)
         rows.append(row)
         gc.collect()
-    good, refused = sum(row.good for row in rows), sum(bool(row.refused) for row in rows)
+    good = sum(row.good for row in rows)
+    refused = sum(bool(row.refused) for row in rows)
     print(f"\n{good - refused} of {len(rows)} equal eager mode, {refused} refused, {len(rows) - good} wrong")
     return int(good < len(rows))
 

@@ -90,7 +90,8 @@ class TENSILE(RowsPlanner):
         needs = [int(job.engine.residency(array(job.rows)).max()) for job in jobs]
         if sum(needs) > limit:
             raise infeasible(self, programs[0], limit, sum(needs))
-        calls, plans = 0, []
+        calls = 0
+        plans = []
         for job, need in zip(jobs, needs, strict=True):
             job_limit = limit - sum(needs) + need  # memory left by the other jobs
             engine = job.engine if job_limit == limit else Engine(job.program, machine, job_limit)

@@ -69,7 +69,8 @@ def control(
     """
     if check_ns < 1:
         raise ValueError(f"check_ns: expected at least 1, got {check_ns}")
-    run, now = _JobSet(jobs, machine, limit, planner, times), 0
+    run = _JobSet(jobs, machine, limit, planner, times)
+    now = 0
     while now < until_ns:
         results = run.simulate(now + check_ns)
         active = {j for j, job in enumerate(jobs) if job.arrives_ns <= now and run.left_ns(results, j) > now}
@@ -99,7 +100,11 @@ class _JobSet:
     def __init__(
         self, jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, predictor: KernelTimes | None
     ) -> None:
-        self.jobs, self.machine, self.limit, self.planner, self.predictor = jobs, machine, limit, planner, predictor
+        self.jobs = jobs
+        self.machine = machine
+        self.limit = limit
+        self.planner = planner
+        self.predictor = predictor
         self.active: set[int] = set()
         self.planned: dict[int, Job] = {}
         self.times: dict[int, Times] = {}
@@ -116,7 +121,8 @@ class _JobSet:
 
     def left_ns(self, timelines: dict[int, JobTimeline], j: int) -> int:
         """Returns when a job left; NEVER: it did not leave before the end of the simulation."""
-        run, spec = timelines.get(j), self.jobs[j]
+        run = timelines.get(j)
+        spec = self.jobs[j]
         if run is None or run.left_ns is None:
             return NEVER
         ended = len(run.boundaries) == spec.iterations or (spec.leaves_ns is not None and run.left_ns >= spec.leaves_ns)
@@ -127,7 +133,8 @@ class _JobSet:
 
         Scales its last estimate by the ratio of the predictions.
         """
-        program, last = self.jobs[j].program, self.times.get(j)
+        program = self.jobs[j].program
+        last = self.times.get(j)
         if self.predictor is None:
             durations = np.array([k.duration_ns for k in program.kernels], np.int64)
             return durations * jobs if last is None else last * jobs // len(self.active)
@@ -180,7 +187,8 @@ def measured_times(job: JobTimeline, n: int, now: int) -> Times | None:
     if not ended or job.admitted_ns is None:
         return None
     i = ended[-1]
-    begin, end = (job.boundaries[i - 1] if i else job.admitted_ns), job.boundaries[i]
+    begin = job.boundaries[i - 1] if i else job.admitted_ns
+    end = job.boundaries[i]
     starts = [s.start_ns for s in job.spans if s.kind == "kernel"][i * n : (i + 1) * n]
     edges = np.array([begin, *starts[1:], end], np.int64)
     waits = np.zeros(n, np.int64)

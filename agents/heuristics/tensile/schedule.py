@@ -37,7 +37,8 @@ class Channel:
 
     def regions(self, duration: int, earliest: int, latest: int) -> list[tuple[int, int]]:
         """Returns the feasible regions of a transfer: free intervals between two times that are long enough."""
-        regions, free_from = [], earliest
+        regions = []
+        free_from = earliest
         for start, end in sorted(self._busy(earliest, latest)):
             regions.append((free_from, start))
             free_from = max(free_from, end)
@@ -75,13 +76,16 @@ class Schedule:
     """
 
     def __init__(self, engine: Engine, min_bytes: int, ratio: float, starts: Sequence[int]) -> None:
-        self.program, self.machine, self.engine = engine.program, engine.machine, engine
+        self.program = engine.program
+        self.machine = engine.machine
+        self.engine = engine
         self.n = len(self.program.kernels)
         self.gaps = self.program.gaps(min_bytes)
         self.allowed = ratio * len({g.tensor for g in self.gaps})  # tensors that may be swapped
         self.channel = Channel(starts[-1])
         starts_twice = [t + i * starts[-1] for i in (0, 1) for t in starts[: self.n]]
-        self.starts, self.ends = starts_twice, starts_twice[1:] + [2 * starts[-1]]
+        self.starts = starts_twice
+        self.ends = starts_twice[1:] + [2 * starts[-1]]
         self.rows: list[Row] = []
         self.scheduled: dict[Gap, int | None] = {}
         self.swapped: set[int] = set()
@@ -168,7 +172,8 @@ class Schedule:
             copied_ns: the time in ns at which the copy to the host ends.
         """
         after = max(gap.after, issued)
-        nbytes, before = self.nbytes(gap), self._position(gap.before, gap)
+        nbytes = self.nbytes(gap)
+        before = self._position(gap.before, gap)
         in_ns = self.machine.h2d_ns(nbytes)
         regions = self.channel.regions(in_ns, earliest, self.starts[before])
         if not regions:
@@ -194,7 +199,8 @@ class Schedule:
 
     def _swap_in_later(self, gap: Gap, free: float) -> None:
         """Swaps in the tensor's later gaps in which the host copy is still valid (line 36)."""
-        t, program = gap.tensor, self.program
+        t = gap.tensor
+        program = self.program
         opens = {g.after: g for g in self.gaps if g.tensor == t and g not in self.scheduled}
         i = program.accesses[t].index(gap.before)
         for k in program.accesses[t][i:] + (program.accesses[t][:i] if program.tensors[t].persistent else ()):
@@ -212,7 +218,8 @@ class Schedule:
 
     def drop(self, gap: Gap) -> bool:
         """Recomputes a tensor of the peak; returns False if that does not lower the peak."""
-        k, row = self._peak_kernel, row_of(gap, RECOMPUTED)
+        k = self._peak_kernel
+        row = row_of(gap, RECOMPUTED)
         footprint = self._footprint([*self.rows, row])
         if footprint.max() > self.peak or footprint[k] >= self.footprint[k]:
             return False

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 KINDS = sorted(KERNEL_KINDS)
-WIDTH, STEPS, RATE = 64, 400, 1e-2
+WIDTH = 64
+STEPS = 400
+RATE = 1e-2
 LEAST_NS = 1.0
 
 Times = NDArray[np.int64]  # (n,), ns of each kernel
@@ -44,7 +46,10 @@ class KernelTimes:
     def __init__(
         self, net: nn.Module, mean: NDArray[np.float32], scale: NDArray[np.float32], lowest: float, highest: float
     ) -> None:
-        self._net, self._mean, self._scale, self._range = net, mean, scale, (lowest, highest)
+        self._net = net
+        self._mean = mean
+        self._scale = scale
+        self._range = (lowest, highest)
 
     @classmethod
     def fit(cls, samples: Sequence[Sample], seed: int = 0) -> KernelTimes:
@@ -60,14 +65,16 @@ class KernelTimes:
             raise ValueError("samples: expected at least one")
         x = np.concatenate([features(sample.program, sample.jobs) for sample in samples])
         y = np.log(np.maximum(np.concatenate([sample.times for sample in samples]), LEAST_NS))
-        mean, scale = x.mean(0), np.where(x.std(0) > 1e-3, x.std(0), 1).astype(np.float32)
+        mean = x.mean(0)
+        scale = np.where(x.std(0) > 1e-3, x.std(0), 1).astype(np.float32)
         torch.manual_seed(seed)
         layers = nn.Linear(x.shape[1], WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         nn.init.constant_(layers[2].bias, float(y.mean()))
         net = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
         optimizer = torch.optim.Adam(net.parameters(), RATE)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        inputs, targets = torch.from_numpy((x - mean) / scale), torch.from_numpy(y.astype(np.float32))
+        inputs = torch.from_numpy((x - mean) / scale)
+        targets = torch.from_numpy(y.astype(np.float32))
         for _ in range(STEPS):
             loss = nn.functional.mse_loss(net(inputs)[:, 0], targets)
             optimizer.zero_grad()

@@ -80,8 +80,11 @@ def _depth(m):
 @jit
 def _fill(blocks, block, nbytes, offset, before, after):
     """Writes the table row of a new free block."""
-    blocks[_SIZE, block], blocks[_OFFSET, block], blocks[_FREE, block] = nbytes, offset, 1
-    blocks[_PREV, block], blocks[_NEXT, block] = before, after
+    blocks[_SIZE, block] = nbytes
+    blocks[_OFFSET, block] = offset
+    blocks[_FREE, block] = 1
+    blocks[_PREV, block] = before
+    blocks[_NEXT, block] = after
 
 
 @jit
@@ -98,7 +101,8 @@ def _join(blocks, low, high):
 @jit
 def _place(blocks, pool, m, nbytes, offset):
     """Returns the index of the first of m free blocks that is not below (nbytes, offset)."""
-    low, high = 0, m
+    low = 0
+    high = m
     while low < high:
         middle = (low + high) // 2
         size = blocks[_SIZE, pool[middle]]
@@ -149,16 +153,27 @@ def _serve(order, size, limit, expandable):
     """Returns offsets, peak reserved bytes, tree entries visited, number of segments, and whether all were served."""
     # The two pools of expandable segments lie _ENDLESS bytes apart.
     n = len(size)
-    offsets, block_of = np.zeros(n, np.int64), np.empty(n, np.int64)  # holds: row of the block that a request got
-    blocks, n_blocks = np.empty((5, 2 * n + 1), np.int64), 0
-    pools, counts = np.empty((2, 2 * n + 1), np.int64), np.zeros(2, np.int64)  # free blocks, small and large
-    reserved, peak, steps, segments = 0, 0, 0, 0
-    ends, tails = np.zeros(2, np.int64), np.full(2, -1, np.int64)  # expandable segments: end and last block
+    # holds: row of the block that a request got
+    offsets = np.zeros(n, np.int64)
+    block_of = np.empty(n, np.int64)
+    blocks = np.empty((5, 2 * n + 1), np.int64)
+    n_blocks = 0
+    # free blocks, small and large
+    pools = np.empty((2, 2 * n + 1), np.int64)
+    counts = np.zeros(2, np.int64)
+    reserved = 0
+    peak = 0
+    steps = 0
+    segments = 0
+    # expandable segments: end and last block
+    ends = np.zeros(2, np.int64)
+    tails = np.full(2, -1, np.int64)
     for event in order:
         request = event if event >= 0 else ~event
         nbytes = size[request]
         pool_index = 0 if nbytes <= SMALL_SIZE else 1
-        pool, m = pools[pool_index], counts[pool_index]
+        pool = pools[pool_index]
+        m = counts[pool_index]
         if event >= 0:
             steps += _depth(m)
             index = _place(blocks, pool, m, nbytes, -1)
@@ -178,7 +193,8 @@ def _serve(order, size, limit, expandable):
                     m = _remove(pool, m, _place(blocks, pool, m, free, blocks[_OFFSET, tail]))
                     blocks[_SIZE, block] += grown
                 else:
-                    block, n_blocks = n_blocks, n_blocks + 1
+                    block = n_blocks
+                    n_blocks = n_blocks + 1
                     _fill(blocks, block, grown, pool_index * _ENDLESS + ends[pool_index], tail, -1)
                     if tail >= 0:
                         blocks[_NEXT, tail] = block
@@ -194,14 +210,16 @@ def _serve(order, size, limit, expandable):
                     m = counts[pool_index]
                     if reserved + segment > limit:
                         return offsets, peak, steps, segments, False
-                block, n_blocks = n_blocks, n_blocks + 1
+                block = n_blocks
+                n_blocks = n_blocks + 1
                 _fill(blocks, block, segment, ends[0], -1, -1)
                 ends[0] += segment
                 reserved += segment
                 segments += 1
             remainder = blocks[_SIZE, block] - nbytes
             if (pool_index == 0 and remainder >= MIN_BLOCK_SIZE) or remainder > SMALL_SIZE:
-                remainder_block, n_blocks = n_blocks, n_blocks + 1
+                remainder_block = n_blocks
+                n_blocks = n_blocks + 1
                 after = blocks[_NEXT, block]
                 _fill(blocks, remainder_block, remainder, blocks[_OFFSET, block] + nbytes, block, after)
                 if after >= 0:
@@ -213,10 +231,12 @@ def _serve(order, size, limit, expandable):
                 steps += _depth(m)
                 m = _insert(blocks, pool, m, remainder_block)
             blocks[_FREE, block] = 0
-            block_of[request], offsets[request] = block, blocks[_OFFSET, block]
+            block_of[request] = block
+            offsets[request] = blocks[_OFFSET, block]
         else:
             block = block_of[request]
-            before, after = blocks[_PREV, block], blocks[_NEXT, block]
+            before = blocks[_PREV, block]
+            after = blocks[_NEXT, block]
             for other in (before, after):
                 if other >= 0 and blocks[_FREE, other]:
                     steps += _depth(m)

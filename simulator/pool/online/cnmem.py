@@ -46,19 +46,26 @@ def pack(intervals: Intervals, reserve_bytes: int | None = 0) -> Packing:
 def _serve(order, size, reserve):
     """Serves all mallocs and frees; returns offsets, bytes of the pool, list entries visited, and cudaMalloc calls."""
     n = len(size)
-    offsets, head = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    used, n_used = np.empty(n, np.int64), 0  # the newest last
+    offsets = np.zeros(n, np.int64)
+    head = np.zeros(n, np.int64)
+    # the newest last
+    used = np.empty(n, np.int64)
+    n_used = 0
     free = np.empty((3, 2 * n + 2), np.int64)
     m = insert(free, 0, 0, 0, reserve, 1) if reserve else 0
-    reserved, steps, mallocs = reserve, 0, m
+    reserved = reserve
+    steps = 0
+    mallocs = m
     for event in order:
         if event >= 0:
             nbytes = size[event]
-            best, smallest = -1, np.int64(0)
+            best = -1
+            smallest = np.int64(0)
             for j in range(m):
                 piece = free[END, j] - free[BEGIN, j]
                 if piece >= nbytes and (best < 0 or piece < smallest):
-                    best, smallest = j, piece
+                    best = j
+                    smallest = piece
             steps += m
             if best < 0:
                 steps += m  # to its place, above all others
@@ -66,7 +73,8 @@ def _serve(order, size, reserve):
                 m = insert(free, m, m, reserved, reserved + nbytes, 1)
                 reserved += nbytes
                 mallocs += 1
-            offsets[event], head[event] = free[BEGIN, best], free[HEAD, best]
+            offsets[event] = free[BEGIN, best]
+            head[event] = free[HEAD, best]
             m = take(free, m, best, nbytes)
             used[n_used] = event
             n_used += 1

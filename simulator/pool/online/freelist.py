@@ -33,7 +33,9 @@ def insert(free, m, at, begin, end, head):
     for j in range(m, at, -1):
         for row in range(3):
             free[row, j] = free[row, j - 1]
-    free[BEGIN, at], free[END, at], free[HEAD, at] = begin, end, head
+    free[BEGIN, at] = begin
+    free[END, at] = end
+    free[HEAD, at] = head
     return m + 1
 
 

@@ -34,7 +34,8 @@ def pack(intervals: Intervals) -> Packing:
 def _serve(order, size):
     """Serves all allocations and deallocations; returns offsets and list entries visited."""
     n = len(size)
-    offsets, steps = np.zeros(n, np.int64), 0
+    offsets = np.zeros(n, np.int64)
+    steps = 0
     empty = np.empty((3, n + 2), np.int64)
     m = insert(empty, 0, 0, 0, size.sum(), 0)  # the top node always has room for later requests
     for event in order:

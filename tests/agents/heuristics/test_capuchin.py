@@ -24,7 +24,9 @@ def overhead_ns(plan: Plan) -> int:
 
 
 # Candidates w (0, 7), a1 (1, 6), a2 (2, 5): open at f4 or b4, the kernels above 150 bytes, by 20 and by 30.
-w, a1, a2 = 0, 1, 2
+w = 0
+a1 = 1
+a2 = 2
 
 
 def test_free_times_lanes_and_overheads_by_hand() -> None:

@@ -57,7 +57,8 @@ def test_plans_by_hand() -> None:
 
 @pytest.mark.parametrize("n", [26, 65, 145])
 def test_memory_grows_with_the_square_root(n: int) -> None:
-    program, root = chain(n), math.isqrt(n - 1)
+    program = chain(n)
+    root = math.isqrt(n - 1)
     plan = agents.make("memonger", min_bytes=1).plan(program, MACHINE, 2 * root * 10)  # of n * 10
     kept = n - 1 - len(plan.decisions)
     assert root - 2 <= kept <= 2 * root

@@ -27,7 +27,8 @@ def chain(
     """Builds the chain: h_i is tensor 2 i, a_i is tensor 2 i + 1; a_0 (tensor 1) is the persistent, empty input."""
     sizes = h if isinstance(h, list) else [h] * n
     tensors = [Tensor("g", 0, "gradient"), Tensor("a0", 0, "input", True)]
-    forward, backward = [], [Kernel("loss", "reduce", "backward", (2 * n + 1,), (0,), 20)]
+    forward = []
+    backward = [Kernel("loss", "reduce", "backward", (2 * n + 1,), (0,), 20)]
     for i in range(1, n + 1):
         tensors += [Tensor(f"h{i}", sizes[i - 1]), Tensor(f"a{i}", a)]
         forward.append(

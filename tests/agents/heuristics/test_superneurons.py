@@ -47,7 +47,10 @@ def test_conv_outputs_are_swapped_and_cheap_ones_recomputed() -> None:
 
 def test_least_recently_used_first_and_only_under_pressure() -> None:
     kinds = evictable_gaps(NET, min_bytes=1)
-    conv1, norm, act, conv2 = Gap(1, 1, 10), Gap(2, 2, 9), Gap(3, 3, 8), Gap(4, 4, 7)
+    conv1 = Gap(1, 1, 10)
+    norm = Gap(2, 2, 9)
+    act = Gap(3, 3, 8)
+    conv2 = Gap(4, 4, 7)
     assert NET.live_bytes[:8] == (11, 21, 31, 41, 51, 61, 62, 53)
     assert tensor_cache(NET, kinds, 62) == []
     assert tensor_cache(NET, kinds, 52) == [conv1]  # at kernel 5

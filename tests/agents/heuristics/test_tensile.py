@@ -107,7 +107,8 @@ def test_the_copy_on_the_host_serves_the_rest_of_the_accesses() -> None:
     ],
 )
 def test_the_ratio_and_the_host_bound_what_is_swapped(ratio: float, host: int, swapped: set, least: int) -> None:
-    planner, machine = TENSILE(min_bytes=1, max_swap_ratio=ratio), replace(BYTE_PER_NS, host_bytes=host)
+    planner = TENSILE(min_bytes=1, max_swap_ratio=ratio)
+    machine = replace(BYTE_PER_NS, host_bytes=host)
     assert {d.tensor for d in planner.plan(TWO, machine, least).decisions} == swapped
     with pytest.raises(agents.Infeasible, match=f"{least} bytes"):
         planner.plan(TWO, machine, least - 1)

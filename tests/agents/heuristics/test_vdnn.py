@@ -42,7 +42,8 @@ def network(second: KernelKind = "conv") -> Program:
 
 
 NETWORK = network()
-X1, X2 = Gap(A1, 1, 6), Gap(A2, 2, 5)
+X1 = Gap(A1, 1, 6)
+X2 = Gap(A2, 2, 5)
 # k4 looks for layers before it and finds conv2 (k5); then k5 finds pool (k6).
 ALL = (Swap(*X1, prefetch=4, sync=True, copy=0), Swap(*X2, prefetch=3, sync=True, copy=1))
 

@@ -68,7 +68,8 @@ EARLY = Program(
     ),
 )
 FAST = Machine("ten bytes per ns", 10**6, 10**10, 10**10, d2h_latency_ns=0, h2d_latency_ns=0)
-RERUN, SWAPPED = Plan((Recompute(0, 1, 3),)), Plan((Swap(0, 0, 3),))
+RERUN = Plan((Recompute(0, 1, 3),))
+SWAPPED = Plan((Swap(0, 0, 3),))
 FASTER = replace(SWAPPED, variants=((2, 0),))
 
 
@@ -104,7 +105,8 @@ def test_the_fastest_that_fit_the_bytes_left(
 @given(st.data())
 def test_never_over_the_limit_and_never_slower(data: st.DataObject) -> None:
     program, variants = data.draw(with_algorithms(data.draw(programs())))
-    plan, machine = replace(data.draw(plans(program)), variants=variants), data.draw(machines())
+    plan = replace(data.draw(plans(program)), variants=variants)
+    machine = data.draw(machines())
     smallest = replace(plan, variants=least_workspaces(program))
     required = simulate(program, smallest, machine, 10**6).required_bytes
     limit = required + data.draw(st.integers(0, 40))
@@ -126,7 +128,8 @@ def test_never_over_the_limit_and_never_slower(data: st.DataObject) -> None:
 @given(st.data())
 def test_the_relaxed_program_has_the_floor(data: st.DataObject) -> None:
     program, variants = data.draw(with_algorithms(data.draw(programs())))
-    plan, machine = replace(data.draw(plans(program)), variants=variants), data.draw(machines())
+    plan = replace(data.draw(plans(program)), variants=variants)
+    machine = data.draw(machines())
     required = simulate(program, plan, machine, 10**6).required_bytes
     timeline = in_the_long_run(program, plan, machine, required)
     bound = floor(relaxed(program), machine, required)
@@ -148,7 +151,8 @@ def network(layers: int = 6) -> Program:
 
 @pytest.mark.parametrize("name", ["superneurons", "autoswap_swdoa", "smartpool+autoswap"])
 def test_every_planner_plans_for_tensors_then_fills_and_never_loses_to_fast_algorithms(name: str) -> None:
-    program, shorter = network(), 0
+    program = network()
+    shorter = 0
     for limit in (75, 95, *range(100, 157, 8)):
         combined, filled, base = (agents.make(name, min_bytes=1) for _ in range(3))
         fixed = base.plan(program.with_variants(least_workspaces(program)), MACHINE, limit)
@@ -170,7 +174,8 @@ def test_every_planner_plans_for_tensors_then_fills_and_never_loses_to_fast_algo
 
 
 def test_superneurons_has_the_option() -> None:
-    program, limit = network(), 95
+    program = network()
+    limit = 95
     plan = agents.make("superneurons", min_bytes=1, workspace=True).plan(program, MACHINE, limit)
     paper = plan_with_variants(agents.make("superneurons", min_bytes=1), program, MACHINE, limit, include_default=False)
     assert plan == paper and plan.variants

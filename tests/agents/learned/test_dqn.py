@@ -70,7 +70,9 @@ def test_compiled_ranking_equals_the_network(
     column: int, message_passing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiled Q omits the value and the mean advantage, which are equal for all edits of a plan."""
-    task, net, seen = pyramid_task(), trained(WEIGHTS[message_passing]), list[Any]()
+    task = pyramid_task()
+    net = trained(WEIGHTS[message_passing])
+    seen = list[Any]()
     encode: Any = EditNet.encode
 
     def spy(self: EditNet, graph: EditGraph, *state: Any) -> tuple[Tensor, Tensor]:
@@ -84,7 +86,8 @@ def test_compiled_ranking_equals_the_network(
     static_parts = net.static_parts(graph)
     while len(seen) < 12:
         walk.walk(0, 1, 0.5)
-        score, tried = walk._pools[0].score, int(walk._pools[0].meta[SLOT])
+        score = walk._pools[0].score
+        tried = int(walk._pools[0].meta[SLOT])
         edits = torch.from_numpy(walk._walkers[0].codes[:1])
         with torch.no_grad():
             h, plan_state = encode(net, graph, *seen[-1], static_parts)
@@ -100,7 +103,8 @@ def test_compiled_ranking_equals_the_network(
 
 def states(task: EditTask, count: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns random plans near the start plan, and their neighbors, as network inputs."""
-    batch, rng = EditBatch([task], count, 8, accept="always"), np.random.default_rng(0)
+    batch = EditBatch([task], count, 8, accept="always")
+    rng = np.random.default_rng(0)
     for walker in range(count):
         batch.seed(walker, walker)
     batch.reset(np.ones(count, np.bool_), 0)
@@ -111,13 +115,15 @@ def states(task: EditTask, count: int = 4) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def test_message_passing_reads_the_edges_and_the_flat_network_does_not() -> None:
     task = pyramid_task()
-    state, graph = states(task), edit_graph(task)
+    state = states(task)
+    graph = edit_graph(task)
     other_graph = graph._replace(edges=graph.edges[::-1])
     q_values = []
     for message_passing in (True, False):
         net = DQN([task], [0.0], replace(SMALL, message_passing=message_passing)).net
         with torch.no_grad():
-            q, other_q = net(graph, *state)[0], net(other_graph, *state)[0]
+            q = net(graph, *state)[0]
+            other_q = net(other_graph, *state)[0]
         assert torch.equal(q, other_q) == (not message_passing)
         q_values.append(q)
     assert not torch.allclose(q_values[0], q_values[1], atol=1e-3)
@@ -128,10 +134,12 @@ def test_padding_edits_are_masked_and_do_not_affect_others() -> None:
     task = pyramid_task()
     *state, edits = states(task)
     edits[0, 0] = -1
-    net, graph = DQN([task], [0.0], SMALL).net, edit_graph(task)
+    net = DQN([task], [0.0], SMALL).net
+    graph = edit_graph(task)
     padded_edits = torch.cat([edits, torch.full_like(edits[:, :3], -1)], 1)
     with torch.no_grad():
-        q, padded = net(graph, *state, edits)[0], net(graph, *state, padded_edits)[0]
+        q = net(graph, *state, edits)[0]
+        padded = net(graph, *state, padded_edits)[0]
     is_edit = edits[:, :, 0] >= 0
     assert is_edit.any() and not is_edit.all()
     assert torch.equal(q > MASKED, is_edit) and (q[~is_edit] == MASKED).all() and (padded[:, 8:] == MASKED).all()
@@ -146,8 +154,10 @@ def test_padding_edits_are_masked_and_do_not_affect_others() -> None:
 def test_returns_and_discounts(data: st.DataObject, n: int, passes: int, tries: int, gamma: float) -> None:
     """Compares with a loop over the tried edits of one walker."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
-    length, walkers = passes + n - 1, 2
-    counts, ends = rng.integers(1, tries + 1, (length, walkers)), rng.random((length, walkers)) < 0.25
+    length = passes + n - 1
+    walkers = 2
+    counts = rng.integers(1, tries + 1, (length, walkers))
+    ends = rng.random((length, walkers)) < 0.25
     shape = length, walkers, tries
     rewards = rng.normal(size=shape).astype(np.float32)  # rewards of untried edits must be ignored
     seen = [Observation(*(np.full((walkers, 1), t) for _ in range(4))) for t in range(length + 1)]
@@ -157,7 +167,9 @@ def test_returns_and_discounts(data: st.DataObject, n: int, passes: int, tries: 
         assert rollout.tried[t, w, k] == (k < counts[t, w])
         if k >= counts[t, w]:
             continue
-        total, factor, alive = 0.0, 1.0, 1.0
+        total = 0.0
+        factor = 1.0
+        alive = 1.0
         for u in range(t, t + n):
             for j in range(k if u == t else 0, counts[u, w]):
                 total += factor * rewards[u, w, j]
@@ -227,7 +239,8 @@ def test_save_load_and_continue(tmp_path: Path) -> None:
 
 
 def test_plans_improve_with_calls_and_depend_on_seed_and_ranking() -> None:
-    program, distinct = pyramid(40, 5), set()
+    program = pyramid(40, 5)
+    distinct = set()
     limit = program.peak_bytes // 2
     choices = [*((ranks, True) for ranks in RANKS), ("q", False), ("improves", False)]
     for ranks, message_passing in choices:
@@ -257,7 +270,8 @@ def test_claimed_times_equal_simulated_times() -> None:
 
 
 def test_weights_of_a_file(tmp_path: Path) -> None:
-    program, (weights, cut_weights) = pyramid(24, 0), (tmp_path / "mine.pt", tmp_path / "other.pt")
+    program = pyramid(24, 0)
+    (weights, cut_weights) = (tmp_path / "mine.pt", tmp_path / "other.pt")
     limit = int(0.6 * program.peak_bytes)
     save_weights(EditNet(**trained(WEIGHTS[True]).settings), weights)
     custom, bundled = (

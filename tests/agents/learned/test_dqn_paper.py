@@ -48,7 +48,8 @@ def test_equations_one_to_three_as_printed():
     graph = Task(PROGRAM, MACHINE, LIMIT, mode="joint").graph
     torch.manual_seed(0)
     net = Structure2Vec(graph, features=6, embedding_size=4, message_passing_steps=3, pool="sum", mixing=False)
-    n, c = len(graph), 5
+    n = len(graph)
+    c = 5
     x = torch.rand(n, 1, 6)
     s = [torch.zeros(4) for _ in range(n)]
     edges = list(zip(*graph.edges.tolist(), graph.weights, strict=True))
@@ -161,13 +162,15 @@ def test_an_invalid_action_never_enters_the_target(double, target_every):
     first = trainer._state(walk)
     walk.step(int(trainer.actions[np.flatnonzero(first.mask)[0]]))
     second = trainer._state(walk)
-    online_q, target_q = q_values(trainer, trainer.q, second), q_values(trainer, network, second)
+    online_q = q_values(trainer, trainer.q, second)
+    target_q = q_values(trainer, network, second)
     second = second._replace(mask=without_best(without_best(np.ones(len(online_q), bool), online_q), target_q))
     mask = second.mask
     action = np.flatnonzero(mask)[online_q[mask].argmax() if double else target_q[mask].argmax()]
     unmasked = target_q[online_q.argmax()] if double else target_q.max()
     assert abs(unmasked - target_q[action]) > 0.1
-    reward, end = 0.5, 0.25
+    reward = 0.5
+    end = 0.25
     trainer.buffer.add([(first, 1, reward), (second, 2, end)], 1)
     errors = np.array([reward + 0.5 * target_q[action] - q_values(trainer, trainer.q, first)[1], end - online_q[2]])
     samples = copy.deepcopy(trainer.rng).integers(2, size=config.batch_size)  # the draw of ``update``

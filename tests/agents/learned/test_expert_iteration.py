@@ -60,7 +60,8 @@ def test_examples_have_targets_and_counts_per_gap() -> None:
         assert {tuple(row) for row in plain[:, :2]} == {tuple(row) for row in rows[:, :2]}
         assert ns == task.plans[0][0] or example.shares[0] > example.shares[-1]
     rng = np.random.default_rng(0)
-    undecided, partial = example.item(rng, 1.0)["gap"], example.item(rng, 1e-9)["gap"]
+    undecided = example.item(rng, 1.0)["gap"]
+    partial = example.item(rng, 1e-9)["gap"]
     assert torch.allclose(undecided.target.sum(1), torch.ones(len(example.graph))) and (undecided.count > 0).all()
     decided = partial.x[:, -learning.STATE :][:, STAYS - UNDECIDED : RECOMPUTED - UNDECIDED + 1].any(1)
     assert decided.any() and (partial.count[decided] == 0).all()

@@ -55,7 +55,8 @@ def test_batched_outputs_equal_single_outputs() -> None:
 
 def test_a_decision_changes_the_probabilities_of_other_gaps() -> None:
     graph = graph_of(pyramid(8, 0), 0.5)
-    net, decided = random_net(graph), np.full(len(graph), UNDECIDED)
+    net = random_net(graph)
+    decided = np.full(len(graph), UNDECIDED)
     with torch.no_grad():
         nothing = net(batch_of([data_of(graph, decided)]))
         decided[0] = STAYS
@@ -130,7 +131,9 @@ def test_shipped_weights_beat_the_no_network_ablation() -> None:
 def test_weights_are_checked(tmp_path: Path) -> None:
     program = pyramid(6, 0)
     graph = graph_of(program, 0.6)
-    good, cut, foreign = tmp_path / "good.pt", tmp_path / "cut.pt", tmp_path / "other.pt"
+    good = tmp_path / "good.pt"
+    cut = tmp_path / "cut.pt"
+    foreign = tmp_path / "other.pt"
     save_weights(random_net(graph), good)
     assert trained(good).settings["width"] == 16
     agents.make("policy", min_bytes=1, weights=good).plan(program, MACHINE, graph.limit)

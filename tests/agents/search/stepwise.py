@@ -37,9 +37,12 @@ def anneal(
     ideal = max(engine.program.ideal_ns, 1)
     rng = np.random.default_rng(seed)
     moves.reset(start)
-    best, best_ns, current_ns = start, start_ns, start_ns
+    best = start
+    best_ns = start_ns
+    current_ns = start_ns
     enough = max(enough_ns, engine.program.ideal_ns)
-    start_time, spent = time.monotonic(), 0.0
+    start_time = time.monotonic()
+    spent = 0.0
     for step in range(calls) if calls is not None else count():
         if deadline is not None and step % CLOCK == 0:
             spent = (time.monotonic() - start_time) / max(deadline - start_time, 1e-9)
@@ -56,5 +59,6 @@ def anneal(
             moves.accept()
             current_ns = iteration_ns
             if current_ns < best_ns:
-                best, best_ns = rows, current_ns
+                best = rows
+                best_ns = current_ns
     return best, best_ns

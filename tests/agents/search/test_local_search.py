@@ -20,7 +20,8 @@ from tests.agents.search import stepwise
 from tests.agents.search.stepwise import ticking
 from tests.agents.search.test_search import MACHINE, pyramid
 
-HOT, COLD = 3e-2, 3e-4
+HOT = 3e-2
+COLD = 3e-4
 
 
 class Counted(Engine):
@@ -57,9 +58,11 @@ def random_task(seed: int) -> tuple[Program, Machine, int, str, random.Random]:
     """Draws a program (half of them networks), a machine, a limit and a mode."""
     rng = random.Random(seed)
     if rng.random() < 0.5:
-        program, machine = pyramid(rng.randint(2, 14), seed), MACHINE
+        program = pyramid(rng.randint(2, 14), seed)
+        machine = MACHINE
     else:
-        program, machine = random_cases.program_of(rng), random_cases.machine_of(rng)
+        program = random_cases.program_of(rng)
+        machine = random_cases.machine_of(rng)
     if rng.random() < 0.3:  # too little for all tensors at one time, now and then
         machine = replace(machine, host_bytes=int(rng.uniform(0.1, 1.0) * program.peak_bytes))
     limit = int(rng.uniform(0.5, 1.1) * program.peak_bytes)

@@ -120,7 +120,9 @@ def test_moves_keep_the_residency(mode: str) -> None:
     moves = Moves(program, limit, mode, 1, seed=0)
     engine = Engine(program, MACHINE, limit)
     chance = random.Random(1)
-    proposed, kinds, shifted = 0, set(), 0
+    proposed = 0
+    kinds = set()
+    shifted = 0
     for _ in range(300):
         old_rows = moves.plan()
         rows = moves.propose()

@@ -64,7 +64,9 @@ def test_a_product_of_pixels_needs_no_matrix() -> None:
 
 def test_times_by_hand() -> None:
     candidates = {a.name: a for a in algorithms(SAME, "forward")}
-    images, filters, outputs = 4 * 2 * 3 * 64, 4 * 3 * 5 * 9, 4 * 2 * 5 * 64
+    images = 4 * 2 * 3 * 64
+    filters = 4 * 3 * 5 * 9
+    outputs = 4 * 2 * 5 * 64
     flops = 2 * (2 * 5 * 64) * (3 * 9)
     # 5 filters are one tile of outputs; arithmetic bounds it.
     assert candidates["implicit GEMM"].time_ns(UNIT) == flops + 2 * INDEXING * (2 * 64) * (3 * 9) > images + outputs
@@ -112,7 +114,8 @@ class Net(nn.Module):
 
 def net() -> tuple:
     model = Net()
-    x, y = torch.empty(64, 64, 32, 32), torch.empty(64, dtype=torch.int64)
+    x = torch.empty(64, 64, 32, 32)
+    y = torch.empty(64, dtype=torch.int64)
     return model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), (x, y)
 
 

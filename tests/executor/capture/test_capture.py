@@ -127,7 +127,9 @@ def test_lifetimes_equal_allocator(model_type, batch):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss = eager_step(*training)
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-    live, position, ended = 0, 0, 0
+    live = 0
+    position = 0
+    ended = 0
     expected = [
         (k.name.split(".")[1], n) for k, n in zip(program.kernels, resident(program), strict=True) if k.name != "marker"
     ]
@@ -139,7 +141,8 @@ def test_lifetimes_equal_allocator(model_type, batch):
             if event.name() == f"aten::{name}":
                 # A Python number in an operator (`+= 1`) is a host scalar of 8 bytes while the operator runs.
                 assert live - nbytes in (0, 8), (position, name)
-                position, ended = position + 1, event.start_ns() + event.duration_ns()
+                position = position + 1
+                ended = event.start_ns() + event.duration_ns()
     assert position == len(expected) and loss.isfinite()
 
 
@@ -186,7 +189,8 @@ def test_capture_leaves_the_users_objects_unchanged():
     parameter.grad = torch.ones_like(parameter)
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     identities = [id(t) for t in state(model, optimizer, example)]
-    attribute, rng = model.last, (torch.get_rng_state(), random.getstate())
+    attribute = model.last
+    rng = (torch.get_rng_state(), random.getstate())
     capture(model, loss_fn, optimizer, example, machine=GPU)
     with pytest.raises(CaptureError):
         capture(model, lambda x, y: x.nonzero().sum(), optimizer, example, machine=GPU)

@@ -75,9 +75,13 @@ def test_the_operators_are_those_of_the_profiled_step(network: str) -> None:
 
 # ------------------------------------------------------------------------------------------- attention
 
-BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
-CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
-EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+BF16 = torch.bfloat16
+HALF = torch.float16
+FLOAT = torch.float32
+CUDNN = SDPBackend.CUDNN_ATTENTION
+FLASH = SDPBackend.FLASH_ATTENTION
+EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
+MATH = SDPBackend.MATH
 
 
 def training_attention(capability: tuple[int, int], dtype: torch.dtype, width: int = 64, **changes: Any) -> Attention:
@@ -159,7 +163,8 @@ def names(step: Captured) -> set[str]:
 class SelfAttention(nn.Module):
     def __init__(self, width: int, masked: bool = False) -> None:
         super().__init__()
-        self.linear, self.masked = nn.Linear(width, width), masked
+        self.linear = nn.Linear(width, width)
+        self.masked = masked
 
     def forward(self, x: Tensor) -> Tensor:
         mask = x.new_ones(x.shape[2], x.shape[2]).tril().bool() if self.masked else None
@@ -183,7 +188,8 @@ def test_every_kernel_of_attention_can_be_captured(machine: str, width: int, mas
     assert expected <= names(step) and ("constant_pad_nd" in names(step)) == ("constant_pad_nd" in expected)
     forward, backward = (k for k in step.program.kernels if "attention" in k.name)
     assert backward.name == forward.name.replace(".default", "_backward.default")
-    rows, padded_width = 2 * 4 * 30, width + -width % 8
+    rows = 2 * 4 * 30
+    padded_width = width + -width % 8
     nbytes = [step.program.tensors[t].nbytes for t in forward.outputs]
     # Of each row of the result the logarithm of its sum is kept, in float32; efficient attention's in lots of 32 rows.
     assert nbytes[:2] == [rows * padded_width * 2, (2 * 4 * 32 if "efficient" in forward.name else rows) * 4]
@@ -197,7 +203,8 @@ def test_attention_depends_on_the_capability_of_the_gpu() -> None:
     captured(nn.Linear(8, 8), torch.empty(2, 8), replace(H200, capability=""))  # nothing else depends on it
 
 
-IMAGES, ROWS = torch.empty(2, 8, 4, 4, device="meta"), torch.empty(2, 8, device="meta")
+IMAGES = torch.empty(2, 8, 4, 4, device="meta")
+ROWS = torch.empty(2, 8, device="meta")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +247,8 @@ def test_layers_of_pytorch_have_cudas_operators_too_and_when_recomputed(reentran
 
 
 def test_statistics_of_layer_norm_are_float32() -> None:
-    model, x = nn.LayerNorm(64).bfloat16(), torch.empty(32, 64, device="meta").bfloat16()
+    model = nn.LayerNorm(64).bfloat16()
+    x = torch.empty(32, 64, device="meta").bfloat16()
     for as_cuda, itemsize in ((False, 2), (True, 4)):
         program = captured(model, x, as_cuda=as_cuda).program
         forward, backward = (
@@ -256,7 +264,9 @@ class Normed(nn.Module):
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
-        self.linear, self.norm, self.device = nn.Linear(64, 64), nn.LayerNorm(64), device
+        self.linear = nn.Linear(64, 64)
+        self.norm = nn.LayerNorm(64)
+        self.device = device
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16) if self.device else nullcontext():
@@ -268,7 +278,8 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("device", [None, "cpu", "cuda"])
 def test_autocast_has_cudas_lists(device: str | None) -> None:
-    model, x = Normed(device).to("meta"), torch.empty(32, 64, device="meta")
+    model = Normed(device).to("meta")
+    x = torch.empty(32, 64, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def itemsizes(as_cuda: bool) -> dict[str, int]:
@@ -294,7 +305,8 @@ def test_autocast_has_cudas_lists(device: str | None) -> None:
 
 def test_cpu_captures_are_unaffected() -> None:
     """PyTorch's operators dispatch as before after a successful and after a failed capture."""
-    model, x = nn.Sequential(nn.RMSNorm(16), nn.Dropout(0.1)), torch.empty(2, 8, 16)
+    model = nn.Sequential(nn.RMSNorm(16), nn.Dropout(0.1))
+    x = torch.empty(2, 8, 16)
     before = names(captured(model, x, as_cuda=False))
     captured(model, x)
     with pytest.raises(CaptureError):

@@ -61,7 +61,9 @@ MEASURED = replace(
     ),
 )
 LAUNCHING = replace(GPU, kernel_times=replace(TIMES, launch_ns=1000))
-HALF, LAST, FIRST = torch.bfloat16, torch.channels_last, torch.contiguous_format
+HALF = torch.bfloat16
+LAST = torch.channels_last
+FIRST = torch.contiguous_format
 
 
 class Calls(nn.Module):
@@ -69,7 +71,8 @@ class Calls(nn.Module):
 
     def __init__(self, function, dtype=torch.float32):
         super().__init__()
-        self.function, self.scale = function, nn.Parameter(torch.ones((), dtype=dtype, device="meta"))
+        self.function = function
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype, device="meta"))
 
     def forward(self, x):
         return self.function(x * self.scale)
@@ -99,7 +102,8 @@ def conv(size=3, stride=1, channels=64, filters=128, dtype=None, layout=FIRST):
 
 def conv_costs(channels, filters, size, image=32, out=32, batch=16):
     """Returns the bytes of a convolution's images and outputs, the bytes of all its tensors, and its FLOPs."""
-    x, y = batch * channels * image**2, batch * filters * out**2
+    x = batch * channels * image**2
+    y = batch * filters * out**2
     return 4 * (x + y), 4 * (x + y + channels * filters * size**2), 2 * y * channels * size**2
 
 
@@ -136,7 +140,8 @@ def case(name, make_module, x, expected, **options):
 
 def cases():
     images, everything, flops = conv_costs(64, 128, 3)
-    x, last = meta(16, 64, 32, 32), meta(16, 64, 32, 32, layout=LAST)
+    x = meta(16, 64, 32, 32)
+    last = meta(16, 64, 32, 32, layout=LAST)
     # In TF32 convolutions are converted to NHWC and back, but for 1x1 of stride 1; Winograd's in float32 is not.
     for size, stride, share, converted in ((3, 1, 0.5, 1), (1, 1, 0.2, 0), (1, 2, 0.5, 1)):
         a, b, c = conv_costs(64, 128, size, out=32 // stride)
@@ -155,27 +160,33 @@ def cases():
         yield case(f"gradients_of_1x1_{channels}", make, meta(16, 8, 32, 32), seconds, backward=True)
     # Channels that are no multiple of 16 bytes, unless a conversion pads them.
     for channels, layout, share in ((8, LAST, 0.5), (3, LAST, 0.125), (3, FIRST, 0.5)):
-        inputs, outputs = meta(16, channels, 32, 32, dtype=HALF, layout=layout), 16 * 512 * 32**2
+        inputs = meta(16, channels, 32, 32, dtype=HALF, layout=layout)
+        outputs = 16 * 512 * 32**2
         expected = 2 * outputs * channels * 49 / (share * 2e14)
         expected += 4 * (inputs.numel() + outputs) / BW if layout == FIRST else 0
-        make, expected = partial(conv, 7, 1, channels, 512, HALF, layout), {"convolution": expected}
+        make = partial(conv, 7, 1, channels, 512, HALF, layout)
+        expected = {"convolution": expected}
         yield case(f"conv_of_{channels}_{share}", make, inputs, expected, machine=MEASURED)
     # Products: float32, autocast, few tiles, a type without a rate (as float32), rows of 1,001 bfloat16.
-    square, cube = meta(4096, 4096), 2 * 4096**3
+    square = meta(4096, 4096)
+    cube = 2 * 4096**3
     yield case("product", linear(4096, 4096), square, {"mm": cube / 0.25e13})
     yield case("product_autocast", linear(4096, 4096), square, {"mm": cube / 1e14}, autocast=HALF)
     yield case("few_tiles", linear(4096, 640), meta(64, 4096), {"mm": 2 * 64 * 640 * 4096 / (0.25 * 0.1 * 1e13)})
     yield case("emulated", linear(4096, 4096, dtype=torch.float16), square.half(), {"mm": cube / 0.25e13})
     for columns, share in ((1000, 0.5), (1001, 0.125)):
-        make, expected = linear(4096, columns, dtype=HALF), {"mm": 2 * 4096 * 4096 * columns / (share * 2e14)}
+        make = linear(4096, columns, dtype=HALF)
+        expected = {"mm": 2 * 4096 * 4096 * columns / (share * 2e14)}
         yield case(f"rows_of_{columns}", make, square.to(HALF), expected, machine=MEASURED)
-    tokens, forward = meta(2, 8, 1024, 64, dtype=HALF), 4 * 16 * 1024**2 * 64
+    tokens = meta(2, 8, 1024, 64, dtype=HALF)
+    forward = 4 * 16 * 1024**2 * 64
     name = "_scaled_dot_product_flash_attention_for_cpu"
     for machine, share in ((MEASURED, 0.1), (GPU, 0.2)):
         expected = {name: forward / 0.4e14, f"{name}_backward": 2.5 * forward / (share * 2e14)}
         yield case(f"attention_{share}", self_attention, tokens, expected, machine=machine, backward=True)
     # Batch norm passes three and five times; in bfloat16 and channels-last it sums columns, Welford's three values.
-    norm, cudnn = meta(16, 100, 32, 32), 0.5 * (1 - exp(-1))
+    norm = meta(16, 100, 32, 32)
+    cudnn = 0.5 * (1 - exp(-1))
     for dtype, passes in ((torch.float32, (3 / cudnn, 5 / cudnn)), (HALF, (3 / 0.125 + 2, 2 / 0.125 + 3))):
         x = norm.to(dtype).to(memory_format=LAST)
         named_passes = zip(("native_batch_norm", "native_batch_norm_backward"), passes, strict=True)
@@ -200,12 +211,14 @@ def cases():
         x = meta(*shape)
         yield case(f"softmax_{dim}", calls(torch.softmax, dim), x, {"_softmax": 2 * x.nbytes / BW}, machine=MEASURED)
     for dim, share in ((0, 0.125), (1, 1.0), ((0, 1), 1.0)):  # a sum that keeps the contiguous dimension is slower
-        x, expected = meta(1000, 1000), {"mean": 4e6 / (share * BW)}
+        x = meta(1000, 1000)
+        expected = {"mean": 4e6 / (share * BW)}
         yield case(f"mean_{dim}", calls(torch.mean, dim), x, expected, machine=MEASURED)
     ids = torch.zeros(8, dtype=torch.int64, device="meta")
     yield case("lookup", partial(nn.Embedding, 100_000, 64), ids, {"embedding": 4e-9})  # 2 * 8 * 64 * 4 bytes
     for foreach, launch, share in ((None, 0, 0.5), (False, 1000, 1.0)):  # an update is a part of a multi-tensor kernel
-        options, expected = {"backward": True, "foreach": foreach}, {"add_": launch / 1e9 + 3 * 4e6 / (share * BW)}
+        options = {"backward": True, "foreach": foreach}
+        expected = {"add_": launch / 1e9 + 3 * 4e6 / (share * BW)}
         yield case(f"update_{foreach}", linear(1000, 1000), meta(2, 1000), expected, machine=LAUNCHING, **options)
 
 

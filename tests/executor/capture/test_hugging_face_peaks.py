@@ -25,7 +25,9 @@ from executor.training.check import memory_tracker
 from executor.training.planned_step import PlannedStep
 from simulator import Plan
 
-VOCABULARY, ROWS, STEPS = 300, 2, 2
+VOCABULARY = 300
+ROWS = 2
+STEPS = 2
 Batch = dict[str, Tensor]
 
 
@@ -155,7 +157,9 @@ class Training:
             opt.zero_grad()
             return loss
 
-        self.model, self.opt, self.step = model, opt, step
+        self.model = model
+        self.opt = opt
+        self.step = step
 
     def run(self, step: Callable[..., Tensor], batches: list[tuple[Tensor, ...]], tracker: Any = None) -> Batch:
         """Runs a step on each batch, the last one under ``tracker``; returns losses, parameters and random state."""
@@ -178,7 +182,8 @@ def differences(name: str, variant: Variant) -> list[str]:
     """Trains a model eagerly and as captured; returns a sentence for each difference."""
     torch.manual_seed(1)
     samples = [MODELS[name][1](variant) for _ in range(STEPS)]
-    keys, batches = list(samples[0]), [tuple(batch.values()) for batch in samples]
+    keys = list(samples[0])
+    batches = [tuple(batch.values()) for batch in samples]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         eager = Training(name, variant, keys)

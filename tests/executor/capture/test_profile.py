@@ -40,7 +40,8 @@ PROFILE = Profile("two", shape_of(PROGRAM).fingerprint, "m", "some device", "2.0
 def captured(network="resnet", device="cpu"):
     """Captures a network of networks.py; an LSTM saves opaque bytes for its backward pass."""
     make_model, make_batch = (small, images(16)) if network == "resnet" else NETWORKS[network]
-    model, batch = make_model().to(device), tuple(t.to(device) for t in make_batch())
+    model = make_model().to(device)
+    batch = tuple(t.to(device) for t in make_batch())
     return capture(model, nn.CrossEntropyLoss(), adamw(model), batch)
 
 
@@ -87,7 +88,8 @@ def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
 
 def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
     """After a profiled step, the runner's parameters equal those of an eager step."""
-    x, y = torch.randn(4, 6), torch.randint(3, (4,))
+    x = torch.randn(4, 6)
+    y = torch.randint(3, (4,))
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = capture(model, nn.CrossEntropyLoss(), optimizer, (x, y))
@@ -182,7 +184,8 @@ def test_attention_runs_backward_with_what_its_forward_pass_has_drawn():
             x = self.inner(x).view(2, 3, 2, 4).transpose(1, 2)
             return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
 
-    model, x = Attention(), torch.randn(2, 3, 8)
+    model = Attention()
+    x = torch.randn(2, 3, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = capture(model, lambda out, y: out.sum(), optimizer, (x, x), as_cuda=True)
     nodes = [n[0] for n in step.nodes if n]
@@ -212,7 +215,8 @@ def test_compute_bound_kernels_carry_what_steps_in_a_row_take_longer():
 @pytest.mark.parametrize(("lead_s", "expected"), [(0.001, 3_000_000), (0.0, None)])
 def test_steps_in_a_row_count_if_the_device_is_behind_the_host(lead_s, expected, monkeypatch):
     """``lead_s``: seconds by which the host has issued its steps before the device ends them."""
-    waits, steps = iter([0.0, lead_s]), []
+    waits = iter([0.0, lead_s])
+    steps = []
     clock = SimpleNamespace(now=0.0)
 
     class Event:

@@ -16,7 +16,8 @@ class Net(nn.Module):
     def __init__(self, mode: str = "") -> None:
         super().__init__()
         self.mode = mode  # which checkpoint runs the body
-        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
         self.body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
         self.head = nn.Linear(8, 10)
 
@@ -152,7 +153,8 @@ def test_autocast_and_micro_batches_change_no_place() -> None:
 
 
 def test_modules_of_any_step_have_the_names_by_which_it_finds_them() -> None:
-    model, target = Net(), BATCH[1]
+    model = Net()
+    target = BATCH[1]
 
     def step(x: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(model(x), target)
@@ -182,7 +184,8 @@ def test_the_engine_runs_the_users_functions_in_their_forwards_place() -> None:
     class Doubled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.one = nn.Linear(4, 4)
+            self.two = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.two(Double.apply(self.one(x)))

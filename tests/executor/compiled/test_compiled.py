@@ -28,7 +28,9 @@ QUICK = "capuchin"
 class Block(nn.Module):
     def __init__(self, width: int, drop: float = 0.0) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
         self.drop = drop
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,7 +42,8 @@ class Net(nn.Module):
 
     def __init__(self, *parts: nn.Module, words: bool = False) -> None:
         super().__init__()
-        self.parts, self.words = nn.ModuleList(parts), words
+        self.parts = nn.ModuleList(parts)
+        self.words = words
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.parts:
@@ -106,7 +109,8 @@ class Statistics(nn.Module):
 
     def __init__(self, read: str) -> None:
         super().__init__()
-        self.linear, self.read = nn.Linear(32, 32), read
+        self.linear = nn.Linear(32, 32)
+        self.read = read
         self.register_buffer("mean", torch.full((32,), 1.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,7 +127,8 @@ class Statistics(nn.Module):
 def test_a_buffer_that_is_read_and_then_changed_has_eagers_gradients() -> None:
     """torch.compile 2.13 passes the updated buffer to the backward."""
     torch.manual_seed(0)
-    net, x = Net(*(Statistics("clone") for _ in range(2))), torch.randn(64, 32)
+    net = Net(*(Statistics("clone") for _ in range(2)))
+    x = torch.randn(64, 32)
     twin = copy.deepcopy(net)
     expected = step(twin, twin, x)
     found = step(compiled.compile(net, memory=1.0, planner=QUICK), net, x)
@@ -134,13 +139,15 @@ def test_a_buffer_that_is_read_and_then_changed_has_eagers_gradients() -> None:
 @pytest.mark.nightly
 def test_readers_of_a_modified_buffer_are_not_recomputed() -> None:
     torch.manual_seed(0)
-    net, x = Net(*(Statistics("mask") for _ in range(4))), torch.randn(256, 32)
+    net = Net(*(Statistics("mask") for _ in range(4)))
+    x = torch.randn(256, 32)
     with pytest.raises(CompileError, match="does not fit"):
         step(compiled.compile(net, memory=0.8, planner=QUICK), net, x)
 
 
 def test_a_planned_model_has_the_predicted_peak_and_unplanned_bits() -> None:
-    net, x = blocks(), torch.randn(4, 64, 32)
+    net = blocks()
+    x = torch.randn(4, 64, 32)
     plain = torch.compile(net, dynamic=False)
     expected = step(plain, net, x)
     without = peak(plain, net, x)
@@ -166,7 +173,8 @@ def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.nightly
 def test_less_memory_takes_more_time() -> None:
     """The last network has an embedding, whose gradient is zero-filled early and accumulated at the end."""
-    mlp, x = blocks(), torch.randn(4, 64, 32)
+    mlp = blocks()
+    x = torch.randn(4, 64, 32)
     words = Net(nn.Embedding(50, 32), Block(32), Block(32))
     times = []
     for net, batch, memory in ((mlp, x, 0.95), (mlp, x, 0.8), (words, torch.randint(0, 50, (4, 64)), 0.75)):
@@ -182,7 +190,8 @@ def test_less_memory_takes_more_time() -> None:
 def test_a_language_models_loss_whose_gradient_is_written_over_the_logits() -> None:
     """Logits dominate the memory: a Program with logits and their gradient at once would not fit."""
     torch.manual_seed(0)
-    net, x = Net(*(Block(32) for _ in range(4)), nn.Linear(32, 512), words=True), torch.randn(4, 64, 32)
+    net = Net(*(Block(32) for _ in range(4)), nn.Linear(32, 512), words=True)
+    x = torch.randn(4, 64, 32)
     partitioner = Partitioner(0.75, planner="annealing", seconds=None)
     torch.testing.assert_close(step(graphs(net, partitioner), net, x), step(net, net, x))
     (graph,) = partitioner.graphs
@@ -236,7 +245,8 @@ class Checkpointed(Block):
 
 
 def test_checkpoints_of_the_users_stay_and_are_named() -> None:
-    net, x = Net(Checkpointed(32)), torch.randn(4, 64, 32)
+    net = Net(Checkpointed(32))
+    x = torch.randn(4, 64, 32)
     partitioner = Partitioner(0.5)
     with pytest.warns(UserWarning, match="left as PyTorch partitions it, because it has checkpoint regions"):
         found = step(graphs(net, partitioner), net, x)
@@ -247,7 +257,8 @@ def test_checkpoints_of_the_users_stay_and_are_named() -> None:
 @pytest.mark.nightly
 def test_random_numbers_are_drawn_once() -> None:
     """Forward and backward use the same masks: gradients equal those without a plan."""
-    net, x = blocks(2, drop=0.5), torch.randn(4, 64, 32)
+    net = blocks(2, drop=0.5)
+    x = torch.randn(4, 64, 32)
     partitioner = Partitioner(0.75, planner=QUICK)
     expected = step(graphs(net, Partitioner(1.0)), net, x)
     torch._dynamo.reset()
@@ -261,7 +272,8 @@ def test_statistics_of_batch_norm_are_written_once() -> None:
     parts = [
         nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for i in range(4)
     ]
-    net, x = Net(*parts), torch.randn(4, 3, 16, 16)
+    net = Net(*parts)
+    x = torch.randn(4, 3, 16, 16)
     partitioner = Partitioner(0.8, planner=QUICK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

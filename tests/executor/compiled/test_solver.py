@@ -24,7 +24,9 @@ class Compared(ChainSolver):
 
     def chains(self, recomputed: set[fx.Node], values: list[fx.Node]) -> int:
         """Returns the time to recompute these values, counting each operator once."""
-        saved, seen, stack = set(values) - recomputed, set(), list(recomputed)
+        saved = set(values) - recomputed
+        seen = set()
+        stack = list(recomputed)
         while stack:
             node = stack.pop()
             if node.op == "call_function" and node not in saved and node not in seen:
@@ -34,7 +36,9 @@ class Compared(ChainSolver):
 
 
 def test_recomputed_chains_are_faster_than_the_knapsacks_plan() -> None:
-    net, x, times = blocks(3), torch.randn(4, 64, 32), []
+    net = blocks(3)
+    x = torch.randn(4, 64, 32)
+    times = []
     expected = step(net, net, x)
     for budget in (0.2, 0.1):
         torch._dynamo.reset()

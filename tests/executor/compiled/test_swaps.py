@@ -24,7 +24,8 @@ SWAPS = "autoswap_swdoa"
 
 @pytest.mark.nightly
 def test_a_compiled_model_swaps_as_planned_in_the_memory_that_was_predicted() -> None:
-    net, x = blocks(), torch.randn(4, 64, 32)
+    net = blocks()
+    x = torch.randn(4, 64, 32)
     expected = step(torch.compile(net, dynamic=False), net, x)
     torch._dynamo.reset()
     model = compiled.compile(net, memory=0.8, planner=SWAPS, mode="swap")
@@ -42,7 +43,8 @@ def test_a_compiled_model_swaps_as_planned_in_the_memory_that_was_predicted() ->
 
 
 def test_swaps_and_recomputations_combine() -> None:
-    net, x = blocks(3), torch.randn(4, 64, 32)
+    net = blocks(3)
+    x = torch.randn(4, 64, 32)
     expected = step(net, net, x)
 
     def plan_both(program: Program, machine: Machine, limit: int) -> Plan:
@@ -76,7 +78,8 @@ def test_a_wait_that_is_missing_shows_in_the_gradients(way: str) -> None:
                 gm.recompile()
             return parts
 
-    net, x = blocks(), torch.randn(4, 64, 32)
+    net = blocks()
+    x = torch.randn(4, 64, 32)
     gradients = step(graphs(net, Wrong(0.8, planner=SWAPS, mode="swap")), net, x)
     assert any(g.isnan().any() for g in gradients)
 
@@ -86,7 +89,8 @@ class Rotated(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.first = nn.Linear(width, width)
+        self.last = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         a, b = self.first(x).chunk(2, -1)
@@ -95,7 +99,8 @@ class Rotated(nn.Module):
 
 def test_a_concatenated_tensor_is_swapped_as_one() -> None:
     torch.manual_seed(0)
-    net, x = Net(*(Rotated(32) for _ in range(3))), torch.randn(4, 64, 32)
+    net = Net(*(Rotated(32) for _ in range(3)))
+    x = torch.randn(4, 64, 32)
 
     def all_of_them(program: Program, machine: Machine, limit: int) -> Plan:
         swaps = (Swap(*gap) for gap in program.gaps(16_384))
@@ -112,7 +117,8 @@ def test_a_concatenated_tensor_is_swapped_as_one() -> None:
 
 
 def test_a_forward_without_its_backward_leaves_nothing_behind() -> None:
-    net, x = blocks(), torch.randn(4, 64, 32)
+    net = blocks()
+    x = torch.randn(4, 64, 32)
     model = graphs(net, Partitioner(0.8, planner=SWAPS, mode="swap"))
     loss = model(x)
     assert POOL.pending and POOL.bytes_in_use > 0
@@ -123,7 +129,8 @@ def test_a_forward_without_its_backward_leaves_nothing_behind() -> None:
 
 def test_tensors_of_the_caller_are_not_swapped() -> None:
     """Covers the model's outputs, their gradients, and gradients of parameters."""
-    net, x = blocks(), torch.randn(4, 64, 32)
+    net = blocks()
+    x = torch.randn(4, 64, 32)
     seen: list[set[str]] = []
 
     def planner(program: Program, machine: Machine, limit: int) -> Plan:
@@ -192,7 +199,8 @@ def test_on_a_gpu(mode: str) -> None:
     for _ in range(2):
         assert all(map(torch.equal, step(model, net, x), expected))
     (graph,) = compiled.report(model).graphs
-    real, page = peak(model, net, x), str(compiled.report(model))
+    real = peak(model, net, x)
+    page = str(compiled.report(model))
     print(page, f"real peak {real:,}, limit {graph.limit:,}, without {graph.without_bytes:,}")
     assert graph.plan is not None and graph.plan.decisions
     assert graph.peak_bytes == pytest.approx(real, rel=0.02) and real <= graph.limit

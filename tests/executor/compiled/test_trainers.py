@@ -38,7 +38,8 @@ def trained_in_ddp(make: Any, memory: float, rank: int) -> list[Tensor]:
     torch._dynamo.reset()
     net = blocks()
     model, found = make(net, memory)
-    parallel, optimizer = DistributedDataParallel(model), torch.optim.SGD(net.parameters(), lr=0.1)
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()

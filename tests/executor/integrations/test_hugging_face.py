@@ -181,7 +181,8 @@ def test_float16_with_its_scaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Accelerate supports float16 only on GPUs, so its check is patched."""
     pair = Pair(tmp_path)
     for trainer in pair.trainers:
-        trainer.accelerator.scaler, trainer.accelerator.native_amp = GradScaler("cpu", init_scale=2.0**8), True
+        trainer.accelerator.scaler = GradScaler("cpu", init_scale=2.0**8)
+        trainer.accelerator.native_amp = True
     monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
     pair.train()
     assert "torch.float16" in str(pair.ours.planned.captured.graph.graph)
@@ -224,7 +225,9 @@ class Distilled:
 
     def give(self) -> None:
         set_seed(2)
-        self.teacher, self.weights, self.factor = model().eval(), torch.rand(256), 0.5
+        self.teacher = model().eval()
+        self.weights = torch.rand(256)
+        self.factor = 0.5
 
 
 @pytest.mark.nightly

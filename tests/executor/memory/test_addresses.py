@@ -19,7 +19,8 @@ FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ct
 @pytest.fixture(scope="module")
 def native():
     allocate, free = functions()
-    take, give = ALLOCATE(allocate.address), FREE(free.address)
+    take = ALLOCATE(allocate.address)
+    give = FREE(free.address)
     return (lambda nbytes, device=0: take(nbytes, device, None)), (lambda at, nbytes=0: give(at, nbytes, 0, None))
 
 
@@ -81,7 +82,8 @@ def test_a_free_finds_its_arena_and_no_other_memory(native, arena):
 def test_threads_get_addresses_of_their_own(native):
     """Calls from several threads without the GIL get distinct addresses."""
     request, free = native
-    arena, received = Arena(300 * MIB, 64 * MIB), []
+    arena = Arena(300 * MIB, 64 * MIB)
+    received = []
 
     def work():
         for _ in range(400):

@@ -13,7 +13,8 @@ import torch
 from executor.memory import graph_memsets
 from executor.memory.graph_memsets import MEMSET, THREADS, replace_memsets
 
-KERNEL, GPU = 0, torch.device("cuda", 0)
+KERNEL = 0
+GPU = torch.device("cuda", 0)
 
 
 @dataclass
@@ -59,7 +60,8 @@ class Double:
         return 0
 
     def cuGraphMemsetNodeGetParams(self, node: Any, target: Any) -> int:
-        params, memset = target._obj, self.nodes[node.value].memset
+        params = target._obj
+        memset = self.nodes[node.value].memset
         params.target, params.value, params.size, params.width, params.height = memset
         return 0
 

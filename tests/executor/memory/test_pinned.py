@@ -16,7 +16,9 @@ class Driver:
     """Records which memory is pinned."""
 
     def __init__(self):
-        self.pinned, self.calls, self.settled = {}, [], 0
+        self.pinned = {}
+        self.calls = []
+        self.settled = 0
         self.slabs = Slabs(self.pin, self.unpin, self.settle)
 
     def pin(self, address, nbytes):
@@ -134,7 +136,8 @@ def test_what_is_available_by_hand(tmp_path, files, left, source):
 def test_huge_pages_are_allowed_and_children_inherit_no_pinned_memory(slabs, request):
     """Checks the mapping's flags in /proc/self/smaps: huge pages require a private mapping."""
     memory = (request.getfixturevalue("driver").slabs if slabs == "driver" else slabs).take(64 * PAGE)
-    address, flags_line = memory.ctypes.data, ""
+    address = memory.ctypes.data
+    flags_line = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.partition(" ")[0]
         if "-" in first:

@@ -109,7 +109,8 @@ def test_kernels_of_a_graph_log_their_begin_and_end_and_a_launch_clears_what_was
             launch()
             backend.synchronize()
             log = backend.log()
-            begin, end = log.begin.astype(np.int64), log.end.astype(np.int64)
+            begin = log.begin.astype(np.int64)
+            end = log.end.astype(np.int64)
             assert (log.begin[2], log.end[2]) == (NEVER, 0)
             assert end[1] - begin[1] >= 5 * MS and begin[0] + 2 * MS <= begin[1] and end[1] + 2 * MS <= end[0]
             assert begin[0] >= int(before.end[0])

@@ -30,7 +30,8 @@ def broken(program, plan, limit, method, tasks, change):
         Number of broken calls, and the errors found.
     """
     with opened(LINK) as (backend, device):
-        does, changed = getattr(backend, method), list[str]()
+        does = getattr(backend, method)
+        changed = list[str]()
 
         def call(*arguments):
             if backend.task.startswith(tasks) and backend.task not in changed:
@@ -81,7 +82,8 @@ def test_every_wait_and_every_byte_counts(method, tasks, change, match):
 
 def in_order(order):
     """Returns how many jobs of each stream precede each job of three rounds by stream order and waits."""
-    finished, streams_finished = {}, {}
+    finished = {}
+    streams_finished = {}
     for i in range(3):
         for j, job in enumerate(order.jobs):
             clock = streams_finished.setdefault(job.span.stream, {})
@@ -124,7 +126,8 @@ def test_every_wait_of_random_plans_that_protects_bytes_counts(quick):
 
 def test_host_contents_are_checked_at_the_end():
     """p, which only f2 updates, is on the host from f2 until its swap-in at f1's end."""
-    p, f2 = len(LARGE.tensors), LARGE.kernels[1]
+    p = len(LARGE.tensors)
+    f2 = LARGE.kernels[1]
     kernels = list(LARGE.kernels)
     kernels[1] = replace(f2, inputs=(*f2.inputs, p), outputs=(*f2.outputs, p))
     program = Program("p", (*LARGE.tensors, Tensor("p", 5000, "parameter", True)), tuple(kernels))
@@ -136,7 +139,8 @@ def test_host_contents_are_checked_at_the_end():
 
 def test_a_wrong_address_is_found(monkeypatch):
     """a4 overlaps a2, which is in use, from its byte 4 on."""
-    right, lifetimes = streams.pack_within, streams.timeline_lifetimes
+    right = streams.pack_within
+    lifetimes = streams.timeline_lifetimes
     lives = []
     monkeypatch.setattr(streams, "timeline_lifetimes", lambda timeline: lives.append(lifetimes(timeline)) or lives[-1])
 

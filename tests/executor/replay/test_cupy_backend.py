@@ -36,7 +36,8 @@ def test_fill_and_verify_are_numpys(kernels):
     memory = np.zeros(6000, np.uint8)
     base = -(-memory.ctypes.data // 16) * 16 - memory.ctypes.data
     for at, n in [(a, n) for a in range(17) for n in (1, 3, 15, 16, 17, 100, 4097)]:
-        seed, where = rng.randrange(2**32), memory.ctypes.data + base + at
+        seed = rng.randrange(2**32)
+        where = memory.ctypes.data + base + at
         memory[:] = 7
         run(kernels, "fill", rng.randint(1, 4), 32, where, n, seed)
         inside = memory[base + at : base + at + n]

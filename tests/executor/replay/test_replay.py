@@ -205,7 +205,8 @@ LARGE = Program(
     tuple(replace(t, nbytes=1000 * t.nbytes) for t in PROGRAM.tensors),
     tuple(replace(k, duration_ns=200_000 * k.duration_ns) for k in PROGRAM.kernels),
 )
-LARGE_SWAP, LARGE_RECOMPUTE = Plan(SWAP_PLAN.decisions), Plan(RECOMPUTE_PLAN.decisions)
+LARGE_SWAP = Plan(SWAP_PLAN.decisions)
+LARGE_RECOMPUTE = Plan(RECOMPUTE_PLAN.decisions)
 
 
 @pytest.mark.parametrize(

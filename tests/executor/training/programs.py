@@ -184,7 +184,8 @@ class Twins:
     def at_once(self, step: Callable[..., Any], ours: Sequence[Any], theirs: Sequence[Any], first: int = 0) -> None:
         """Runs all micro-batches from ``first`` in one planned call; its result must be the sum of the eager ones."""
         torch.manual_seed(self.seed)
-        result, random_state = step(*(ours if len(ours) > 1 else ours[0])), torch.get_rng_state()
+        result = step(*(ours if len(ours) > 1 else ours[0]))
+        random_state = torch.get_rng_state()
         torch.manual_seed(self.seed)
         expected, *others = [self.eager.micro(i, *batch) for i, batch in enumerate(theirs, first)]
         equal(result, sum(others, expected) if others else expected)
@@ -283,7 +284,8 @@ def random_plan(program: Program, seed: int, empty_share: float = 0.3) -> Plan:
     Args:
         empty_share: probability that a gap is left empty of decisions.
     """
-    rng, extra_rng = random.Random(seed), random.Random(seed)
+    rng = random.Random(seed)
+    extra_rng = random.Random(seed)
     n = len(program.kernels)
     decisions: list[Decision] = []
     for gap in program.gaps():

@@ -41,7 +41,9 @@ class Net(nn.Module):
 
     def __init__(self, own_loss: bool = False) -> None:
         super().__init__()
-        self.a, self.b, self.own_loss = nn.Linear(8, 32), nn.Linear(4, 32), own_loss
+        self.a = nn.Linear(8, 32)
+        self.b = nn.Linear(4, 32)
+        self.own_loss = own_loss
         self.rest = nn.Sequential(nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 5))
 
     def forward(self, x: Any, m: Tensor | None = None, y: Tensor | None = None) -> Any:
@@ -103,7 +105,8 @@ def test_what_is_returned_counts_to_the_end_of_the_step() -> None:
     def returns(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return loss_fn(out, y), out * 2
 
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 512)), torch.randn(64, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 512))
+    x = torch.randn(64, 4)
     without, with_outputs = (capture(model, f, adamw(model), (x, x)).program for f in (loss_fn, returns))
     assert with_outputs.live_bytes[-1] - without.live_bytes[-1] == 64 * 512 * 4
     assert with_outputs.peak_bytes >= without.peak_bytes + 64 * 512 * 4

@@ -23,7 +23,8 @@ ROWS = ("small", "resnet", "gpt2", "accumulated")  # of the table
 
 
 def first_case(mark: Any) -> dict[str, Any]:
-    names, case = mark.args[0], next(iter(mark.args[1]))
+    names = mark.args[0]
+    case = next(iter(mark.args[1]))
     case = getattr(case, "values", (case,) if isinstance(names, str) else case)
     return dict(zip([names] if isinstance(names, str) else names, case, strict=True))
 

@@ -111,7 +111,8 @@ def a_fault(case: Case) -> None:
 
 
 def another_compute_stream(case: Case) -> None:
-    step, now = case.step(), torch.cuda.current_stream()
+    step = case.step()
+    now = torch.cuda.current_stream()
     for call in (lambda: case.run(step), step.finish, lambda: case.run(step)):
         other = torch.cuda.Stream()
         other.wait_stream(now)
@@ -124,7 +125,8 @@ def another_compute_stream(case: Case) -> None:
 
 def a_loaders_batch(case: Case) -> None:
     """The batch was created on another stream, which keeps allocating."""
-    step, side = case.step(programs.swapping_the_batch(case.captured.program)), torch.cuda.Stream()
+    step = case.step(programs.swapping_the_batch(case.captured.program))
+    side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         batch = case.twins.next_batch()
     torch.cuda.current_stream().wait_stream(side)
@@ -134,7 +136,8 @@ def a_loaders_batch(case: Case) -> None:
 
 def another_stream_for_each_micro_batch(case: Case) -> None:
     captured = case.in_parts
-    step, now = tight(captured, random_plan(captured.program, 1, empty_share=0.0)), torch.cuda.current_stream()
+    step = tight(captured, random_plan(captured.program, 1, empty_share=0.0))
+    now = torch.cuda.current_stream()
     for _ in range(4):
         other = torch.cuda.Stream()
         other.wait_stream(now)
@@ -170,9 +173,12 @@ def host_memory_that_is_unpinned(case: Case) -> None:
 
 def what_is_on_the_host_anyway(case: Case) -> None:
     """A host tensor is copied at once, here to a slot that a copy in flight still writes."""
-    cuda, original = engines.CudaEngines(torch.device("cuda", 0)), engines.on_host
+    cuda = engines.CudaEngines(torch.device("cuda", 0))
+    original = engines.on_host
     place = torch.frombuffer(cuda.pinned(128), dtype=torch.uint8)
-    tensor, number, event = torch.zeros(128, dtype=torch.uint8), torch.ones(128, dtype=torch.uint8), cuda.event()
+    tensor = torch.zeros(128, dtype=torch.uint8)
+    number = torch.ones(128, dtype=torch.uint8)
+    event = cuda.event()
     cuda.begin()
     cuda.copy_out(place, tensor, event)
     engines.on_host = lambda tensor: True
@@ -206,7 +212,8 @@ def a_capture_that_fails(case: Case) -> None:
 
 def replays(case: Case) -> None:
     """The host reads host copies first after each replay."""
-    step, twins = case.over_the_boundary(graph=True), case.twins
+    step = case.over_the_boundary(graph=True)
+    twins = case.twins
     for i in range(5):
         step(*twins.next_batch())
         copies = [state["momentum_buffer"].clone() for state in twins.ours.optimizer.state.values()]
@@ -222,7 +229,8 @@ def replays(case: Case) -> None:
 
 def replays_on_another_stream(case: Case) -> None:
     """Steps do not wait for copies within the ``with`` block."""
-    step, now = case.over_the_boundary(graph=True), torch.cuda.current_stream()
+    step = case.over_the_boundary(graph=True)
+    now = torch.cuda.current_stream()
     for _ in range(3):
         other = torch.cuda.Stream()
         other.wait_stream(now)
@@ -269,14 +277,17 @@ def fresh(twins: Twins) -> None:
     for loop in (twins.ours, twins.eager):
         torch.manual_seed(0)
         for p in loop.model.parameters():
-            p.data, p.grad = torch.randn(p.shape), None
+            p.data = torch.randn(p.shape)
+            p.grad = None
         for values in loop.optimizer.state.values():
             values["momentum_buffer"] = torch.zeros_like(values["momentum_buffer"])
 
 
 def run_scenario(scenario: Callable[[Case], None], omitted: Site | None) -> tuple[str, set[tuple[str, int]]]:
     """Returns the error of a scenario with one wait skipped, and the calls that were made."""
-    double, case_parts, message = GraphDouble(), captures(), ""
+    double = GraphDouble()
+    case_parts = captures()
+    message = ""
     with pytest.MonkeyPatch.context() as patch:
         double.install(patch)
         for name in OF_ENGINES:

@@ -414,11 +414,13 @@ def adapters() -> Loop:
 @case
 def gradient_penalty() -> Loop:
     """WGAN-GP (Gulrajani et al., 2017): two models and losses, noise, and a second-order gradient."""
-    make, judge = net(5, 32), nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1))
+    make = net(5, 32)
+    judge = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizers = [torch.optim.Adam(m.parameters(), 0.01, (0.5, 0.9)) for m in (make, judge)]
 
     def step(x: Tensor, _: Tensor) -> dict[str, Tensor]:
-        real, fake = x[:, :5], make(torch.randn(len(x), 5))
+        real = x[:, :5]
+        fake = make(torch.randn(len(x), 5))
         mix = torch.lerp(real, fake.detach(), torch.rand(len(x), 1)).requires_grad_()
         (slope,) = torch.autograd.grad(judge(mix).sum(), mix, create_graph=True)
         penalty = (slope.norm(dim=1) - 1).square().mean()
@@ -437,7 +439,8 @@ def gradient_penalty() -> Loop:
 
 @case
 def distillation() -> Loop:
-    teacher, student = net(8, 64).eval(), net(8, 16)
+    teacher = net(8, 64).eval()
+    student = net(8, 16)
 
     def loss(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -493,7 +496,8 @@ def optimizer_in_backward() -> Loop:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHTLY)) for n in CASES])
 def test_equal_to_eager(name: str) -> None:
     """Tests every kind of plan at its smallest feasible limit, with micro-batches one by one and at once."""
-    twins, reruns = Twins(CASES[name]), ("reruns",) if name in NETWORKS else ()
+    twins = Twins(CASES[name])
+    reruns = ("reruns",) if name in NETWORKS else ()
     under_every_plan(twins, twins.captured(check=name in CHECKED), zlib.crc32(name.encode()), reruns)
 
 

@@ -137,7 +137,9 @@ def test_a_failed_copy_undoes_the_step(way, moves):
 def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, moves):
     twins, step = planned()
     twins.train(step, 2)
-    i, work, armed = step.state.commit, step.state.work, list[int]()
+    i = step.state.commit
+    work = step.state.work
+    armed = list[int]()
     late = {b for item in step.order.items[i + 1 :] for kind, b in item.before + item.after if kind == way}
     hosts = {step.state.blocks.blocks[step.order.schedule.blocks[b].owner].host.data_ptr() for b in late}
     work[i] = work[i]._replace(after=(*work[i].after, (armed.append, 0)))

@@ -135,7 +135,8 @@ def test_nothing_moves_at_the_boundary(double):
     """Tensors stay where the plan has them at the boundary, and a replay makes exactly the plan's copies."""
     twins, step = over_the_boundary(2)
     twins.train(step, 2)
-    blocks, start = step.state.blocks, step.order.start
+    blocks = step.state.blocks
+    start = step.order.start
     for t, block in blocks.blocks.items():
         evicted = start.get(t) == "host"
         place = Place.HOST if evicted else Place.DEVICE
@@ -191,7 +192,8 @@ def test_the_batch_is_swapped(over, double):
     twins.train(step, 4)
     assert step.graph.captures == 1
     (unswapped,) = {x, y} - {block for block in (x, y) if block in step.state.blocks.blocks}
-    tensors, moved = captured.program.tensors, step.state.blocks.blocks
+    tensors = captured.program.tensors
+    moved = step.state.blocks.blocks
     resident = sum(t.nbytes for i, t in enumerate(tensors) if t.persistent and (i not in moved or t.kind == "input"))
     assert step.graph.peak_bytes == resident + tensors[unswapped].nbytes + step.graph.graph.footprint
     set_rate(twins, 0.07)  # a Python number: the step is captured again
@@ -209,7 +211,8 @@ def test_the_peak_is_known_before_the_first_replay(double):
         span for spans in (double.graphs[-1].reads, double.graphs[-1].writes) for span in spans if span[0] > 2 * BASE
     }
     assert max(end for _, end in used) - min(begin for begin, _ in used) <= captured_graph.footprint
-    tensors, moved = step.program.tensors, step.state.blocks.blocks
+    tensors = step.program.tensors
+    moved = step.state.blocks.blocks
     assert not step.state.swapped_inputs()
     resident = sum(t.nbytes for i, t in enumerate(tensors) if t.persistent and i not in moved)
     slots = sum(tensor.nbytes for tensor in twins.next_batch())
@@ -344,7 +347,9 @@ def test_steps_of_several_shapes_have_one_graph_at_a_time(by_default):
 def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default, monkeypatch):
     """The first packing fits only by the program's sizes; the last also fits the larger real requests."""
     monkeypatch.setattr(fit_module, "beside_bytes", lambda captured: 0)
-    twins, limits, capuchin = Twins(loop_of, "small", by_tensor), list[int](), agents.make("capuchin", min_bytes=1)
+    twins = Twins(loop_of, "small", by_tensor)
+    limits = list[int]()
+    capuchin = agents.make("capuchin", min_bytes=1)
 
     def planner(program, machine, limit):
         limits.append(limit)

@@ -47,7 +47,8 @@ def test_a_graph_ends_with_no_copy_in_flight_that_is_over_in_the_simulation():
     counts = [Counter(), Counter()]
     for seed in range(100):
         program, plan, machine, limit, *_ = case(seed)
-        limit, machine = max(limit, lower(program, plan).required_bytes), replace(machine, host_bytes=10**6)
+        limit = max(limit, lower(program, plan).required_bytes)
+        machine = replace(machine, host_bytes=10**6)
         for graph in (False, True):
             counts[graph].update(ordered(program, plan, machine, limit, graph).start.values())
     assert counts[True]["out"] < counts[False]["out"]
@@ -64,7 +65,8 @@ def test_an_order_that_waits_at_the_boundary_is_sound(monkeypatch):
 
 def follow(out: Order) -> None:
     """Replays moves and steps on a model of block locations and content versions."""
-    program, schedule = out.program, out.schedule
+    program = out.program
+    schedule = out.schedule
     blocks = schedule.blocks
     place = {b: out.start.get(x.owner, "device") for b, x in enumerate(blocks) if x.first < 0}
     content = dict.fromkeys(place, -1)  # block -> its last writer
@@ -92,12 +94,14 @@ def follow(out: Order) -> None:
 
     assert used == out.used and [item.step for item in out.items] == list(schedule.steps)
     for item in out.items:
-        kernel, k = program.kernels[item.step.kernel], item.step.before
+        kernel = program.kernels[item.step.kernel]
+        k = item.step.before
         for kind, b in item.before:
             used += move(kind, b)
             peak = max(peak, used)
         used += item.charged
-        peak, peaks[k] = max(peak, used), max(peaks[k], used)
+        peak = max(peak, used)
+        peaks[k] = max(peaks[k], used)
         assert item.charged == sum(blocks[b].nbytes for b in item.step.allocates)
         place |= dict.fromkeys(item.step.allocates, "device")
         for x in kernel.inputs:

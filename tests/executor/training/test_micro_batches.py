@@ -56,7 +56,8 @@ def test_a_later_batch_goes_where_the_plan_has_it(where, monkeypatch):
     """The later batch is on the host, swapped in with a valid host copy, or being swapped out when it arrives."""
     twins = Twins("small", adamw, accumulate=2, clip_norm=0.05)
     captured = twins.captured()
-    program, end = captured.program, captured.micro[0].end
+    program = captured.program
+    end = captured.micro[0].end
     second = [t for t, tensor in enumerate(program.tensors) if tensor.kind == "input"][2]
     first, *_, last = program.accesses[second]
     step = tight(
@@ -110,7 +111,9 @@ def test_one_memory_for_two_swapped_micro_batches_is_refused():
 def test_a_micro_batch_that_fails_undoes_all_of_the_step(which):
     twins, step = accumulated(3)
     twins.train(step)
-    before, kernels, work = copy.deepcopy(twins.ours.state()), step.program.kernels, step.state.work
+    before = copy.deepcopy(twins.ours.state())
+    kernels = step.program.kernels
+    work = step.state.work
     backward = [
         j for j, item in enumerate(step.order.items) if kernels[item.step.kernel].phase == "backward" and work[j].calls
     ]

@@ -14,7 +14,8 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 
 aten = torch.ops.aten
-X, W = torch.empty(2, 1, 4, 4, device="meta"), torch.empty(3, 1, 3, 3, device="meta")
+X = torch.empty(2, 1, 4, 4, device="meta")
+W = torch.empty(3, 1, 3, 3, device="meta")
 CONVOLUTION = X, W, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
 
 

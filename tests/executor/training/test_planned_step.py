@@ -52,7 +52,8 @@ def test_a_program_is_lowered_once_on_its_way_to_a_step(graph, request):
     if graph:
         request.getfixturevalue("double")
     captured = Twins("mlp").captured()
-    plan, lowered = Plan(tuple(Swap(*gap) for gap in captured.program.gaps())), 0
+    plan = Plan(tuple(Swap(*gap) for gap in captured.program.gaps()))
+    lowered = 0
 
     def count(frame, event, _):
         nonlocal lowered

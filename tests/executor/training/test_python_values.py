@@ -22,9 +22,15 @@ class Net(nn.Module):
 
     def __init__(self, act: Callable[[nn.Module, Tensor], object] = lambda net, x: None) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
-        self.drop, self.act = nn.Dropout(0.3), act
-        self.scale, self.table, self.epoch, self.kept = 2.0, {"bias": 0.5}, 0, None
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.last = nn.Linear(16, 4)
+        self.drop = nn.Dropout(0.3)
+        self.act = act
+        self.scale = 2.0
+        self.table = {"bias": 0.5}
+        self.epoch = 0
+        self.kept = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.act(self, x)
@@ -41,7 +47,8 @@ class Loss:
         def raised(loss: Tensor, by: float = 1.0) -> Tensor:
             return loss ** (power * by)
 
-        self.weight, self.raised = 0.5, raised
+        self.weight = 0.5
+        self.raised = raised
 
     def __call__(self, out: Tensor, y: Tensor) -> Tensor:
         return self.weight * self.raised(nn.functional.cross_entropy(out, y))
@@ -87,7 +94,8 @@ def test_a_value_that_the_step_reads_has_changed(what: str) -> None:
 def test_unread_values_and_kept_tensors_may_change() -> None:
     twins = Twins(reading, lambda net, x: setattr(net, "kept", x + 1))
     step = PlannedStep(twins.captured(), Plan())
-    twins.ours.model.epoch, twins.ours.model.note = 1, "second"
+    twins.ours.model.epoch = 1
+    twins.ours.model.note = "second"
     with torch.random.fork_rng():
         twins.ours.model(batch()[0])  # keeps a tensor, too
     twins.eager.model.load_state_dict(twins.ours.model.state_dict())  # with batch norm's statistics

@@ -31,7 +31,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from executor import CaptureError, FitError, StepError, fit
 from tests.executor.training.programs import bit_identical
 
-FEATURES, WIDTH, CLASSES, ROWS, STEPS = 8, 16, 5, 32, 3
+FEATURES = 8
+WIDTH = 16
+CLASSES = 5
+ROWS = 32
+STEPS = 3
 REFUSALS = CaptureError, FitError, StepError
 OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
 AN_ERROR = re.compile(r"cannot be traced: |^(the step|kernel \d+ .*) failed: |\n")  # a refusal without a remedy
@@ -203,7 +207,8 @@ class Block(nn.Module):
 
 def make(name: str, inner: Block | None, table: dict[str, Any]) -> Block:
     """Creates a block of a new class with ``table`` as its globals."""
-    forward, after = (FORWARD | MORE_FORWARD).get(name, FORWARD["layer"]), AFTER_BACKWARD.get(name, "...")
+    forward = (FORWARD | MORE_FORWARD).get(name, FORWARD["layer"])
+    after = AFTER_BACKWARD.get(name, "...")
     used = re.findall(r"self\.(\w+)", f"{forward} {after}")
     attributes = "\n".join(f"self.{key} = {value}" for key, value in ATTRIBUTES.items() if key in used) or "..."
     bodies = {"make(self)": attributes, "forward(self, h, x)": forward, "after_backward(self, loss)": after}
@@ -230,7 +235,8 @@ class Plain(Optimizer):
         return state["mean"]
 
     def last_gradient(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        before, state["last"] = state.get("last", torch.zeros_like(gradient)), gradient.clone()
+        before = state.get("last", torch.zeros_like(gradient))
+        state["last"] = gradient.clone()
         return gradient + 0.5 * before
 
     def preconditioned(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
@@ -254,7 +260,9 @@ class Lookahead(Optimizer):
 
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
-        self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+        self.inner = inner
+        self.state = inner.state
+        self.param_groups = inner.param_groups
         self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
@@ -311,7 +319,8 @@ class Twin:
         """Returns all state that a step may change except gradients, with tensors cloned."""
         observations: dict[str, Any] = {"random state": torch.get_rng_state()}
         state = {i: self.optimizer.state.get(p, {}) for i, p in enumerate(self.model.parameters())}
-        table, slow = self.blocks[0].make.__globals__, getattr(self.optimizer, "slow", [])
+        table = self.blocks[0].make.__globals__
+        slow = getattr(self.optimizer, "slow", [])
         objects = {"model": dict(self.model.named_modules()), "state": state, "slow": slow}
         objects |= {"globals": [table["LOGGED"], table["MEAN"]], "classes": [b.shared for b in self.blocks]}
         for name, value in leaves(objects, ""):
@@ -365,7 +374,9 @@ class Program:
     def trained(self, with_fit: bool) -> tuple[str, list[dict[str, Any]]]:
         """Returns the reason of a refusal ("" if none) and the observations after the fit and each step."""
         twin = Twin(self)
-        step, refusal, history = twin.step, "", []
+        step = twin.step
+        refusal = ""
+        history = []
         for i in range(self.eager + STEPS):
             torch.manual_seed(i)
             if i == self.eager:
@@ -377,7 +388,8 @@ class Program:
             try:
                 result = step(*self.batch(i))
             except REFUSALS as error:
-                refusal, step = f"step {i}: {error}", twin.step
+                refusal = f"step {i}: {error}"
+                step = twin.step
                 torch.manual_seed(i)
                 result = step(*self.batch(i))
             twin.schedule.step()
@@ -415,7 +427,8 @@ def difference(planned: list[dict[str, Any]], eager: list[dict[str, Any]]) -> st
     """Names the first value that is not bit-identical; ``fit`` may create optimizer state before a step does."""
     for i, (ours, theirs) in enumerate(zip(planned, eager, strict=True)):
         for name in dict.fromkeys((*theirs, *ours)):
-            a, b = ours.get(name, ...), theirs.get(name, ...)
+            a = ours.get(name, ...)
+            b = theirs.get(name, ...)
             created = "result" not in theirs and b is ... and name.startswith(".state")
             if not (
                 created

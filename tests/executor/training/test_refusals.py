@@ -48,7 +48,8 @@ def own_step(besides: Callable[[Any, Any], Callable[[], Any]], planner: Any = la
     """Returns a custom step with an additional action and result."""
     model = net(8, 32)
     optimizer = sgd(model)
-    inner, does = trained(model, [optimizer]).capture_args[0], besides(model, optimizer)
+    inner = trained(model, [optimizer]).capture_args[0]
+    does = besides(model, optimizer)
 
     def step(x: Tensor, y: Tensor) -> Any:
         return inner(x, y), does()
@@ -73,7 +74,8 @@ class Acts(nn.Linear):
 
     def __init__(self, act: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__(8, 5)
-        self.act, self._scales = act, frozenset({torch.full((5,), 2.0)})
+        self.act = act
+        self._scales = frozenset({torch.full((5,), 2.0)})
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self, super().forward(x))
@@ -411,7 +413,8 @@ def test_a_number_that_would_give_another_graph_is_refused(make: Any, values: di
     group = twins.ours.optimizer.param_groups[0]
     for key, value in values.items():
         twins.train(step)
-        before, group[key] = group[key], value
+        before = group[key]
+        group[key] = value
         with pytest.raises(StepError, match=f"optimizer's {key} was"):
             step(*twins.next_batch())
         group[key] = before
@@ -444,7 +447,8 @@ def test_a_batch_that_does_not_fit() -> None:
 
 
 def test_the_same_tensor_as_input_and_target() -> None:
-    model, x = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)), torch.randn(3, 8)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))
+    x = torch.randn(3, 8)
     step = step_of(model, batch=(x, x), loss_fn=nn.MSELoss())
     other = torch.randn(3, 8)
     assert step(other, other).isfinite()

@@ -181,7 +181,8 @@ class Injected(Exception): ...
 
 def fails_at(point: int, fit_it: Callable[[], object]) -> bool:
     """Raises within call number ``point`` of the executor's functions, or the next call that restores nothing."""
-    calls, raised = 0, False
+    calls = 0
+    raised = False
     # PyTorch calls __torch_dispatch__ where C++ lets no exception through (for a tensor's device).
     undoing = {"restore", "restored", "__torch_dispatch__"}
 
@@ -239,7 +240,8 @@ def test_an_object_that_cannot_be_restored_does_not_keep_others_from_it(monkeypa
 def test_a_number_of_the_batch_decides_what_a_step_does() -> None:
     twins = Twins(loop_of, "branch on the batch")
     x, y = twins.next_batch()
-    negative, positive = -x.abs(), x.abs()
+    negative = -x.abs()
+    positive = x.abs()
     step = fit(twins.ours.capture_args[0], example_batch=(negative, y), memory=1.0)
     for sign in (negative, positive, positive, negative):
         twins.at_once(step, [(sign, y)], [(sign.clone(), y)])
@@ -285,7 +287,8 @@ def test_kernels_that_do_not_repeat_themselves_may_differ_as_much_as_eager_steps
     """A step that also reads hidden state is refused on every device."""
     monkeypatch.setattr(check, "repeats", lambda device: exact)
     layer = nn.Linear(8, 8)
-    optimizer, calls = sgd(layer), itertools.count()
+    optimizer = sgd(layer)
+    calls = itertools.count()
 
     def step(x: Tensor) -> Tensor:
         loss = _jittered(layer(x), 1e-6).square().mean() * (1 + hidden * next(calls))

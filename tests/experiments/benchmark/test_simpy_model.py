@@ -21,7 +21,8 @@ def machine(copy_engines: int, bandwidth: int) -> Machine:
 @settings(max_examples=50)
 @given(st.data())
 def test_equal_on_random_programs(data: st.DataObject) -> None:
-    program, on = data.draw(strategies.programs() | strategies.networks()), data.draw(strategies.machines())
+    program = data.draw(strategies.programs() | strategies.networks())
+    on = data.draw(strategies.machines())
     plan = data.draw(strategies.plans(program, reruns=True))
     limit = simulate(program, plan, on, 2**40).required_bytes + data.draw(st.integers(0, 40))
     iterations = data.draw(st.integers(1, 4))
@@ -34,7 +35,8 @@ def test_equal_on_random_programs(data: st.DataObject) -> None:
 
 
 def test_equal_with_other_algorithms() -> None:
-    program, on = chain(4), machine(2, 12 * 10**9)
+    program = chain(4)
+    on = machine(2, 12 * 10**9)
     program = replace(program, kernels=tuple(replace(k, variants=((10**5, 2**20),)) for k in program.kernels))
     plan = replace(swap_all(program, program.gaps(2**20)), variants=((1, 0), (4, 0)))
     limit = simulate(program, plan, on, 2**40).required_bytes

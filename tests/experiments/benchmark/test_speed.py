@@ -61,7 +61,8 @@ def test_a_planned_step_without_kernels_and_copies() -> None:
 def test_steps_without_kernels_issue_their_operators_and_compute_nothing() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.BatchNorm2d(2), torch.nn.Flatten())
-    x, y = torch.randn(2, 1, 1, 1), torch.zeros(2, dtype=torch.long)
+    x = torch.randn(2, 1, 1, 1)
+    y = torch.zeros(2, dtype=torch.long)
     steps = host_time.steps_of(Machine.load("gtx1080ti"), model, x, y)
     with host_time.without_kernels(steps) as quick:
         before = [p.clone().detach() for p in model.parameters()]

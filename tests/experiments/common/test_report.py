@@ -43,7 +43,8 @@ def test_the_table_has_the_floor_of_each_limit(program: Program) -> None:
 
 def test_options_go_to_the_planners_that_have_them() -> None:
     options = {"mode": "swap", "calls": 77, "jobs": 1}
-    annealing, swarm = report.make("annealing", **options), report.make("home", **options)
+    annealing = report.make("annealing", **options)
+    swarm = report.make("home", **options)
     assert (annealing.mode, annealing.calls) == ("swap", 77)
     assert (swarm.mode, swarm.calls, swarm.jobs) == ("swap", 77, 1)
     report.make("autoswap_doa", **options)  # has none of these options

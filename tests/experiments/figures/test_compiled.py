@@ -58,7 +58,8 @@ def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.Mon
     monkeypatch.setattr(compiled, "_compile_plain", lambda model: run(model, 1.0))
     monkeypatch.setattr(compiled, "_compile_budgeted", lambda model, budget, solver: run(model, 0.9))
     monkeypatch.setattr(compiled, "_checkpoint_blocks", lambda model: model)
-    threads, limit = torch.get_num_threads(), torch._dynamo.config.recompile_limit
+    threads = torch.get_num_threads()
+    limit = torch._dynamo.config.recompile_limit
     try:
         row = {**TASK, **compiled.measure_task(TASK)}
     finally:

@@ -33,7 +33,8 @@ SEARCH = {"particles": 20, "iterations": 20}
 
 
 def chain(batch: int, layers: int = 4) -> Program:
-    tensors, kernels = [Tensor("weight", 4 * MIB, "parameter", True)], []
+    tensors = [Tensor("weight", 4 * MIB, "parameter", True)]
+    kernels = []
     work = {"flops": batch * 10**9, "bytes": 1}
     for i in range(1, layers + 1):
         tensors.append(Tensor(f"x{i}", batch * MIB))
@@ -88,7 +89,8 @@ def test_table2_finds_the_largest_batches(small: None) -> None:
     assert [results[m]["bound"] for m in home.TABLE2] == [10, 16, 16, 16]
     assert [results[m]["batch"] for m in home.TABLE2] == [10, 16, 16, 16]
     assert all(10 <= result["bounded"] <= result["batch"] for result in results.values())
-    sizes, batch = home.sizes("vgg16", MACHINE), results["HOME"]["bounded"]
+    sizes = home.sizes("vgg16", MACHINE)
+    batch = results["HOME"]["bounded"]
     assert batch < 16, "16 images wait for swaps"
     run = home.run_plan(sizes.at_batch(batch), home.first_plan("HOME", sizes.at_batch(batch), MACHINE, task), MACHINE)
     assert run and run["iteration_ns"] / batch <= 1.0001 * results["PyTorch"]["iteration_ns"] / 10
@@ -186,7 +188,8 @@ def test_tensile_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     task = {"network": "vgg16_imagenet", "batch": 8}
     row = {**task, **tensile.Table1().run(task, MACHINE)}
     assert row["peak_bytes"] == 44 * MIB and row["maps"] == 3 * 8 * MIB
-    unlimited, limited = row["methods"]["TENSILE"], row["methods"][tensile.HELD]
+    unlimited = row["methods"]["TENSILE"]
+    limited = row["methods"][tensile.HELD]
     assert unlimited["iteration_ns"] == row["ideal_ns"], "nothing waits in the whole memory"
     assert limited["peak_bytes"] <= unlimited["peak_bytes"] < row["peak_bytes"]
     cells = next(line for line in table_of(tensile.Table1(), [row]) if line[0] == "VGG16")

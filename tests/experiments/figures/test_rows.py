@@ -12,7 +12,8 @@ from simulator.pool import Packing, program_lifetimes
 from tests.experiments.conftest import ROOT, chain
 
 GPU = Machine.load("gtx1080ti")
-VGG, MB = "vgg16_imagenet", 2**20
+VGG = "vgg16_imagenet"
+MB = 2**20
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,8 @@ def test_a_toy_network_makes_a_row(name: str, task: dict[str, Any], monkeypatch:
 
 def test_the_seeds_of_bayesian_optimisation_are_no_worse_than_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "program", lambda name, machine: chain(12, 10 * MB))
-    figure, task = find("smartpool_fig9"), {"network": "vgg16", "limits": [647, 607]}
+    figure = find("smartpool_fig9")
+    task = {"network": "vgg16", "limits": [647, 607]}
     rows = [{**task, "seed": seed, **figure.run({**task, "seed": seed}, GPU)} for seed in (None, 1)]
     scores, bo = (row["overheads"] for row in rows)
     for i, best in enumerate(bo["bo"]):

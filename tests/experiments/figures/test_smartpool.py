@@ -125,7 +125,8 @@ def test_the_lowest_load_and_the_slowest_link_without_overhead(monkeypatch: pyte
 def test_what_is_avoidable_the_papers_way(
     durations: tuple[int, ...], swap: Swap, limit: int, expected: tuple[int, int]
 ) -> None:
-    program, plan = chain(durations), Plan((swap,))
+    program = chain(durations)
+    plan = Plan((swap,))
     timeline = simulate(program, plan, MACHINE, limit * MB)
     assert timeline.iteration_ns - program.ideal_ns == expected[0]
     assert smartpool.avoidable_wait(timeline, program, plan, MACHINE) == expected
@@ -133,7 +134,8 @@ def test_what_is_avoidable_the_papers_way(
 
 @pytest.mark.parametrize("name", loads.PAPER)
 def test_workloads_are_those_of_the_table(name: str) -> None:
-    config, paper = figures.workload(name), loads.PAPER[name]
+    config = figures.workload(name)
+    paper = loads.PAPER[name]
     assert config["paper_peak_mb"] == paper["load"] and config["batch_size"] == 100
     measured = figures.measured_ms(config, GPU)
     speedups = paper["smartpool_speedup"], paper["cnmem_speedup"]

@@ -85,7 +85,8 @@ def test_forks_and_joins_by_hand() -> None:
 
 def test_alexnet_is_the_network_that_pytorch_trains() -> None:
     with torch.device("meta"):
-        model, x = AlexNet(), torch.empty(2, 3, 227, 227)
+        model = AlexNet()
+        x = torch.empty(2, 3, 227, 227)
         sizes = {}
         for name, layer in model.named_children():
             x = layer(x)
@@ -136,7 +137,8 @@ def test_table_3() -> None:
     assert small["cached"] == large["cached"] == 0 and 0 < beyond["cached"] < beyond["copied"]
     # CONV 34,944 + 614,656 + 885,120 + 1,327,488 + 884,992; FC 37,752,832 + 16,781,312 + 4,097,000.
     assert small["weights"] == 62_378_344 * 4
-    first, per_image = Table3().numbers(rows)["limit"], ALEXNET.peak_bytes // 200
+    first = Table3().numbers(rows)["limit"]
+    per_image = ALEXNET.peak_bytes // 200
     sizes = [3 * small["weights"] + n * per_image for n in (first, first + 1)]
     assert sizes[0] <= GPU.memory_bytes < sizes[1]
     cells = Table3().format_text(rows)[1]
@@ -269,7 +271,8 @@ def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table5(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "TABLE5_MOST", 256)
-    figure, methods = find("superneurons_table5"), ["own", "none", "superneurons", "bound"]
+    figure = find("superneurons_table5")
+    methods = ["own", "none", "superneurons", "bound"]
     searched, once = figure.tasks(figure_settings(figure.name, networks=["alexnet"], methods=methods))
     assert once == {"network": "alexnet", "planner": "lp_round", "batch": 1792}
     machine = replace(GPU, memory_bytes=3 * 2**30)

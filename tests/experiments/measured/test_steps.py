@@ -27,7 +27,9 @@ def test_the_published_trace():
     assert len(large) == 313 and {row.kind for row in large} >= {"conv", "norm", "activation", "pool", "optimizer"}
     off, old = (median(abs(getattr(row, key) / row.measured - 1) for row in large) for key in ("ours", "control"))
     assert off < 0.15 < 0.35 < old
-    captured, machine = trace.captured(), Machine.load("h100")  # control: one roofline and 5 us per launch
+    # control: one roofline and 5 us per launch
+    captured = trace.captured()
+    machine = Machine.load("h100")
     k, kernel = next((k, kernel) for k, kernel in enumerate(captured.program.kernels) if kernel.kind == "conv")
     by_hand = max(
         kernel.flops / (0.7 * machine.flops_per_s["float32"]), kernel.bytes / (0.7 * machine.memory_bytes_per_s)
@@ -115,7 +117,9 @@ def test_a_trace_that_is_wrong_is_refused(tmp_path, name, old, new, named):
 
 
 def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
-    h100, v100, h200 = fit.h100(), fit.fit_v100(), fit.h200()
+    h100 = fit.h100()
+    v100 = fit.fit_v100()
+    h200 = fit.h200()
     values = [
         (key, value, group.written[key], found is h200)
         for found in (h100, v100, h200)
@@ -129,7 +133,8 @@ def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
         else:  # the H200's optimum is flatter
             tolerance = 0.02 if steps_of_h200 else 0.01 if key in fit.CHANNELS else 0.003
             assert written == pytest.approx(fitted, rel=tolerance), key
-    errors, held_out = h100.errors, h100.held_out
+    errors = h100.errors
+    held_out = h100.held_out
     assert 0.13 < errors.spread <= 0.14 and errors.middle < 0.07
     assert abs(errors.total) < 0.02 and abs(v100.errors.total) < 0.02
     assert all(group.errors.total == pytest.approx(0, abs=1e-3) for group in v100.groups)

@@ -52,7 +52,8 @@ def test_the_memory_curve_is_that_of_the_last_iteration(program: Program) -> Non
     assert used.max() * MB <= required
     # The byte-seconds under the curve equal those of the timeline's intervals.
     begin, end = timeline.boundaries[-2:]
-    area, last = 0, (0, 0)
+    area = 0
+    last = (0, 0)
     for time, level in (*timeline.memory, (end, 0)):
         area += max(0, min(time, end) - max(last[0], begin)) * last[1]
         last = (time, level)
@@ -122,7 +123,8 @@ def test_a_few_planners_share_one_picture(tmp_path: Path, saved: list[Figure]) -
 
 def test_every_kind_of_mark(tmp_path: Path, saved: list[Figure]) -> None:
     look = palette.Look("HOME", "#ff0000", "^")
-    rows, columns = Axis(names=["a", "b"]), Axis(names=["c", "d"])
+    rows = Axis(names=["a", "b"])
+    columns = Axis(names=["c", "d"])
     marks = [*pairs(look, [1, 2], [3, None])]
     marks += [Rule(1, 2), Rule(3, text="x"), Words(1, 0, "words")]
     bars = groups([("p", "#0000ff", [1, None], ["one", "none"]), ("q", "#00ffff", [2, 3], ())])

@@ -85,7 +85,9 @@ def test_where_no_plan_fits_a_row_says_so(tmp_path):
 
 def test_a_section_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path, monkeypatch, capsys):
     """The first dies, the second times out, the third succeeds; unused time goes to the next section."""
-    answers, given, killed = iter([-11, None, 0]), [], []
+    answers = iter([-11, None, 0])
+    given = []
+    killed = []
 
     class Process(SimpleNamespace):
         def wait(self, seconds):

@@ -10,7 +10,8 @@ from experiments.workloads import WorkloadError
 from simulator import Machine
 from tests.experiments.workloads.conftest import CONFIGS, SMALL, config
 
-CIFAR, IMAGENET = {"image": 32, "classes": 10}, {"image": 224, "classes": 1000}
+CIFAR = {"image": 32, "classes": 10}
+IMAGENET = {"image": 224, "classes": 1000}
 # Keys for small variants; image networks use the other kind of images (CIFAR-10 or ImageNet).
 TINY = {
     **{name: {"batch_size": 4} for name in ("vgg11", "vgg13", "vgg16", "vgg19")},

@@ -13,7 +13,8 @@ from experiments.workloads import others, randwire, resnet
 from simulator import Machine
 from tests.experiments.workloads.conftest import config
 
-GPU, HOME_GPU = Machine.load("gtx1080ti"), Machine.load("rtx2080ti")
+GPU = Machine.load("gtx1080ti")
+HOME_GPU = Machine.load("rtx2080ti")
 
 
 def test_the_graph_of_randwire_is_that_of_watts_and_strogatz():
@@ -27,7 +28,8 @@ def test_the_graph_of_randwire_is_that_of_watts_and_strogatz():
 
 def test_unrolled_lstm_equals_torchs():
     torch.manual_seed(0)
-    ours, theirs = others.CharRNN(5, 4, 2), nn.LSTM(5, 4, 2)
+    ours = others.CharRNN(5, 4, 2)
+    theirs = nn.LSTM(5, 4, 2)
     order = [0, 1, 3, 2]  # PyTorch orders the gates as in, forget, write, out
     with torch.no_grad():
         for i, cell in enumerate(ours.cells):
@@ -70,7 +72,8 @@ def test_kmeans_is_lloyds_iteration():
     assert {k.phase for k in captured.program.kernels} == {"forward"}
     (state,) = (t for t in captured.program.tensors if t.persistent and t.kind == "buffer")
     assert (state.name, state.nbytes) == ("centroids", 4 * 3 * 4)
-    points, before = torch.cat(batch[0]).double().numpy(), model.centroids.double().numpy()
+    points = torch.cat(batch[0]).double().numpy()
+    before = model.centroids.double().numpy()
     for _ in range(2):
         before, inertia = lloyd(points, before)
         (total,) = captured.graph(*captured.sources)

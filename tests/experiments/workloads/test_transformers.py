@@ -31,8 +31,12 @@ def flops(found: Program) -> int:
 @pytest.mark.nightly
 def test_a_block_of_llama_3_by_hand():
     """Counts a second block at full size: 8192 tokens, width 4096, 32 heads of 128 (8 shared), hidden 14336."""
-    one, two = program("llama3_8b", 1), program("llama3_8b", 2)
-    tokens, width, shared, hidden = 8192, 4096, 1024, 14336
+    one = program("llama3_8b", 1)
+    two = program("llama3_8b", 2)
+    tokens = 8192
+    width = 4096
+    shared = 1024
+    hidden = 14336
     weights = 2 * width * width + 2 * width * shared + 3 * width * hidden
     attention = 4 * 32 * 128 * tokens**2 // 2  # causal: half of the pairs
     assert flops(two) - flops(one) == 3 * 2 * tokens * weights + attention + 5 * attention // 2
@@ -48,7 +52,9 @@ def test_a_block_of_llama_3_by_hand():
 def test_a_block_of_mixtral_by_hand():
     """Every expert processes a quarter of the tokens: 2 of 8 experts."""
     found = program("mixtral", 1)
-    tokens, width, hidden = 8192, 4096, 14336
+    tokens = 8192
+    width = 4096
+    hidden = 14336
     attention = 4 * 32 * 128 * tokens**2 // 2
     dense = 2 * width * width + 2 * width * 1024 + width * 8 + width * 32000  # with the router and the head
     experts = 8 * (tokens * 2 // 8) * 3 * width * hidden
@@ -74,11 +80,13 @@ def test_dtype_is_that_of_tensors_and_of_the_roofline():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_is_torchs(dtype):
     torch.manual_seed(0)
-    ours, theirs = RMSNorm(8, 1e-5).to(dtype), nn.RMSNorm(8, 1e-5).to(dtype)
+    ours = RMSNorm(8, 1e-5).to(dtype)
+    theirs = nn.RMSNorm(8, 1e-5).to(dtype)
     with torch.no_grad():
         for module in (ours, theirs):
             module.weight.copy_(torch.linspace(0.5, 2, 8))
-    x, grad = torch.randn(2, 3, 8, dtype=dtype), torch.randn(2, 3, 8, dtype=dtype)
+    x = torch.randn(2, 3, 8, dtype=dtype)
+    grad = torch.randn(2, 3, 8, dtype=dtype)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     for module, given in zip((ours, theirs), inputs, strict=True):
         module(given).backward(grad)
@@ -120,7 +128,8 @@ def test_llama_is_that_of_transformers():
         **{f"feed.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
     }
     names |= {f"blocks.0.{ours}": f"model.layers.0.{name}" for ours, name in inside.items()}
-    ours, weights = llama.Llama(1, 16, 4, 2, 32, 5, lambda: llama.SwiGLU(16, 24)), theirs.state_dict()
+    ours = llama.Llama(1, 16, 4, 2, 32, 5, lambda: llama.SwiGLU(16, 24))
+    weights = theirs.state_dict()
     missing, unexpected = ours.load_state_dict({f"{a}.weight": weights[f"{b}.weight"] for a, b in names.items()}, False)
     assert set(missing) == {"cos", "sin"} and not unexpected
     words = torch.randint(32, (2, 5))
@@ -159,7 +168,8 @@ def test_a_captured_step_trains_as_eager_does(family):
     model, loss_fn, optimizer, _ = family(**own)
     twin, _, other, _ = family(**own)
     twin.load_state_dict(model.state_dict())
-    x, y = torch.randint(32, (1, 6)), torch.randint(32, (6,))
+    x = torch.randint(32, (1, 6))
+    y = torch.randint(32, (6,))
     step = PlannedStep(capture(model, loss_fn, optimizer, (x, y)), Plan(()))
     for _ in range(2):
         expected = loss_fn(twin(x), y)
@@ -173,7 +183,8 @@ def test_a_captured_step_trains_as_eager_does(family):
 
 def test_attention_of_vit_is_torchs():
     torch.manual_seed(0)
-    block, theirs = transformers.Block(8, 2, 0.0, 1e-6), nn.MultiheadAttention(8, 2, batch_first=True)
+    block = transformers.Block(8, 2, 0.0, 1e-6)
+    theirs = nn.MultiheadAttention(8, 2, batch_first=True)
     with torch.no_grad():
         theirs.in_proj_weight.copy_(block.qkv.weight)
         theirs.in_proj_bias.copy_(block.qkv.bias)

@@ -26,9 +26,11 @@ def test_times_are_scaled_only_where_measured():
 
 
 def test_algorithms_are_an_option():
-    entry, machine = config("vgg11"), Machine.load("gtx1080ti")
+    entry = config("vgg11")
+    machine = Machine.load("gtx1080ti")
     assert entry["algorithms"] is False
-    plain, asked = load(entry, machine).program, load({**entry, "algorithms": True}, machine).program
+    plain = load(entry, machine).program
+    asked = load({**entry, "algorithms": True}, machine).program
     assert not any(k.variants for k in plain.kernels) and plain.tensors == asked.tensors
     assert load({k: v for k, v in entry.items() if k != "algorithms"}, machine).program == plain
     assert asked.ideal_ns == plain.ideal_ns and asked.peak_bytes > plain.peak_bytes

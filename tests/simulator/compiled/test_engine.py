@@ -58,7 +58,8 @@ def test_batches_are_scored_as_plans_one_by_one(monkeypatch):
     monkeypatch.setattr(compiled, "SHARE", 1)
     for seed in range(10):
         rng = Random(seed)
-        program, machine = random_cases.program_of(rng), random_cases.machine_of(rng)
+        program = random_cases.program_of(rng)
+        machine = random_cases.machine_of(rng)
         plans = [random_cases.plan_of(rng, program) for _ in range(20)]
         needs = sorted(lower(program, plan).required_bytes for plan in plans)
         rows = [rows_of(plan.decisions) for plan in plans]

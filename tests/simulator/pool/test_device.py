@@ -32,7 +32,8 @@ def run(device: Device, text: str, held: dict[str, Block]) -> None:
 
 
 def test_the_pool_serves_once_an_iteration_has_repeated() -> None:
-    device, held = Device(first_test=7, shortest=6), {}
+    device = Device(first_test=7, shortest=6)
+    held = {}
     run(device, "+w " + 2 * ITERATION, held)  # tested at 7 and 14 requests, of which w is one
     assert device.pool is None and device.peak_bytes == 21
     run(device, ITERATION, held)
@@ -48,7 +49,8 @@ def test_the_pool_serves_once_an_iteration_has_repeated() -> None:
 
 @pytest.mark.parametrize("other", ["+c -c ", "+b +a -b +c -a -c ", "-w ", "+a +b -b +c -a -c "])
 def test_after_a_mismatch_cudamalloc_serves_until_the_iteration_is_found_again(other: str) -> None:
-    device, held = Device(first_test=7, shortest=6), {}
+    device = Device(first_test=7, shortest=6)
+    held = {}
     run(device, "+w " + 4 * ITERATION + other, held)
     assert device.pool is None and device.mismatches == 1
     assert device.reserved_bytes == sum(block.nbytes for block in held.values())  # the pool is empty and freed
@@ -57,7 +59,8 @@ def test_after_a_mismatch_cudamalloc_serves_until_the_iteration_is_found_again(o
 
 
 def test_a_pool_with_blocks_in_use_outlives_a_mismatch() -> None:
-    device, held = Device(first_test=7, shortest=6), {}
+    device = Device(first_test=7, shortest=6)
+    held = {}
     run(device, "+w " + 3 * ITERATION + "+a +b +c", held)  # c before a is freed
     assert device.reserved_bytes == 9 + 12 + 2
     run(device, "-a -b", held)
@@ -65,7 +68,8 @@ def test_a_pool_with_blocks_in_use_outlives_a_mismatch() -> None:
 
 
 def test_swaps_on_demand() -> None:
-    device, held = Device(limit=21), {}
+    device = Device(limit=21)
+    held = {}
     run(device, "+w +a +b", held)
     assert device.reserved_bytes == 21 and not device.swapped_out
     run(device, "<w +c", held)  # a has been used least recently

@@ -128,7 +128,8 @@ def event(action: str, addr: int, size: int) -> dict[str, Any]:
 
 def segment(address: int, blocks: list[tuple[int, int, str]], device: int = 0) -> dict[str, Any]:
     """Builds a segment from blocks of (size, requested_size, state)."""
-    total, table = 0, []
+    total = 0
+    table = []
     for size, requested, state in blocks:
         table.append(
             {"address": address + total, "size": size, "requested_size": requested, "state": state, "frames": []}

@@ -27,7 +27,8 @@ MIB = 2**20
 @given(st.data())
 def test_packed_bytes_are_a_packing_of_the_steady_iteration(data: st.DataObject) -> None:
     program = data.draw(programs())
-    plan, machine = data.draw(plans(program)), data.draw(machines())
+    plan = data.draw(plans(program))
+    machine = data.draw(machines())
     limit = lower(program, plan).required_bytes
     timeline = simulate(program, plan, machine, limit)
     blocks = timeline_lifetimes(timeline).intervals

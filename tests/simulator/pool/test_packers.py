@@ -21,7 +21,8 @@ from tests.oracle.packing import overlaps
 from tests.simulator.pool.test_pool import table
 
 BENCHMARK = Path(__file__).parents[2] / "data" / "minimalloc"
-CAPACITY, CIRCLE = 1048576, 20
+CAPACITY = 1048576
+CIRCLE = 20
 PACKERS: dict[str, Callable[..., Packing]] = {
     "smartpool": smartpool.pack,
     "first-fit": lambda blocks, alignment=1: smartpool.pack(blocks, alignment, "first"),
@@ -91,8 +92,10 @@ def test_work_and_seed_decide() -> None:
 
 def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses a clock that advances by one per call: at the start, and after each run."""
-    hard, easy = load(BENCHMARK / "D.1048576.csv").intervals, table([(0, 1, 1), (1, 2, 1)])
-    clock, seen = count(), []
+    hard = load(BENCHMARK / "D.1048576.csv").intervals
+    easy = table([(0, 1, 1), (1, 2, 1)])
+    clock = count()
+    seen = []
     monkeypatch.setattr(portfolio, "time", SimpleNamespace(monotonic=lambda: seen.append(next(clock)) or seen[-1]))
     assert portfolio.pack(easy, seconds=60).proven and len(seen) <= 2
     for seconds in (0, 9):

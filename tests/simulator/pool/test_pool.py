@@ -24,7 +24,8 @@ def table(blocks: list[tuple[int, int, int]], **period: int) -> Intervals:
 def in_ns(lives: Lifetimes, iteration_ns: int) -> list[tuple[int, int, int]]:
     """Returns (owner, start, end) of every block, with the end past the iteration if the block crosses it."""
     times = [*lives.time_ns.tolist(), *(lives.time_ns + iteration_ns).tolist(), 2 * iteration_ns]
-    lower, upper = lives.intervals.lower.tolist(), lives.intervals.upper.tolist()
+    lower = lives.intervals.lower.tolist()
+    upper = lives.intervals.upper.tolist()
     return sorted((t, times[a], times[b]) for t, a, b in zip(lives.owner.tolist(), lower, upper, strict=True))
 
 

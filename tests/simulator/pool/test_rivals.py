@@ -18,14 +18,17 @@ from tests import tiny
 from tests.oracle.packing import overlaps
 from tests.simulator.pool.test_pool import table
 
-KB, MB = 2**10, 2**20
+KB = 2**10
+MB = 2**20
 ONLINE = {"cudamalloc": 1, "caching": 512, "cnmem": 512, "superneurons": 1024}  # name -> unit
 
 
 def drawn(rng: np.random.Generator, period: int) -> Intervals:
     """Returns random blocks of similar sizes on a circle of 20, or on a line."""
-    n, unit = rng.integers(1, 40), rng.choice([1, 300, KB, MB // 2, 3 * MB])
-    lower, nbytes = rng.integers(0, 20, n), rng.integers(0, 7, n) * unit
+    n = rng.integers(1, 40)
+    unit = rng.choice([1, 300, KB, MB // 2, 3 * MB])
+    lower = rng.integers(0, 20, n)
+    nbytes = rng.integers(0, 7, n) * unit
     return Intervals(lower, lower + rng.integers(1, 21, n), nbytes, period)
 
 
@@ -94,13 +97,15 @@ def test_one_pool_is_the_gaps_between_live_blocks(found: list) -> None:
         offsets = pack(blocks).offsets
         top = 2 * int(blocks.nbytes.sum())
         for i in np.lexsort((np.arange(len(blocks)), blocks.lower)):
-            at, nbytes = blocks.lower[i], int(blocks.nbytes[i])
+            at = blocks.lower[i]
+            nbytes = int(blocks.nbytes[i])
             if not nbytes:
                 continue
             there = (blocks.lower <= at) & (at < blocks.upper) & (blocks.nbytes > 0)
             there &= (blocks.lower < at) | (np.arange(len(blocks)) < i)
             live = sorted(zip(offsets[there].tolist(), (offsets + blocks.nbytes)[there].tolist(), strict=True))
-            ends, begins = [0, *(end for _, end in live)], [*(begin for begin, _ in live), top]
+            ends = [0, *(end for _, end in live)]
+            begins = [*(begin for begin, _ in live), top]
             gaps = [(b - e, e) for e, b in zip(ends, begins, strict=True) if b - e >= nbytes]
             assert offsets[i] == choose(gaps)[1]
 

@@ -35,7 +35,8 @@ def replay(recorded: Stream, found: Iteration) -> None:
     always = np.flatnonzero(found.intervals.upper - found.intervals.lower == found.length)
     at = {int(found.source[b]): int(b) for b in always}  # block of the circle, by malloc
     for i in range(found.begin, found.begin + found.repetitions * found.length):
-        malloc, block = int(recorded.mallocs[i]), int(found.block[(i - found.begin) % found.length])
+        malloc = int(recorded.mallocs[i])
+        block = int(found.block[(i - found.begin) % found.length])
         assert at.setdefault(malloc, block) == block
         assert recorded.nbytes[malloc] == found.intervals.nbytes[block]
         if recorded.kind[i] == FREE:
@@ -78,16 +79,21 @@ def test_what_is_found(text: str, where: tuple, held: list, block: list[int] | N
     replay(recorded, found)
 
 
-MICRO, STEP = "+a4 <w >a >g <a -a ", "<g <w >w >g "  # micro-batches of 6 operations, an optimizer step of 4
-EPOCH, TRAIN = 6 * "+a4 >a +b2 -a -b " + 2 * "+c7 <c -c ", "+a4 >a +b2 -a -b "
-TWICE, OTHER = 2 * "+a4 >a -a +b2 -b ", "+c1 +d3 <c +e5 >d -c -d <e "
+# micro-batches of 6 operations, an optimizer step of 4
+MICRO = "+a4 <w >a >g <a -a "
+STEP = "<g <w >w >g "
+EPOCH = 6 * "+a4 >a +b2 -a -b " + 2 * "+c7 <c -c "
+TRAIN = "+a4 >a +b2 -a -b "
+TWICE = 2 * "+a4 >a -a +b2 -b "
+OTHER = "+c1 +d3 <c +e5 >d -c -d <e "
 HELD = "+a4 +b8 -a  +c4 -b +d8 -c  +a4 -d +b8 -a  +c4 -b +d8 -c -d "  # blocks outlive the iteration of 4 operations
 DIGEST = "cb39f182f829d2e1"
 
 
 def test_results_equal_the_recorded_digest() -> None:
     """Streams of loops in loops, and of iterations that differ at their ends."""
-    rng, results = Random(0), []
+    rng = Random(0)
+    results = []
     for _ in range(400):
         loops = [rng.randint(1, 4) * rng.choice([MICRO, STEP, EPOCH, TRAIN, TWICE, HELD, "+z3 -z "]) for _ in range(3)]
         text = "+w4 +g4 " + rng.choice(["", TRAIN]) + rng.randint(1, 3) * "".join(loops) + rng.choice(["", STEP])
@@ -142,7 +148,9 @@ def unrolled(program: Program, iterations: int, rng: np.random.Generator, change
     If ``changed``, the second half of the persistent tensors is malloc'ed at its first use in the first iteration, and
     the last iteration has extra mallocs and frees.
     """
-    free, used, ids = [], 0, {}
+    free = []
+    used = 0
+    ids = {}
 
     def fresh() -> int:
         nonlocal used
