@@ -13,7 +13,7 @@ from envs.graph import NOTHING, OFFLOAD, VALID
 from envs.observation import early_kernel, first_over, show
 from envs.task import COPY, DEAD_END_REWARD, EARLY, KEEP
 from simulator.compiled.jit import stage
-from simulator.compiled.rematerialisation import lower_recomputations
+from simulator.compiled.rematerialization import lower_recomputations
 from simulator.compiled.scoring import score_plans
 
 # isort: off

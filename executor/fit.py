@@ -284,7 +284,7 @@ def fit(
 
     For a mapping the step is ``loss_fn(model(**batch), batch)``, for other objects ``loss_fn(model(batch), batch)``.
     Without ``loss_fn`` the model returns its loss. If ``loss_fn`` returns ``(loss, …)``, the step returns all of it;
-    these tensors live to the end of the step and count towards its memory.
+    these tensors live to the end of the step and count toward its memory.
 
     Batches of other shapes than ``example_batch`` are captured and planned on first use, within the same limit. Errors
     then occur in that call; the model is unchanged, and other shapes may follow.

@@ -63,7 +63,7 @@ def main(cfg: DictConfig) -> None:
     from agents.learned import expert_iteration as learning  # slow to import; configuration errors come first
     from agents.learned.checkpoint import save_weights
     from agents.learned.dqn_config import Args
-    from agents.learned.optimisation import one_thread
+    from agents.learned.optimization import one_thread
 
     settings = cli.dataclass_from_config(learning.Training, cfg.training, "training")
     args = cli.dataclass_from_config(Args, cfg.dqn, "dqn")

@@ -24,8 +24,8 @@ LIMITS = 0.3, 0.8  # range of limits, as fractions of the peak
 # 0.95 on A100s, 0.95 and 0.62 on H800s.
 SHARES = *[(1.0, 1.0)] * 3, (0.5, 0.95), (0.95, 0.62), (0.75, 0.75), (0.85, 0.85)
 CAPTURED_ON = "v100"  # the durations are set by the machine of each task
-MODELLED = 0.6  # fraction of tasks with kernel times from a GPU's time model; the others use a roofline
-SCATTER = 0.2  # standard deviation of the logarithm of a modelled GPU's rates
+MODELED = 0.6  # fraction of tasks with kernel times from a GPU's time model; the others use a roofline
+SCATTER = 0.2  # standard deviation of the logarithm of a modeled GPU's rates
 SHARES_OF_PEAK = (
     "elementwise",
     "norm",
@@ -87,11 +87,11 @@ def task_rng(seed: int, i: int, j: int) -> random.Random:
 
 
 def draw_machine(rng: random.Random) -> Machine:
-    """Returns a random machine: with probability MODELLED one with the time model, else one with a roofline."""
-    return modelled_machine(rng) if rng.random() < MODELLED else random_machine(rng)
+    """Returns a random machine: with probability MODELED one with the time model, else one with a roofline."""
+    return modeled_machine(rng) if rng.random() < MODELED else random_machine(rng)
 
 
-def modelled_machine(rng: random.Random) -> Machine:
+def modeled_machine(rng: random.Random) -> Machine:
     """Returns a GPU with a kernel-time model, its rates and shares perturbed by SCATTER, and a random link."""
     link = random_machine(rng)
     gpu = rng.choice([m for m in map(Machine.load, sorted(p.stem for p in PRESETS.glob("*.yaml"))) if m.kernel_times])

@@ -244,7 +244,7 @@ class AutoSwapBO(RowsPlanner):
         machine = engine.machine
         limit = engine.limit
         rng = np.random.default_rng(self.seed)
-        scores = standardised_scores(candidates, program, machine)
+        scores = standardized_scores(candidates, program, machine)
         evaluated: list[Floats] = []
         overheads: list[float] = []
         best = np.arange(len(candidates))
@@ -271,7 +271,7 @@ class AutoSwapBO(RowsPlanner):
         return best
 
 
-def standardised_scores(candidates: Candidates, program: Program, machine: Machine) -> Floats:
+def standardized_scores(candidates: Candidates, program: Program, machine: Machine) -> Floats:
     """Returns float64[m, 4], the scores of ``BASIC`` per candidate, each with mean 0 and standard deviation 1."""
     scores = np.empty((len(candidates), 4))
     scores[:, 0] = area_of_absence(candidates, program, machine)

@@ -28,7 +28,7 @@ from agents.learned.checkpoint import must_match, read_training_state, read_weig
 from agents.learned.dqn_config import Args
 from agents.learned.dqn_planner import DQN as Planner, WEIGHTS
 from agents.learned.edit_net import EditGraph, EditNet, edit_graph
-from agents.learned.optimisation import MASKED, descend, one_thread
+from agents.learned.optimization import MASKED, descend, one_thread
 from agents.learned.training import Episode, Trainer
 from agents.planner import Rows, infeasible
 from envs.edit import starts
@@ -70,7 +70,7 @@ class TaskWalkers:
         self.batch = EditBatch(
             [task],
             args.walkers,
-            args.neighbours,
+            args.neighbors,
             budget=(args.least_calls, args.most_calls),
             reward="log",
             shaping=args.shaping,

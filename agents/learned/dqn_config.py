@@ -77,7 +77,7 @@ class Args:
     walkers: int = 12  # per task
     passes: int = 16  # forward passes per iteration
     tries: int = 6  # maximum edits tried per forward pass
-    neighbours: int = 32  # candidate edits per forward pass (M)
+    neighbors: int = 32  # candidate edits per forward pass (M)
     least_calls: int = 100  # range of the simulator budget of an episode, drawn log-uniformly
     most_calls: int = 2000
     gamma: float = 0.97  # discount per tried edit
@@ -111,7 +111,7 @@ class Args:
             "walkers",
             "passes",
             "tries",
-            "neighbours",
+            "neighbors",
             "least_calls",
             "n_step",
             "buffer_size",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from agents.learned.checkpoint import TrainingStateError, read_training_state
 from agents.learned.dqn_config import PaperConfig
-from agents.learned.optimisation import MASKED, descend, one_thread
+from agents.learned.optimization import MASKED, descend, one_thread
 from agents.learned.structure2vec import CustomNetwork, Structure2Vec
 from agents.learned.training import Episode, Trainer as OneTask, check_reachable
 from envs.graph import FEATURES, STATIC
@@ -150,7 +150,7 @@ class Trainer(OneTask):
         self.rng = np.random.default_rng(seed)
         self.q = self._network()
         if config.weights:
-            self._initialise(Path(config.weights).expanduser())
+            self._initialize(Path(config.weights).expanduser())
         self.target = self._network()
         self.target.load_state_dict(self.q.state_dict())
         adam = config.optimizer == "adam"
@@ -175,7 +175,7 @@ class Trainer(OneTask):
         sizes = c.embedding_size, c.message_passing_steps
         return Structure2Vec(self.task.graph, c.features, *sizes, c.pool, c.mixing, forms)
 
-    def _initialise(self, path: Path) -> None:
+    def _initialize(self, path: Path) -> None:
         """Loads the network of the checkpoint ``path``, of any program; raises TrainingStateError."""
         path = path / "checkpoint.pt" if path.is_dir() else path
         state = read_training_state(path)

@@ -100,7 +100,7 @@ class DQN(RowsPlanner):
         if not Moves(program, limit, self.mode, self.min_bytes, 0).gaps:
             raise infeasible(self, program, limit, None)
         from agents.learned.edit_net import trained
-        from agents.learned.optimisation import on_one_thread
+        from agents.learned.optimization import on_one_thread
         from envs.edit.task import EditTask
 
         with on_one_thread():

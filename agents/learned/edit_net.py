@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agents.learned.checkpoint import read_weights
-from agents.learned.optimisation import MASKED
-from agents.learned.structure2vec import neighbour_sum, sparse
+from agents.learned.optimization import MASKED
+from agents.learned.structure2vec import neighbor_sum, sparse
 from envs.edit.batch import GAP_COLUMNS
 from envs.edit.task import EditTask
 from envs.edit.walkers import BIN_COLUMNS, MODES, WHOLE_COLUMNS
@@ -121,7 +121,7 @@ class EditNet(nn.Module):
         for _ in range(self.rounds):
             gap_means = (graph.bin_of_gap @ s.flatten(1)).view(-1, batch, w)
             b = (bin_x + self.to_bin(gap_means) + self.among(b.mean(0, keepdim=True))).relu()
-            messages = torch.cat([neighbour_sum(s, edges) for edges in graph.edges], -1)
+            messages = torch.cat([neighbor_sum(s, edges) for edges in graph.edges], -1)
             s = (gap_x + self.to_gap((graph.gap_of_bin @ b.flatten(1)).view(n, batch, w)) + self.along(messages)).relu()
         plan_state = self.whole(torch.cat([s.mean(0), b.mean(0), plan], -1)).relu()
         z = (self.change_of_gap(s) + self.change_of_state(x) + change_part[:, None] + plan_state[None]).relu()

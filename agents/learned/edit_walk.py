@@ -60,11 +60,11 @@ def head_of(net: EditNet | None) -> Head:
     return Head._make([*layers, np.zeros((2, net.settings["width"]), np.float32)])
 
 
-def make_pool(neighbours: int) -> Pool:
+def make_pool(neighbors: int) -> Pool:
     """Returns an empty pool."""
     meta = np.zeros(METAS, np.int64)
     meta[FRESH] = 1
-    return Pool(np.full(neighbours, EMPTY), np.zeros(SEEN, np.uint64), meta)
+    return Pool(np.full(neighbors, EMPTY), np.zeros(SEEN, np.uint64), meta)
 
 
 @stage
@@ -222,7 +222,7 @@ class EditWalk(EditBatch):
         count: number of walkers.
         net: network that ranks the neighbors; None: they are tried as drawn.
         seed: random seed of the first walker.
-        neighbours: size of a pool.
+        neighbors: size of a pool.
         draws: neighbors drawn per call.
         column: Q, IMPROVES or RANDOM.
         hot, cold: first and last temperature, as fractions of the ideal time.
@@ -234,22 +234,22 @@ class EditWalk(EditBatch):
         count: int,
         net: EditNet | None,
         seed: int,
-        neighbours: int = 64,
+        neighbors: int = 64,
         draws: int = 8,
         column: int = Q,
         hot: float = 1e-3,
         cold: float = 3e-5,
     ) -> None:
         if net is None:
-            neighbours = draws = 1
-        super().__init__([task], count, neighbours, budget=1, hot=hot, cold=cold)
+            neighbors = draws = 1
+        super().__init__([task], count, neighbors, budget=1, hot=hot, cold=cold)
         for i in range(count):
             self.seed(i, seed + i)
         self.net = net
         self.draws = draws
         self.column = RANDOM if net is None else column
         self._head = head_of(net)
-        self._pools = [make_pool(neighbours) for _ in range(count)]
+        self._pools = [make_pool(neighbors) for _ in range(count)]
         self._bases = [(NOTHING, NOTHING[0])] * count
         self.simulated = 0
         if net is not None:

@@ -25,7 +25,7 @@ from torch.optim import swa_utils
 from torch_geometric.data import HeteroData
 
 from agents.learned.checkpoint import read_training_state, write_training_state
-from agents.learned.optimisation import descend
+from agents.learned.optimization import descend
 from agents.learned.policy import GuidedSearch, decode_plans, successive_halving
 from agents.learned.policy_net import PolicyNet, batch_of, data_of
 from agents.planner import MIB, Rows

@@ -23,7 +23,7 @@ from torch_geometric.data import Batch, HeteroData
 from torch_geometric.utils import scatter, to_dense_batch
 
 from agents.learned.checkpoint import read_weights
-from agents.learned.optimisation import MASKED
+from agents.learned.optimization import MASKED
 from agents.planner import Rows
 from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import Engine

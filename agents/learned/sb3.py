@@ -1,7 +1,7 @@
 """Stable-Baselines3 on GpuMemory-v0: MaskablePPO (sb3-contrib), and SB3's DQN with action masks added.
 
 Both read the graph with structure2vec.py. Its Q-values, scattered over the nodes, are DQN's Q-values and PPO's logits;
-PPO's critic reads the graph state of equation 2. Invalid actions get ``optimisation.MASKED``, as in dqn_paper.py.
+PPO's critic reads the graph state of equation 2. Invalid actions get ``optimization.MASKED``, as in dqn_paper.py.
 sb3-contrib's masking follows "A closer look at invalid action masking in policy gradient algorithms" (2020). DQN masks
 the greedy action, exploration, warm-up, and the maximum of the target.
 
@@ -34,7 +34,7 @@ from stable_baselines3.dqn.policies import MultiInputPolicy, QNetwork
 from torch import Tensor, nn
 
 from agents.learned.dqn_config import POOLS
-from agents.learned.optimisation import MASKED, one_thread
+from agents.learned.optimization import MASKED, one_thread
 from agents.learned.structure2vec import CustomNetwork, Structure2Vec
 from agents.learned.training import Episode
 from envs import Task

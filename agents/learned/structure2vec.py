@@ -21,7 +21,7 @@ from torch_geometric.utils import spmm
 from envs.graph import OperationGraph
 
 
-def neighbour_sum(s: Tensor, adjacency: Tensor) -> Tensor:
+def neighbor_sum(s: Tensor, adjacency: Tensor) -> Tensor:
     """Returns the sum of s_u over u in N(v), which contains v (self-loops), as one product: (N, B, p) -> (N, B, p)."""
     total: Tensor = spmm(adjacency, s.flatten(1), "sum")
     return total.view_as(s)
@@ -97,7 +97,7 @@ class Structure2Vec(nn.Module):
         node_input = self.w1(x) + edge[:, None]
         s = node_input.relu()
         for _ in range(self.message_passing_steps - 1):
-            s = (node_input + self.w2(neighbour_sum(s, self.adjacency))).relu()
+            s = (node_input + self.w2(neighbor_sum(s, self.adjacency))).relu()
         # Equation 2: g = [W5 Σ_u s_u, W6 s_c].
         pooled = s.sum(0) if self.pool == "sum" else s.mean(0)
         g = torch.cat([self.w5(pooled), self.w6(s[current, torch.arange(batch)])], -1)  # (B, 2p)

@@ -20,7 +20,7 @@ from simulator.plan import Plan
 
 ACCEPT = ("metropolis", "better", "always")
 REWARDS = ("best", "log")
-EDITS = ("neighbours", "gap")
+EDITS = ("neighbors", "gap")
 # points added inside the logarithm of the reward; bound on the reward of one edit
 OFFSET = 0.3
 LARGEST = 1.0
@@ -45,8 +45,8 @@ class EditBatch(EnvBatch):
     Args:
         tasks: tasks from which episodes are sampled.
         count: number of walkers (W).
-        neighbours: number of candidate edits (M).
-        edits: "neighbours" (an action selects a candidate edit) or "gap" (an action selects a gap and a mode).
+        neighbors: number of candidate edits (M).
+        edits: "neighbors" (an action selects a candidate edit) or "gap" (an action selects a gap and a mode).
         budget: simulator calls per episode; a pair is a range, sampled log-uniformly; None means twice the gaps.
         accept, hot, cold, reward, shaping: see env.py.
         reference: points of overhead per task that reward="log" subtracts before the logarithm; None means 0.
@@ -58,8 +58,8 @@ class EditBatch(EnvBatch):
         self,
         tasks: Sequence[EditTask],
         count: int,
-        neighbours: int = 64,
-        edits: str = "neighbours",
+        neighbors: int = 64,
+        edits: str = "neighbors",
         budget: int | tuple[int, int] | None = None,
         accept: str = "metropolis",
         hot: float = 1e-3,
@@ -71,8 +71,8 @@ class EditBatch(EnvBatch):
         for name, value, choices in (("edits", edits, EDITS), ("accept", accept, ACCEPT), ("reward", reward, REWARDS)):
             one_of(name, value, choices)
         min_budget = budget[0] if isinstance(budget, tuple) else budget
-        if neighbours < 1 or (min_budget is not None and min_budget < 1):
-            raise ValueError(f"neighbours, budget: expected at least 1, got {neighbours} and {budget}")
+        if neighbors < 1 or (min_budget is not None and min_budget < 1):
+            raise ValueError(f"neighbors, budget: expected at least 1, got {neighbors} and {budget}")
         if not 0 < cold <= hot:
             raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
         super().__init__(tasks, count)
@@ -85,8 +85,8 @@ class EditBatch(EnvBatch):
         self.shaping = shaping
         self.reference = [0.0] * len(self.tasks) if reference is None else list(reference)
         max_gaps = max(len(task.graph) for task in self.tasks)
-        slots = 1 if self.by_gap else neighbours
-        self.actions = MODES * max_gaps if self.by_gap else neighbours
+        slots = 1 if self.by_gap else neighbors
+        self.actions = MODES * max_gaps if self.by_gap else neighbors
         shapes = [(count, len(t.graph), len(t.program.kernels), slots) for t in self.tasks]
         self._walkers = [compiled.make_walkers(*shape) for shape in shapes]
         self._moves = [task.moves.fork(0) for task in self.tasks]

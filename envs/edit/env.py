@@ -75,9 +75,9 @@ class MemoryEditEnv(BatchEnv):
         start: "policy" (plans decoded from the planner ``policy``, whose probabilities also weight the drawn neighbors,
             and the best published heuristic's plan), "heuristic" (that plan only), "empty" (every gap emptied in its
             first mode) or a Plan. ``reset(options={"start": i})`` selects the i-th fastest instead of the fastest.
-        edits: "neighbours": the action is one of ``neighbours`` edits, including their repair; "gap": the action is a
+        edits: "neighbors": the action is one of ``neighbors`` edits, including their repair; "gap": the action is a
             gap and a mode (gap * 5 + mode), and the repair is not observed in advance.
-        neighbours: M.
+        neighbors: M.
         budget: simulator calls of an episode; None: twice the task's gaps.
         accept: "metropolis" (the temperature falls from ``hot`` to ``cold``, as fractions of the ideal time), "better"
             (no slower than the current plan) or "always".
@@ -104,8 +104,8 @@ class MemoryEditEnv(BatchEnv):
         min_bytes: int = 2**20,
         mode: str = "joint",
         start: str | Plan = "heuristic",
-        edits: str = "neighbours",
-        neighbours: int = 64,
+        edits: str = "neighbors",
+        neighbors: int = 64,
         budget: int | None = None,
         accept: str = "metropolis",
         hot: float = 1e-3,
@@ -122,7 +122,7 @@ class MemoryEditEnv(BatchEnv):
                 1,
                 reward,
                 reference,
-                neighbours=neighbours,
+                neighbors=neighbors,
                 edits=edits,
                 budget=budget,
                 accept=accept,
@@ -157,8 +157,8 @@ class MemoryEditVectorEnv(BatchVectorEnv):
         min_bytes: int = 2**20,
         mode: str = "joint",
         start: str | Plan = "heuristic",
-        edits: str = "neighbours",
-        neighbours: int = 64,
+        edits: str = "neighbors",
+        neighbors: int = 64,
         budget: int | None = None,
         accept: str = "metropolis",
         hot: float = 1e-3,
@@ -178,7 +178,7 @@ class MemoryEditVectorEnv(BatchVectorEnv):
                 num_envs,
                 reward,
                 reference,
-                neighbours=neighbours,
+                neighbors=neighbors,
                 edits=edits,
                 budget=budget,
                 accept=accept,

@@ -496,7 +496,7 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
             out[15] = _log(kernels[3, closing] / ideal, 1000.0)
 
 
-def make_walkers(walkers: int, gaps: int, kernels: int, neighbours: int) -> Walkers:
+def make_walkers(walkers: int, gaps: int, kernels: int, neighbors: int) -> Walkers:
     """Allocates the arrays for the given numbers of walkers, gaps, kernels and neighbors."""
     shape: tuple[Any, ...] = (walkers, gaps)
     return Walkers(
@@ -506,9 +506,9 @@ def make_walkers(walkers: int, gaps: int, kernels: int, neighbours: int) -> Walk
         np.ones((walkers, 1), np.uint64),
         np.zeros(walkers, STATE),
         np.zeros((*shape, 6), np.int64),
-        np.full((walkers, neighbours, CHANGES), -1, np.int64),
-        np.zeros((walkers, neighbours, CHANGES, 6), np.int64),
-        np.zeros((walkers, neighbours), np.int64),
+        np.full((walkers, neighbors, CHANGES), -1, np.int64),
+        np.zeros((walkers, neighbors, CHANGES, 6), np.int64),
+        np.zeros((walkers, neighbors), np.int64),
         np.zeros((*shape, MODES), np.float32),
         np.full((*shape, MODES), -1, np.int64),
         np.zeros((*shape, MODES), np.int64),

@@ -374,7 +374,7 @@ class _CircleBuilder:
         required = {self._latest([i], position) for i in self.freed_by[j]}
         if kind == "swap_out":
             required.add(self.gap[j][0])
-            required |= {self._latest(self.ins.get(x, ()), position) for x in self.pinned.neighbours(t)}
+            required |= {self._latest(self.ins.get(x, ()), position) for x in self.pinned.neighbors(t)}
         elif kind == "swap_in":
             opened, decision = self.gap[j]
             issued = self._latest(self.kernels[decision.prefetch], position) if decision.prefetch is not None else None

@@ -1,6 +1,6 @@
 """Measured training steps as JSON (``measured/1``): time, operator and arguments of each kernel.
 
-Arguments carry shapes, strides and types but no values: enough for ``modelled`` to predict the same calls with other
+Arguments carry shapes, strides and types but no values: enough for ``modeled`` to predict the same calls with other
 cost-model coefficients. Names of modules, tensors, files and hosts are not written.
 """
 
@@ -61,7 +61,7 @@ class MeasuredStep:
     """Measured training step; None marks a quantity that was not measured."""
 
     source: str  # author or publication of the measurement
-    licence: str  # license of the data
+    license: str  # license of the data
     workload: str  # display name
     device: str  # name that the driver reports
     machine: str  # preset of configs/machine to compare with
@@ -90,6 +90,8 @@ class MeasuredStep:
         try:
             if (entries := dict(data)).pop("format") != FORMAT:
                 raise ValueError("unknown format")
+            if "licence" in entries:  # spelling of files written before version 0.5
+                entries["license"] = entries.pop("licence")
             entries["precision"] = Precision(**entries["precision"])
             entries["operators"] = [Operator(**operator) for operator in entries["operators"]]
             entries["kernels"] = [(index, phase, ns, workspace) for index, phase, ns, workspace in entries["kernels"]]
@@ -191,7 +193,7 @@ def calls(measured: MeasuredStep) -> dict[tuple[int, Phase], Call]:
     return result
 
 
-def modelled(measured: MeasuredStep, machine: Machine) -> list[int | None]:
+def modeled(measured: MeasuredStep, machine: Machine) -> list[int | None]:
     """Returns each kernel's modeled duration in ns; None for an operator missing in this PyTorch version."""
     durations = {key: call.ns(machine, measured.precision) for key, call in calls(measured).items()}
     return [durations.get((index, phase)) for index, phase, _, _ in measured.kernels]

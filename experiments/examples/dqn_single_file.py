@@ -53,7 +53,7 @@ class QNetwork(nn.Module):
         self.weights = torch.from_numpy(weights)[:, None]
         self.rounds = rounds
         self.features = nn.Linear(features, p)
-        self.neighbours = nn.Linear(p, p, bias=False)
+        self.neighbors = nn.Linear(p, p, bias=False)
         self.edge = nn.Linear(1, p, bias=False)
         self.edges = nn.Linear(p, p, bias=False)
         self.all, self.current, self.node = (nn.Linear(p, p) for _ in range(3))
@@ -70,7 +70,7 @@ class QNetwork(nn.Module):
         fixed = self.features(nodes) + self.edges(self.gather(self.edge(self.weights).relu()[None], n))
         s = fixed.relu()
         for _ in range(self.rounds - 1):  # equation 1: node embeddings from features, neighbors and edges
-            s = (fixed + self.neighbours(self.gather(s[:, self.source], n))).relu()
+            s = (fixed + self.neighbors(self.gather(s[:, self.source], n))).relu()
         graph = torch.cat([self.all(s.mean(1)), self.current(s[torch.arange(len(s)), current])], 1)  # equation 2
         joint = torch.cat([graph[:, None].expand(-1, n, -1), self.node(s)], 2)
         return self.q(self.mix(joint).relu())[..., 0].masked_fill(~mask, MASKED)  # equation 3

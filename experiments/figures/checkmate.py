@@ -111,7 +111,7 @@ class Checkmate(Figure):
             for name in rows[0]["planners"]:
                 points = [(r["budget_gib"], r["found"][name]["overhead_percent"]) for r in lines]
                 x, y = zip(*((budget, percent / 100) for budget, percent in points if percent is not None), strict=True)
-                marks.append(Line(x, y, look(name).colour, look(name).label, look(name).marker))
+                marks.append(Line(x, y, look(name).color, look(name).label, look(name).marker))
             published = [row["published"]["overhead_percent"] / 100 for row in lines]
             marks.append(Line(budgets, published, INK, "Checkmate, Gurobi, up to 24 h", "_", "", size=16, front=5))
             panels.append(

@@ -41,7 +41,7 @@ from simulator.plan import Swap
 NEAR = 0.005  # of the memory; closer peaks count as one point
 
 
-LOOKS = {  # colour, label, marker and line of each kind of method
+LOOKS = {  # color, label, marker and line of each kind of method
     "ours": ("C0", "ours", "o", "-"),
     "joint": ("C5", "ours, with swaps", "X", ""),
     "budget": ("C1", "PyTorch's budget", "s", ""),

@@ -142,7 +142,7 @@ class Core(Figure):
             for y, agent in enumerate(names):
                 gaps = by_key.get((agent, budget), by_key.get((agent, (None, None))))
                 if gaps is not None:
-                    ink = palette.look(agent).colour
+                    ink = palette.look(agent).color
                     ends = [max(end, least) for end in interval(gaps)]
                     marker = "o" if (agent, budget) in by_key else "D"
                     marks += [

@@ -23,7 +23,7 @@ from experiments.common.report import Row
 from experiments.figures import group_by, network, program, share_of_peak
 from experiments.figures.figure import Figure
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
-from experiments.plotting.palette import FAINT, colour
+from experiments.plotting.palette import FAINT, color
 from simulator import Machine, Program, simulate
 from simulator.limits import limit_bytes
 
@@ -63,7 +63,7 @@ SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # planner and options by ke
 }
 RIVALS = {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}  # baselines whose decisions the DQN's mode includes
 ORDER = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # families in the paper's order
-TOP = 0.6  # of the overhead axis; points above it are labelled
+TOP = 0.6  # of the overhead axis; points above it are labeled
 MODES = {"swap": "DQN over edits, swap", "joint": "DQN over edits, swap and recompute"}
 
 
@@ -145,7 +145,7 @@ class Fig5(Figure):
                 heights += [o for _, o in points]
                 x = [1 - share for share, _ in points]
                 y = [o for _, o in points]
-                ink = colour(baseline.planner)
+                ink = color(baseline.planner)
                 name = "" if hollow else baseline.label
                 marks.append(Line(x, y, ink, name, baseline.marker, width=1.1, hollow=hollow))
             for mode, label in MODES.items():
@@ -155,7 +155,7 @@ class Fig5(Figure):
                     Line(
                         [1 - share for share, _ in line],
                         [np.mean(o) for _, o in line],
-                        colour("dqn"),
+                        color("dqn"),
                         label,
                         "",
                         "-" if mode == "joint" else (0, (3, 1.4)),

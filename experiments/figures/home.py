@@ -251,7 +251,7 @@ class Fig6(Figure):
             short = [row for row in lines if row["share"] > 1]
             rates: list[Mark] = []
             losses: list[Mark] = []
-            for method, (_, colour, marker) in LOOKS.items():
+            for method, (_, color, marker) in LOOKS.items():
                 dash = DASHES.get(method, "-")
                 name = f"{method}, ours"
                 if method != "PyTorch":
@@ -261,7 +261,7 @@ class Fig6(Figure):
                         Line(
                             [row["share"] for row in short],
                             overhead,
-                            colour,
+                            color,
                             label,
                             marker,
                             dash,
@@ -277,7 +277,7 @@ class Fig6(Figure):
                     Line(
                         [row["batch"] for row in drawn],
                         [rate(row, method) for row in drawn],
-                        colour,
+                        color,
                         name + " (after the drop: all layers)" * (method == "vDNN"),
                         marker,
                         dash,
@@ -292,7 +292,7 @@ class Fig6(Figure):
                         Line(
                             [paper.batch[i]],
                             [paper.throughput[i]],
-                            colour,
+                            color,
                             label,
                             marker,
                             "",
@@ -526,10 +526,10 @@ class Fig9(Figure):
         lines = self.numbers(rows)["lines"]
         names = list(dict.fromkeys(line["label"] for line in lines))
         marks: list[Line | Rule] = [Rule(0), Rule(1, line=":", text="paper: below 1 %"), Rule(-1, line=":")]
-        for executor, colour, marker in ((GRAPH, look("home").colour, "o"), (STREAMS, INK, "^")):
+        for executor, color, marker in ((GRAPH, look("home").color, "o"), (STREAMS, INK, "^")):
             group = [line for line in lines if line["executor"] == executor]
             positions = [names.index(line["label"]) for line in group]
             errors = [100 * line["error"] for line in group]
-            marks.append(Line(errors, positions, colour, executor, marker, "", hollow=executor == STREAMS))
+            marks.append(Line(errors, positions, color, executor, marker, "", hollow=executor == STREAMS))
         panel = Panel("", marks, Axis("predicted − measured, % of measured", "{:g}"), Axis(names=names))
         return Chart("Simulated iterations against replays on an H200", [panel], size=(6.5, 0.3 * len(names) + 1.2))

@@ -87,7 +87,7 @@ class Fig8(Figure):
             marks: list[Mark] = [Rule(1, horizontal=True)]
             stated = network in STATED
             text = "paper: close to the end" if stated else f"paper: {OTHERS}, mean of all but InceptionV3"
-            marks.append(Rule(STATED.get(network, OTHERS), colour=FAINT, label=text, line=DASHED if stated else DOTTED))
+            marks.append(Rule(STATED.get(network, OTHERS), color=FAINT, label=text, line=DASHED if stated else DOTTED))
             updates = figures.group_by(runs, "update")
             for key, ink in SWARM.items():
                 seeds = [np.array(run[key], float) / run["ideal_ns"] for run in updates[UPDATES[0]]]

@@ -47,7 +47,7 @@ class Learning(Figure):
     def tasks(self, settings: DictConfig) -> list[Row]:
         folder = Path(str(settings.runs)).expanduser()
         files = sorted(folder.rglob("summary.json"))
-        runs = [summary for file in files if (summary := summarise(file)) is not None]
+        runs = [summary for file in files if (summary := summarize(file)) is not None]
         curves = [learning_curve(file) for file in sorted(folder.rglob("curve.json"))]
         if not curves:
             raise cli.UsageError(f"figure.runs: no training with a curve.json under {folder}")
@@ -129,7 +129,7 @@ def learning_curve(file: Path) -> Row:
         raise FormatError(f"{file}: not the curve of a training ({json.dumps(str(error))})") from None
 
 
-def summarise(file: Path) -> Row | None:
+def summarize(file: Path) -> Row | None:
     """Returns one run's overheads.
 
     None if the summary is not from train_dqn or has no comparison, as after a resumed run.

@@ -145,7 +145,7 @@ class Measured(Figure):
             x = [[step[key] + 1 for step in steps] for key in ("error", "old")]
             ticks = (0.7, 1, 1.5, 2, 3, 5)
             marks = [
-                Rule(1 - STEP_BAR, 1 + STEP_BAR, colour=GRID),
+                Rule(1 - STEP_BAR, 1 + STEP_BAR, color=GRID),
                 ONE,
                 *paired_marks(x, [bool(step["fit"]) for step in steps], "ours, fitted to it"),
             ]
@@ -162,7 +162,7 @@ class Measured(Figure):
             panels.append(plans_panel(sorted(plans, key=lambda row: -row["limit"])))
         if estimators := means(_rows_of(rows, "peaks")):
             points = _rows_of(rows, "peaks")
-            marks = [Rule(1 - PEAK_BAR, 1 + PEAK_BAR, colour=GRID), ONE]
+            marks = [Rule(1 - PEAK_BAR, 1 + PEAK_BAR, color=GRID), ONE]
             for y, name in enumerate(estimators):
                 key, ink = ("error", OURS) if name == "ours" else (f"{name}_error", CONTROL)
                 ratios = [1 + row[key] for row in points if row[key] is not None]
@@ -172,7 +172,7 @@ class Measured(Figure):
                 for name, mean in estimators.items()
             ]
             panels.append(Panel(f"Peaks of {len(points)} runs", marks, Axis("said over measured"), Axis(names=texts)))
-        return Chart("Measured on GPUs, and what we say (grey: the bar)", panels, 3, (6.4, 4.9), (0.3, 0.7), keys=6)
+        return Chart("Measured on GPUs, and what we say (gray: the bar)", panels, 3, (6.4, 4.9), (0.3, 0.7), keys=6)
 
 
 def _files() -> list[Path]:
@@ -293,7 +293,7 @@ def scatter(large: list[list[Any]], column: int, title: str) -> Panel:
         group = [kernel for kernel in large if kernel[1] == kind]
         x, y = ([kernel[i] for kernel in group] for i in (2, column))
         marks.append(Line(x, y, KERNELS[kind], kind, "o", "", size=4, alpha=0.75))
-    text = f"median error {error(large, column):.1%}\ngrey: ±{KERNEL_BAR:.0%}"
+    text = f"median error {error(large, column):.1%}\ngray: ±{KERNEL_BAR:.0%}"
     marks.append(Words(high / 1.1, 0.12, text, "right", top=True))
     axes = [Axis(f"{name} (us)", "{:g}", (low, high), "log", (100, 1000)) for name in ("measured", "said")]
     return Panel(title, marks, *axes)

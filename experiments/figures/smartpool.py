@@ -93,7 +93,7 @@ class Fig8(Figure):
             if row["limit"]:
                 ours = row["ours"] / MB
                 text = f"paper's limit {row['limit']:g} MB, ours {ours:,.0f} MB: {row['overhead']:.1%} overhead"
-                marks.append(Rule(ours, horizontal=True, colour=ink))
+                marks.append(Rule(ours, horizontal=True, color=ink))
             marks.append(Line(x, y, ink, text, step=True, width=1.5, band=(0, y) if row["curve"] == NO_SWAP else None))
         longest = max(row["curve_points"][-1][0] for row in rows)
         axes = Axis("time in the iteration (ms)", limits=(0, longest)), Axis("memory load (MB)", limits=(0, None))
@@ -121,7 +121,7 @@ INKS = ("#08306b", "#4a9bd4", "#f16913", "#8e5bd0")
 
 
 class Fig9(Figure):
-    """Fig. 9: overhead of AutoSwap's priority scores and of Bayesian optimisation (BO)."""
+    """Fig. 9: overhead of AutoSwap's priority scores and of Bayesian optimization (BO)."""
 
     name = "smartpool_fig9"
 
@@ -176,7 +176,7 @@ class Fig9(Figure):
         y = [*lines.floor, lines.floor[-1]]
         marks: list[Mark] = [
             floor_area(x, y, -0.003, step=True),
-            Rule(FREE_LIMIT, colour=FAINT, text="the paper's limit\nof no overhead"),
+            Rule(FREE_LIMIT, color=FAINT, text="the paper's limit\nof no overhead"),
         ]
         for name, overheads, dash, ink in zip(SCORES, lines.scores, DASHES, INKS, strict=True):
             label, _, marker = look(name)
@@ -184,7 +184,7 @@ class Fig9(Figure):
             marks.append(Line(lines.paper, overheads, ink, label.split()[-1], marker, dash, end=end))
         band = (lines.bo.min(axis=0), lines.bo.max(axis=0))
         name = "BO, median and range of the seeds"
-        ink = look("autoswap_bo").colour
+        ink = look("autoswap_bo").color
         marks.append(Line(lines.paper, bo, ink, name, width=2.6, band=band, end=f"BO {bo[-1]:.0%}", front=4))
         shift = lines.paper[0] - lines.ours[0] / MB
         label = f"memory load limit of the paper (MB); ours, at which as much must leave, is {shift:,.0f} MB lower"
@@ -413,10 +413,10 @@ class Cause(Figure):
     def chart(self, rows: list[Row]) -> Chart:
         positions = range(len(rows))
         marks = [Line([paper(row) for row in rows], positions, INK, "paper", "o", "", size=9, hollow=True)]
-        for label, (colour, marker) in zip(rows[0]["reductions"], LOOKS, strict=False):
+        for label, (color, marker) in zip(rows[0]["reductions"], LOOKS, strict=False):
             x = [row["reductions"][label] for row in rows]
             plain = label == "as measured"
-            marks.append(Line(x, positions, colour, label, marker, "", size=12 if plain else 7, hollow=plain))
+            marks.append(Line(x, positions, color, label, marker, "", size=12 if plain else 7, hollow=plain))
         axis = Axis("reduction without overhead, of the paper's load", "%", (0, 0.6))
         names = Axis(names=[figures.label(row["network"]) for row in rows])
         return Chart(
@@ -495,12 +495,12 @@ class Optimality(Figure):
             label = "AutoSwap BO less what the paper's method avoids"
             marks: list[Mark] = [
                 floor_area(x, low),
-                Line(x, best_known, look("annealing").colour, "best plan known (annealing)", "s", DASHED),
+                Line(x, best_known, look("annealing").color, "best plan known (annealing)", "s", DASHED),
                 Line(x, ours - paper, INK, label, "D", DOTTED, size=8, hollow=True),
-                Line(x, ours, look("autoswap_bo").colour, "AutoSwap BO", "o", size=4.5, front=4),
+                Line(x, ours, look("autoswap_bo").color, "AutoSwap BO", "o", size=4.5, front=4),
             ]
             marks += [
-                Rule(case["left"], colour=FAINT, text="350 MB,\nthe paper's\nexample")
+                Rule(case["left"], color=FAINT, text="350 MB,\nthe paper's\nexample")
                 for case in lines
                 if case["share"] is None
             ]

@@ -264,11 +264,11 @@ class Fig11(Figure):
                     continue
                 is_line = name in ("smartpool+autoswap", "geeps")
                 points = points[points[:, 0].argsort()]
-                marks.append(Line(*points.T, style.colour, style.label, style.marker, "-" if is_line else ""))
+                marks.append(Line(*points.T, style.color, style.label, style.marker, "-" if is_line else ""))
                 if name == "geeps":
                     caffe = reductions(row, name, row["caffe"])
                     label = "GeePS, against Caffe, which frees nothing"
-                    marks.append(Line(*caffe[caffe[:, 0].argsort()].T, style.colour, label, line=DASHED, width=1))
+                    marks.append(Line(*caffe[caffe[:, 0].argsort()].T, style.color, label, line=DASHED, width=1))
             axes = (
                 Axis("reduction of the footprint", "%", (0, 1)),
                 Axis(f"overhead (up to {TOP:.0%})", "%", (-0.015, TOP)),

@@ -87,7 +87,7 @@ class Table1(Figure):
             Line(
                 [net[key] for net in nets],
                 range(len(nets)),
-                colour,
+                color,
                 label,
                 "o",
                 "",
@@ -95,7 +95,7 @@ class Table1(Figure):
                 texts=[f"{net[key] - 1:+.0%}" for net in nets],
                 side=side,
             )
-            for key, colour, label, side in (
+            for key, color, label, side in (
                 ("captured", FAINT, "load as captured", "left"),
                 ("kept", KEPT, "with what SINGA keeps", "right"),
             )
@@ -215,7 +215,7 @@ class Fig2(Figure):
     def chart(self, rows: list[Row]) -> Chart:
         row = next(row for row in rows if row["points"])
         total = sum(row["operations"])
-        ink = ALLOCATORS["smartpool"].colour
+        ink = ALLOCATORS["smartpool"].color
         x = [0, *(i for i, _ in row["points"]), total]
         y = [row["before"] / MB, *(b / MB for _, b in row["points"])]
         y.append(y[-1])
@@ -223,8 +223,8 @@ class Fig2(Figure):
         bounds = [*row["starts"], total]
         marks: list[Mark] = [
             Line(x, y, ink, step=True, width=1.2, band=(0, y), shade=0.15),
-            Rule(peak, horizontal=True, colour=LOAD, label=f"peak of the captured program: {peak:,.0f} MB"),
-            *(Rule(start, colour=FAINT, line="-") for start in row["starts"][1:]),
+            Rule(peak, horizontal=True, color=LOAD, label=f"peak of the captured program: {peak:,.0f} MB"),
+            *(Rule(start, color=FAINT, line="-") for start in row["starts"][1:]),
         ]
         for i, ((a, b), is_same) in enumerate(zip(pairwise(bounds), row["same"], strict=True), 1):
             text = "" if i == 2 else "\nas the 2nd" if is_same else "\nno momentum yet" if i == 1 else "\nother"

@@ -87,9 +87,9 @@ class Fig8(Figure):
         for key, title in (("time", "Time"), ("memory", "Memory")):
             base = [0.0] * len(rows)
             bars = []
-            for name, colour in LAYERS.items():
+            for name, color in LAYERS.items():
                 shares = [100 * row[key][name] for row in rows]
-                bars.append(Bars(range(len(rows)), shares, colour, name, base=list(base)))
+                bars.append(Bars(range(len(rows)), shares, color, name, base=list(base)))
                 base = [a + b for a, b in zip(base, shares, strict=True)]
             panels.append(Panel(title, bars, Axis("% of a step", "{:g}", (0, 100)), Axis(names=names)))
         return Chart("Simulated time and memory by type of layer", panels, size=(5.0, 0.4 * len(rows) + 1.0))
@@ -200,7 +200,7 @@ class Table2(Figure):
         networks = table2_facts(rows)
         labels = {
             "paper": ("the paper", INK),
-            "each": ("ours: one cost per block, fitted", ALLOCATORS[POOL].colour),
+            "each": ("ours: one cost per block, fitted", ALLOCATORS[POOL].color),
             "ours": ("ours: costs by bytes, as on a GTX 1080 Ti", FAINT),
         }
         series = [
@@ -269,8 +269,8 @@ class Fig11(Figure):
     def chart(self, rows: list[Row]) -> Chart:
         networks = [fig11_facts(row) for row in rows]
         series = [
-            (label, colour, [net["speeds"][i] for net in networks], [f"{net['speeds'][i]:.0%}" for net in networks])
-            for i, (label, colour) in enumerate((("with Tensor Cache", "#1f5fa8"), ("without", "#f16913")))
+            (label, color, [net["speeds"][i] for net in networks], [f"{net['speeds'][i]:.0%}" for net in networks])
+            for i, (label, color) in enumerate((("with Tensor Cache", "#1f5fa8"), ("without", "#f16913")))
         ]
         names = Axis(names=[net["label"] for net in networks])
         ends = [-0.5, len(networks) - 0.5]

@@ -34,7 +34,7 @@ from experiments.figures import attempt, choices
 from experiments.figures.figure import Figure
 from experiments.figures.home_networks import Sizes
 from experiments.plotting.charts import Axis, Bars, Chart, Mark, Panel, Rule
-from experiments.plotting.palette import INK, METHOD_COLOURS, label
+from experiments.plotting.palette import INK, METHOD_COLORS, label
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.program import Kernel, Program, Tensor
@@ -126,7 +126,7 @@ def panel(
     texts = ["N/A" if value is None else f"{value:,}" for value in paper.values()]
     marks: list[Mark] = [Bars(range(n), list(paper.values()), INK, hollow=True, thick=0.7, texts=texts)]
     marks += [
-        Bars([n + i], [value], METHOD_COLOURS[method], thick=0.7, texts=[text])
+        Bars([n + i], [value], METHOD_COLORS[method], thick=0.7, texts=[text])
         for i, (method, _, value, text) in enumerate(ours)
     ]
     marks += [] if bound is None else [Rule(bound)]

@@ -89,10 +89,10 @@ class _Ratios(Figure):
                 papers = ["" if a is None else f" (◇ {number(a, form)})" for a in theirs]
                 ours = [a if a is None or form == "%" else min(a, MOST) for a in ours]
                 ends = [a if a is None else max(a, b or 0.0) for a, b in zip(ours, theirs, strict=True)]
-                colour = palette.colour(planner)
+                color = palette.color(planner)
                 hollow = method == HELD
                 hatch = HATCHES.get(method, "")
-                marks.append(Bars(ys, ours, colour, f"{method}, ours", 0.9 * high, hollow=hollow, hatch=hatch))
+                marks.append(Bars(ys, ours, color, f"{method}, ours", 0.9 * high, hollow=hollow, hatch=hatch))
                 marks.append(Line(ends, ys, INK, line="", texts=[a + b for a, b in zip(texts, papers, strict=True)]))
                 if any(value is not None for value in theirs):
                     marks.append(Line(theirs, ys, INK, "the paper's", "D", "", size=6, hollow=True, front=5))
@@ -312,8 +312,8 @@ class Ratio(Figure):
         panels = []
         for key, (title, axis, form) in zip(("saved", "lost", "benefit"), PANELS, strict=True):
             marks = [
-                Line(range(len(lines)), [row[key] for row in lines], colour, lines[0]["label"], marker, line)
-                for lines, (colour, marker, line) in zip(groups.values(), STYLES, strict=False)
+                Line(range(len(lines)), [row[key] for row in lines], color, lines[0]["label"], marker, line)
+                for lines, (color, marker, line) in zip(groups.values(), STYLES, strict=False)
             ]
             x_axis = Axis("maximum swapping ratio, %", names=[f"{100 * ratio:g}" for ratio in ratios])
             panels.append(Panel(title, marks, x_axis, Axis(axis, form, (0, None))))

@@ -15,7 +15,7 @@ from agents.heuristics.tensile import TENSILE
 from agents.heuristics.tensile.controller import control, measured_times
 from agents.heuristics.tensile.schedule import Schedule, array
 from agents.heuristics.tensile.times import KernelTimes, Sample, r_squared, sequence
-from agents.learned.optimisation import on_one_thread
+from agents.learned.optimization import on_one_thread
 from agents.planner import Infeasible, decisions_of
 from experiments import figures
 from experiments.common import cli
@@ -102,7 +102,7 @@ class Times(Figure):
                 rule = f"the paper's mean, {NAMES[key]}"
                 marks += [
                     replace(bars, hatch=hatch),
-                    Rule(TIMES_PAPER[key], colour=ink, label=rule, width=1.4, line=DOTTED if hatch else DASHED),
+                    Rule(TIMES_PAPER[key], color=ink, label=rule, width=1.4, line=DOTTED if hatch else DASHED),
                 ]
             axis = Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0))
             panels.append(Panel(f"{row['source']}: {row['device']}", marks, axis, Axis(names=names)))
@@ -203,7 +203,7 @@ class Start(Figure):
                 Line(
                     x[: len(losses)],
                     losses,
-                    colour,
+                    color,
                     name,
                     marker,
                     line,
@@ -211,7 +211,7 @@ class Start(Figure):
                     hollow=marker != "x",
                     front=9 - size / 2,
                 )
-                for key, (name, colour, marker, line, size) in LOOKS.items()
+                for key, (name, color, marker, line, size) in LOOKS.items()
                 if (losses := row["methods"][key]["lost"])
             ]
             y = Axis("time lost, of an iteration", "%", (-0.002, None), "symlog", room=2)
@@ -324,11 +324,11 @@ class Speed(Figure):
         by_key = figures.group_by(facts, "key")
         for dashed, title in DASHED_LINES.items():
             marks: list[Mark] = [Rule(share, horizontal=True, line=":", text=text) for share, text in claims]
-            for (key, lines), (colour, marker) in zip(by_key.items(), SPEED_STYLES, strict=False):
+            for (key, lines), (color, marker) in zip(by_key.items(), SPEED_STYLES, strict=False):
                 x, needs_all_cores, other = ([row[column] for row in lines] for column in ("ms", "alone", dashed))
                 marks += [
-                    Line(x, needs_all_cores, colour, key, marker),
-                    Line(x, other, colour, "", marker, "--", size=8, hollow=True, front=2.5),
+                    Line(x, needs_all_cores, color, key, marker),
+                    Line(x, other, color, "", marker, "--", size=8, hollow=True, front=2.5),
                 ]
             x_axis = Axis("iteration without a plan, ms", "{:g}", scale="log")
             panels.append(Panel(title, marks, x_axis, Axis("saved of the peak", "%", (-0.015, None))))

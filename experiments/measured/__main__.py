@@ -2,8 +2,8 @@
 
     python -m experiments.measured fit                        # coefficients of the kernel-time model and their errors
     python -m experiments.measured replays                    # plans replayed on an H200: predicted and measured
-    python -m experiments.measured profile resnet50 step.json --machine h200 --source "…" --licence CC0-1.0
-    python -m experiments.measured profile my.module:factory step.json --machine a40 --source "…" --licence CC0-1.0
+    python -m experiments.measured profile resnet50 step.json --machine h200 --source "…" --license CC0-1.0
+    python -m experiments.measured profile my.module:factory step.json --machine a40 --source "…" --license CC0-1.0
 
 `profile` writes the device, software versions, and each kernel's time, shapes and types, but no module names, paths or
 host names. figure=measured plots all such files in tests/data/measured.
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     profile.add_argument("out", type=Path, help="JSON file to write")
     profile.add_argument("--machine", required=True, help="preset of configs/machine to compare with")
     profile.add_argument("--source", required=True, help="author or publication of the measurement, in one line")
-    profile.add_argument("--licence", required=True, help="license of the measurement, e.g. CC0-1.0")
+    profile.add_argument("--license", "--licence", required=True, help="license of the measurement, e.g. CC0-1.0")
     profile.add_argument("--name", default="", help="name of the workload (default: the network's)")
     profile.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     profile.add_argument("--rates", type=Path, help="YAML file written by executor.calibrate")
@@ -70,7 +70,7 @@ def _fit(options: argparse.Namespace) -> None:
         (_, median_error, spread, total), held_out = fitted.errors, fitted.held_out
         print(f"{fitted.machine}: error of the step {total:+.1%}")
         if spread is not None:
-            print(f"standard deviation of ln(measured / modelled): {spread:.3f}")
+            print(f"standard deviation of ln(measured / modeled): {spread:.3f}")
             print(f"kernels of at least 20 us: median error {median_error:.1%}")
         if held_out:
             print(

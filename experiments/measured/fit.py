@@ -1,6 +1,6 @@
 """Fits the coefficients of the kernel-time model (executor/capture/durations.py) to measurements.
 
-1. *H100*: least squares of ln(modelled / measured) with a soft-l1 loss over a trace's operators of at least LEAST_US,
+1. *H100*: least squares of ln(modeled / measured) with a soft-l1 loss over a trace's operators of at least LEAST_US,
    one group of coefficients after the other; the better fit of two initial values (STARTS).
 2. *V100*: only sums per kind of kernel are published. Each coefficient makes the sum of its kinds exact.
 3. *H200*: the same residuals over all kernels of three profiled steps, weighted by their share of the step's time.
@@ -29,7 +29,7 @@ from simulator.machine import Machine
 
 STARTS = (0.4, 8.0), (0.7, 20.0)  # initial values of shares and of the channel counts (CHANNELS)
 CHANNELS = ("norm_channels", "conv_channels")
-OUTLIER = 0.1  # soft-l1 scale: larger |ln(modelled / measured)| count less
+OUTLIER = 0.1  # soft-l1 scale: larger |ln(modeled / measured)| count less
 PLACES = 3  # decimals of coefficients in a machine's file
 # Coefficients fitted to profiled steps of an H200, with their initial values; None: the H100's value.
 STEP_STARTS: dict[str, float | None] = {
@@ -93,13 +93,13 @@ KINDS = {
 
 
 class Errors(NamedTuple):
-    """Errors of modelled kernel times.
+    """Errors of modeled kernel times.
 
     Attributes:
         kernels: number of kernels.
-        middle: median of |modelled / measured - 1|; None if only a sum is published.
-        spread: standard deviation of ln(modelled / measured); None if only a sum is published.
-        total: modelled sum / measured sum - 1.
+        middle: median of |modeled / measured - 1|; None if only a sum is published.
+        spread: standard deviation of ln(modeled / measured); None if only a sum is published.
+        total: modeled sum / measured sum - 1.
     """
 
     kernels: int
@@ -108,15 +108,15 @@ class Errors(NamedTuple):
     total: float
 
     @classmethod
-    def from_times(cls, modelled: Sequence[float], measured: Sequence[float]) -> Errors:
-        """Returns the errors of kernels from their modelled and measured times."""
-        modelled_us = np.array(modelled)
+    def from_times(cls, modeled: Sequence[float], measured: Sequence[float]) -> Errors:
+        """Returns the errors of kernels from their modeled and measured times."""
+        modeled_us = np.array(modeled)
         measured_us = np.array(measured)
-        return cls.from_ratios(modelled_us / measured_us, float(modelled_us.sum() / measured_us.sum() - 1))
+        return cls.from_ratios(modeled_us / measured_us, float(modeled_us.sum() / measured_us.sum() - 1))
 
     @classmethod
     def from_ratios(cls, ratios: NDArray[np.float64], total: float) -> Errors:
-        """Returns the errors of kernels from the ratios modelled / measured and the error of the sum."""
+        """Returns the errors of kernels from the ratios modeled / measured and the error of the sum."""
         return cls(len(ratios), _middle(ratios), float(np.std(np.log(ratios))), total)
 
 
@@ -139,8 +139,8 @@ class HeldOut(NamedTuple):
 
     Attributes:
         workload: the step's network.
-        fitted, left_out: modelled sum / measured sum - 1.
-        middle, left_middle: median of |modelled / measured - 1| over kernels of at least LEAST_US.
+        fitted, left_out: modeled sum / measured sum - 1.
+        middle, left_middle: median of |modeled / measured - 1| over kernels of at least LEAST_US.
     """
 
     workload: str
@@ -182,11 +182,11 @@ class _Model:
         self.keys = [str((n[0].target, [serialize(a) for a in n[0].args]) if n else ()) for n in nodes]
 
     def key(self, pair: Pair) -> str:
-        """Returns a key that is equal for operators with equal modelled times."""
+        """Returns a key that is equal for operators with equal modeled times."""
         return str([self.keys[k] for k in pair[1]])
 
     def us(self, times: KernelTimes, rows: Sequence[Pair]) -> NDArray[np.float64]:
-        """Returns the operators' modelled times in microseconds, float64[n]."""
+        """Returns the operators' modeled times in microseconds, float64[n]."""
         machine = replace(self.machine, kernel_times=times)
         ns_by_key = dict[str, int]()
         for k in (k for _, kernels in rows for k in kernels):
@@ -213,7 +213,7 @@ def h100() -> Fit:
     in_file = _times(machine)
     times = in_file
     groups = []
-    unseen: list[float] = []  # modelled us of held-out operators
+    unseen: list[float] = []  # modeled us of held-out operators
     unseen_us: list[float] = []  # their measured us
     for name, (keys, chosen) in GROUPS.items():
         rows = [pair for pair in pairs if chosen(pair[0]) and pair[0].us >= LEAST_US]
@@ -227,8 +227,8 @@ def h100() -> Fit:
         errors = Errors.from_times(model.us(times, rows), [row.us for row, _ in rows])
         groups.append(Group(_only(times, keys), _only(in_file, keys), errors))
     us = np.array([row.us for row, _ in pairs])
-    modelled = model.us(times, pairs)
-    errors = Errors.from_ratios((modelled / us)[us >= LEAST_US], float(modelled.sum() / us.sum() - 1))
+    modeled = model.us(times, pairs)
+    errors = Errors.from_ratios((modeled / us)[us >= LEAST_US], float(modeled.sum() / us.sum() - 1))
     return Fit("h100", tuple(groups), errors, Errors.from_times(unseen, unseen_us))
 
 
@@ -269,26 +269,26 @@ class _Step:
         self.ns = np.array([np.mean(repeats) for repeats in times.values()])
         self.counts = np.array([float(len(repeats)) for repeats in times.values()])
 
-    def modelled(self, times: KernelTimes) -> NDArray[np.float64]:
-        """Returns the modelled ns per operator, float64[n]."""
+    def modeled(self, times: KernelTimes) -> NDArray[np.float64]:
+        """Returns the modeled ns per operator, float64[n]."""
         machine = replace(self.machine, kernel_times=times)
         return np.array([float(call.ns(machine, self.measured.precision)) for call in self.calls])
 
     def residuals(self, times: KernelTimes) -> NDArray[np.float64]:
         """Returns residuals whose squares are each operator's soft-l1 loss times its share of the step's time."""
         is_timed = self.ns > 0
-        logs = np.log(self.modelled(times)[is_timed] / self.ns[is_timed])
+        logs = np.log(self.modeled(times)[is_timed] / self.ns[is_timed])
         weights = (self.counts * self.ns / (self.counts @ self.ns))[is_timed]
         return np.sign(logs) * OUTLIER * np.sqrt(2 * weights * (np.sqrt(1 + (logs / OUTLIER) ** 2) - 1))
 
     def sums(self, times: KernelTimes) -> NDArray[np.float64]:
-        """Returns the modelled and the measured sum over the step's kernels in ns, float64[2]."""
-        return np.array([self.counts @ self.modelled(times), self.counts @ self.ns])
+        """Returns the modeled and the measured sum over the step's kernels in ns, float64[2]."""
+        return np.array([self.counts @ self.modeled(times), self.counts @ self.ns])
 
     def ratios(self, times: KernelTimes) -> NDArray[np.float64]:
-        """Returns modelled / measured of each kernel of at least LEAST_US."""
+        """Returns modeled / measured of each kernel of at least LEAST_US."""
         large = self.ns >= 1e3 * LEAST_US
-        return np.repeat((self.modelled(times) / self.ns.clip(1))[large], self.counts[large].astype(int))
+        return np.repeat((self.modeled(times) / self.ns.clip(1))[large], self.counts[large].astype(int))
 
 
 def h200() -> Fit:

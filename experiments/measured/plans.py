@@ -48,12 +48,12 @@ def rows(limits: Sequence[float] = LIMITS, calls: int = CALLS, searches: Sequenc
 
 
 def compared(
-    modelled: Program, measured: Program, machine: Machine, limits: Sequence[float], calls: int, searches: Sequence[str]
+    modeled: Program, measured: Program, machine: Machine, limits: Sequence[float], calls: int, searches: Sequence[str]
 ) -> list[Row]:
     """Compares predicted and measured overheads for each limit and each of BELIEFS.
 
     Args:
-        modelled, measured: the same program with modelled and with measured durations.
+        modeled, measured: the same program with modeled and with measured durations.
         machine: machine with a kernel-time model.
         limits: fractions of the program's peak.
         calls: simulator calls of each search that counts them.
@@ -71,15 +71,15 @@ def compared(
     """
     assert machine.kernel_times is not None
     error = TimesError(machine.kernel_times.error, machine.kernel_times.step_error)
-    simplified = with_roofline(modelled, steps.one_roofline(machine))
+    simplified = with_roofline(modeled, steps.one_roofline(machine))
     believed: Mapping[str, tuple[Program, TimesError | None]] = {
-        MODEL: (modelled, error),
-        EXACT: (modelled, None),
+        MODEL: (modeled, error),
+        EXACT: (modeled, None),
         ROOFLINE: (simplified, None),
     }
     found = []
     for limit in limits:
-        task = (machine, int(limit * modelled.peak_bytes))
+        task = (machine, int(limit * modeled.peak_bytes))
         measured_plan, _ = planned(measured, *task, calls, None, searches)
         bound = floor(measured, *task, families=UNPROVEN)
         for name, (program, expected) in believed.items():

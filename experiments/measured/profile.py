@@ -30,7 +30,7 @@ def profiled(
     device: str = "cuda",
     *,
     source: str,
-    licence: str,
+    license: str,
     rates: Path | None = None,
     name: str = "",
     cache: Cache = "cold",
@@ -45,7 +45,7 @@ def profiled(
             optimizer, (x, y)) on the device.
         machine: preset to compare with.
         source: author or publication of the measurement.
-        licence: license of the measurement.
+        license: license of the measurement.
         rates: YAML file written by ``executor.calibrate``.
         name: display name of the workload; default: the network's name.
         cache, repeats: see ``executor.capture.profile.measure``.
@@ -81,7 +81,7 @@ def profiled(
         profile,
         measured_rates,
         source=source,
-        licence=licence,
+        license=license,
         workload=name or net.name,
         step_ns=round(median(times)),
         context_bytes=context,

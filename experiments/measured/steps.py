@@ -26,7 +26,7 @@ from executor.capture.capture import capture
 from executor.capture.captured import Captured
 from executor.capture.durations import Precision, with_roofline
 from experiments import workloads
-from experiments.common.measured_step import MeasuredStep, modelled
+from experiments.common.measured_step import MeasuredStep, modeled
 from simulator.files import FormatError, fields, load_json
 from simulator.machine import Machine
 from simulator.program import Kernel, Program
@@ -87,7 +87,7 @@ class Operator:
 
 
 class Comparison(NamedTuple):
-    """Measured, modelled and control microseconds of an operator or of a kind of operators."""
+    """Measured, modeled and control microseconds of an operator or of a kind of operators."""
 
     name: str
     kind: str
@@ -110,7 +110,7 @@ class Trace:
 
     name: str
     source: str
-    licence: str
+    license: str
     device: str
     machine: str
     torch: str
@@ -128,7 +128,7 @@ class Trace:
         """
         operators = tuple(read_operators(path))
         header = path.with_suffix(".yaml")
-        keys = ("format", "source", "licence", "device", "machine", "torch", "optimizer")
+        keys = ("format", "source", "license", "device", "machine", "torch", "optimizer")
         try:
             data = yaml.safe_load(header.read_text())
             top = fields(data, "trace", {**dict.fromkeys(keys, str), "network": dict, "precision": dict}, {})
@@ -281,7 +281,7 @@ def of_profile(measured: MeasuredStep) -> list[Comparison]:
     Skips operators that this version of PyTorch does not have.
     """
     machine = Machine.load(measured.machine)
-    predicted = modelled(measured, machine)
+    predicted = modeled(measured, machine)
     control_machine = one_roofline(machine)
     found = []
     for (index, _, ns, _), ours in zip(measured.kernels, predicted, strict=True):
@@ -395,6 +395,6 @@ def _published(row: dict[str, str]) -> Published:
         row["layout"] == "nhwc",
     )
     name = f"{row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
-    modelled_ms = captured.program.ideal_ns / 1e6
+    modeled_ms = captured.program.ideal_ns / 1e6
     control_ms = sum(control_durations(captured, machine)) / 1e6
-    return Published(name, row["machine"], row["kind"], float(row["ms"]), modelled_ms, control_ms)
+    return Published(name, row["machine"], row["kind"], float(row["ms"]), modeled_ms, control_ms)

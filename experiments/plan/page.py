@@ -177,7 +177,7 @@ def render_html(a: Answer, command: str) -> str:
     for section in sections(a, command):
         if section.parts:
             parts += [f"<h2>{escape(section.title)}</h2>", *(_html(part, a.size) for part in section.parts)]
-    style = _colours() + Path(__file__).with_name("page.css").read_text()
+    style = _colors() + Path(__file__).with_name("page.css").read_text()
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -195,7 +195,7 @@ def _html(part: Part, size: Unit) -> str:
     return _table(part) if isinstance(part, Table) else _p(part.heads[0], "faint") + _bars(part.rows, size)
 
 
-def _colours() -> str:
+def _colors() -> str:
     """Returns the colors as CSS variables for light and dark mode."""
     light, dark = ("".join(f"--{name}: {ink}; " for name, ink in inks.items()) for inks in (LIGHT, DARK))
     return f":root {{ color-scheme: light dark; {light}}}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}"

@@ -1,6 +1,6 @@
 """Uncertainty of the kernel times of ``experiments.plan``, and the choice of the recommended plan.
 
-Times are modelled, with the model's error; or modelled and scaled to a measured step (``step_ms=``), which removes the
+Times are modeled, with the model's error; or modeled and scaled to a measured step (``step_ms=``), which removes the
 error of their sum; or measured per kernel (``times=measured``, for program files). Among plans of similar cost, the
 plan with the lowest expected cost under perturbed times is recommended.
 """
@@ -18,7 +18,7 @@ from simulator.kernel_times import scaled
 from simulator.machine import Machine
 from simulator.program import Program
 
-KINDS = ("modelled", "measured")
+KINDS = ("modeled", "measured")
 ROOM = 0.01  # fraction of the ideal time: largest extra nominal cost of a plan that is more robust to time errors
 TIE = 1e-4  # fraction of the ideal time: costs closer than this are equal
 MOST = 1_000_000  # total number of kernel times drawn
@@ -29,14 +29,14 @@ def read(cfg: DictConfig, machine: Machine, captured: bool) -> Times:
     """Returns the kernel times by ``step_ms=``, ``times=`` and the machine.
 
     Args:
-        captured: whether the program is captured, with modelled times.
+        captured: whether the program is captured, with modeled times.
 
     Raises:
         UsageError: a value is of the wrong type or out of range.
     """
     kind = cli.choice(cfg, "times", KINDS)
     if kind == "measured" and captured:
-        raise cli.UsageError("times: measured requires a program file (program=); a capture has modelled times")
+        raise cli.UsageError("times: measured requires a program file (program=); a capture has modeled times")
     step_ns = None if cfg.step_ms is None else round(cli.number(cfg, "step_ms") * 1e6)
     if step_ns == 0:
         raise cli.UsageError(f"step_ms: expected at least 0.000001, got {cfg.step_ms}")
@@ -49,7 +49,7 @@ def read(cfg: DictConfig, machine: Machine, captured: bool) -> Times:
         return Times(step_ns, None, f"Kernel times come from a roofline model{basis}; {reason}.")
     error = TimesError(model.error, model.step_error if step_ns is None else 0.0)
     sum_error = f", their sum within {error.step:.0%}; {HINT}" if step_ns is None else ""
-    return Times(step_ns, error, f"Kernel times are modelled{basis}: each within about {error.kernel:.0%}{sum_error}.")
+    return Times(step_ns, error, f"Kernel times are modeled{basis}: each within about {error.kernel:.0%}{sum_error}.")
 
 
 def rescaled(program: Program, times: Times) -> Program:

@@ -1,1 +1,1 @@
-"""Plotting: shared panels and axes, colours and labels, and pictures of packings."""
+"""Plotting: shared panels and axes, colors and labels, and pictures of packings."""

@@ -64,7 +64,7 @@ class Line:
 
     x: Values
     y: Values
-    colour: str = INK
+    color: str = INK
     label: str = ""
     marker: str = ""
     line: Any = "-"
@@ -91,7 +91,7 @@ class Line:
                 low,
                 high,
                 step="post" if self.step else None,
-                color=self.colour,
+                color=self.color,
                 alpha=self.shade,
                 linewidth=0,
                 zorder=self.front - 1,
@@ -99,13 +99,13 @@ class Line:
         axes.plot(
             x,
             y,
-            color=self.colour,
+            color=self.color,
             label=self.label or None,
             linestyle=self.line,
             linewidth=self.width,
             marker=HOLLOW.get(self.marker, self.marker) if self.hollow else self.marker,
             markersize=self.size,
-            markerfacecolor="white" if self.hollow else self.colour,
+            markerfacecolor="white" if self.hollow else self.color,
             zorder=self.front,
             alpha=self.alpha,
             markeredgewidth=2.0 if self.marker in ("|", "_") else 1.5 if self.hollow else 1.0,
@@ -124,7 +124,7 @@ class Bars:
 
     positions: Sequence[float]
     values: Values
-    colour: str = INK
+    color: str = INK
     label: str = ""
     thick: float = 0.8
     base: Any = 0.0
@@ -144,8 +144,8 @@ class Bars:
             self.positions,
             np.nan_to_num(values),
             self.thick,
-            color="white" if self.hollow else self.colour,
-            edgecolor="white" if self.hatch else self.colour,
+            color="white" if self.hollow else self.color,
+            edgecolor="white" if self.hatch else self.color,
             linewidth=1.0 if self.hollow else 0.0,
             zorder=2,
             label=self.label or None,
@@ -157,7 +157,7 @@ class Bars:
             end = low + (value / 2 if self.inside else value)
             place = (end, position) if self.horizontal else (position, end)
             if self.inside:
-                box = {"color": self.colour, "pad": 1.5} if self.hatch and text else None
+                box = {"color": self.color, "pad": 1.5} if self.hatch and text else None
                 axes.annotate(text, place, ha="center", va="center", fontsize=9.5, color="white", zorder=4, bbox=box)
             else:
                 _annotate(axes, *place, text, "right" if self.horizontal else "above")
@@ -170,7 +170,7 @@ class Rule:
     pos: float
     end: float | None = None
     horizontal: bool = False
-    colour: str = INK
+    color: str = INK
     label: str = ""
     line: Any = DASHED
     width: float = 1.1
@@ -181,10 +181,10 @@ class Rule:
         """Draws the rule across the panel."""
         if self.end is not None:
             span = axes.axhspan if self.horizontal else axes.axvspan
-            span(self.pos, self.end, color=self.colour, linewidth=0, zorder=0.5, label=self.label or None)
+            span(self.pos, self.end, color=self.color, linewidth=0, zorder=0.5, label=self.label or None)
             return
         rule = axes.axhline if self.horizontal else axes.axvline
-        rule(self.pos, color=self.colour, linewidth=self.width, linestyle=self.line, zorder=1, label=self.label or None)
+        rule(self.pos, color=self.color, linewidth=self.width, linestyle=self.line, zorder=1, label=self.label or None)
         if self.text:
             place = (0.005, self.pos)
             transform = axes.get_yaxis_transform()
@@ -199,7 +199,7 @@ class Rule:
                 transform,
                 "offset points",
                 fontsize=9,
-                color=self.colour,
+                color=self.color,
                 va="bottom" if above else "top",
             )
 
@@ -264,7 +264,7 @@ class Chart:
 
 
 def draw(path: Path, chart: Chart) -> None:
-    """Saves a chart as PNG, without the axis labels and row names that repeat a neighbour's."""
+    """Saves a chart as PNG, without the axis labels and row names that repeat a neighbor's."""
     panels = chart.panels
     with panel_grid(path, len(panels), chart.columns, chart.size, chart.margins) as (grid, columns):
         keys: dict[str, Any] = {}
@@ -278,7 +278,7 @@ def draw(path: Path, chart: Chart) -> None:
             _set_axis(axes, "y", panel.y, panel.y.label if left is None or left.label != panel.y.label else "")
             if left is not None and panel.y.names and left.names == panel.y.names:
                 axes.set_yticklabels([])
-            ends = [(float(_numbers(m.y)[-1]), m.end, m.colour) for m in panel.marks if isinstance(m, Line) and m.end]
+            ends = [(float(_numbers(m.y)[-1]), m.end, m.color) for m in panel.marks if isinstance(m, Line) and m.end]
             labels_at_right(axes, ends)
             keys |= {text: key for key, text in zip(*axes.get_legend_handles_labels(), strict=True) if text not in keys}
         fig = grid[0].figure
@@ -289,12 +289,12 @@ def draw(path: Path, chart: Chart) -> None:
             fig.supxlabel(chart.note, x=0.01, ha="left", fontsize=10, color=INK)
 
 
-def between(start: Values, end: Values, rows: Values, colour: str, vertical: bool = False) -> Line:
+def between(start: Values, end: Values, rows: Values, color: str, vertical: bool = False) -> Line:
     """Returns thin lines from ``start`` to ``end`` in each of ``rows``, or at each x if ``vertical``."""
     along = [value for pair in zip(start, end, strict=True) for value in (*pair, None)]
     rows_twice = [value for row in rows for value in (row, row, None)]
     x, y = (rows_twice, along) if vertical else (along, rows_twice)
-    return Line(x, y, colour, width=1.3, alpha=0.6, front=2)
+    return Line(x, y, color, width=1.3, alpha=0.6, front=2)
 
 
 def pairs(
@@ -302,11 +302,11 @@ def pairs(
 ) -> list[Mark]:
     """Returns one row per value: the paper's marker hollow, ours filled, joined by a line."""
     rows = [y + shift for y in range(len(ours))]
-    name, colour, marker = look
+    name, color, marker = look
     return [
-        between(theirs, ours, rows, colour),
-        Line(theirs, rows, colour, f"{name}, paper", marker, "", size=7, hollow=True),
-        Line(ours, rows, colour, f"{name}, ours", marker, "", size=7, front=4, texts=texts, side=side),
+        between(theirs, ours, rows, color),
+        Line(theirs, rows, color, f"{name}, paper", marker, "", size=7, hollow=True),
+        Line(ours, rows, color, f"{name}, ours", marker, "", size=7, front=4, texts=texts, side=side),
     ]
 
 
@@ -322,14 +322,14 @@ def groups(
         Bars(
             [n + (i - (len(series) - 1) / 2) * width for n in range(len(values))],
             values,
-            colour,
+            color,
             label,
             0.92 * width,
             hollow=label in hollow,
             horizontal=horizontal,
             texts=texts,
         )
-        for i, (label, colour, values, texts) in enumerate(series)
+        for i, (label, color, values, texts) in enumerate(series)
     ]
 
 

@@ -17,10 +17,10 @@ from experiments.plotting.plots import figure, labels_at_right
 from simulator.pool import Intervals, Packing
 
 EDGE = 4.0  # pixels; smaller rectangles have no white edge, which would cover them
-# maximum share of white in a colour; multiples spread evenly over [0, 1)
+# maximum share of white in a color; multiples spread evenly over [0, 1)
 SHADES = 0.35
 GOLDEN = (5**0.5 - 1) / 2
-NAMED = 60  # maximum number of blocks that are labelled
+NAMED = 60  # maximum number of blocks that are labeled
 
 
 def binary(nbytes: float) -> str:
@@ -60,7 +60,7 @@ def draw(
     """
     boxes, block = rectangles(intervals, packing)
     scale = ScalarMappable(_norm(boxes), LinearSegmentedColormap.from_list("blocks", BLOCKS))
-    # Neighbours often have the same size; shades separate those too small for an edge.
+    # Neighbors often have the same size; shades separate those too small for an edge.
     white = SHADES * (block * GOLDEN % 1)[:, None]
     inks = (1 - white) * scale.to_rgba(boxes[:, 3] - boxes[:, 2])[:, :3] + white
     with figure(path, 11.0, 6.4) as axes:
@@ -94,7 +94,7 @@ def draw(
 
 
 def _norm(boxes: np.ndarray) -> LogNorm:
-    """Maps sizes to colours, from the size below which blocks cover 1 % of the area to the largest."""
+    """Maps sizes to colors, from the size below which blocks cover 1 % of the area to the largest."""
     sizes = boxes[:, 3] - boxes[:, 2]
     order = np.argsort(sizes)
     area = np.cumsum((sizes * (boxes[:, 1] - boxes[:, 0]))[order])
@@ -104,7 +104,7 @@ def _norm(boxes: np.ndarray) -> LogNorm:
 
 
 def _lines(axes: Axes, levels: dict[str, int | None]) -> None:
-    """Draws a labelled horizontal line per level; equal levels share one line."""
+    """Draws a labeled horizontal line per level; equal levels share one line."""
     inks = {"peak load": LOAD, "capacity": CAPACITY, "footprint": INK}
     labels = []
     for level in sorted({level for level in levels.values() if level is not None}):

@@ -1,8 +1,8 @@
-"""Labels, colours and markers of planners and allocators.
+"""Labels, colors and markers of planners and allocators.
 
-All colours are defined here. A planner's colour follows from its family and slot (``agents.planner.PlannerInfo``).
+All colors are defined here. A planner's color follows from its family and slot (``agents.planner.PlannerInfo``).
 Hues are families of methods: AutoSwap blue, other swapping orange and brown, recomputation purple, swapping and
-recomputation green, search red, learned pink. Online allocators are grey and warm, offline ones cool.
+recomputation green, search red, learned pink. Online allocators are gray and warm, offline ones cool.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ GREEDY = ("dqn", "dqn_paper")  # agents whose greedy policy has a separate row i
 
 
 class Look(NamedTuple):
-    """Label, colour and marker of a planner or an allocator."""
+    """Label, color and marker of a planner or an allocator."""
 
     label: str
-    colour: str
+    color: str
     marker: str = "o"
 
 
 class Hues(NamedTuple):
-    """Colour of a family of planners, and colours and markers of its members by ``PlannerInfo.slot``."""
+    """Color of a family of planners, and colors and markers of its members by ``PlannerInfo.slot``."""
 
-    colour: str
+    color: str
     slots: tuple[str, ...] = ()
     markers: str = "os^DvP"
 
@@ -51,12 +51,12 @@ HUES: dict[Family, Hues] = {
     "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd", "#e599f7", "#ae1fc9")),
     "other": Hues("#17becf"),
 }
-FALLBACK_COLOURS = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")  # for planners without a slot
+FALLBACK_COLORS = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")  # for planners without a slot
 
 
 def spare_look(planner: str, text: str) -> Look:
     """Returns a look from a fixed cycle, chosen by the planner's name."""
-    return Look(text, FALLBACK_COLOURS[sum(planner.encode()) % len(FALLBACK_COLOURS)])
+    return Look(text, FALLBACK_COLORS[sum(planner.encode()) % len(FALLBACK_COLORS)])
 
 
 def _entries() -> Iterator[PlannerInfo]:
@@ -83,7 +83,7 @@ for _name in HUES:
         _members.sort(key=lambda facts: (facts.slot is None, facts.slot))
         FAMILIES[_name] = {facts.key: _look(facts) for facts in _members}
 LOOKS = {name: look for family in FAMILIES.values() for name, look in family.items()}
-FAMILY_COLOURS: dict[str, str] = {name: hues.colour for name, hues in HUES.items()}
+FAMILY_COLORS: dict[str, str] = {name: hues.color for name, hues in HUES.items()}
 ALLOCATORS = {  # keys of simulator.pool; "superneurons" is the heap of SuperNeurons
     "cudamalloc": Look("cudaMalloc", "#9a9a9a", "x"),
     "caching": Look("PyTorch's caching allocator", "#e6550d", "o"),
@@ -126,11 +126,11 @@ LAYERS = {"CONV": "#08306b", "POOL, ACT, BN, LRN": "#f16913", "FC": "#238b45", "
 PARTS = {"computation": "#9a9a9a", "overlap": "#1f5fa8", "recomputation": "#8e5bd0", "swapping": "#cb181d"}
 CAPUCHIN_LAYERS = "#1f5fa8"  # Capuchin as HOME describes it
 SWARM = {"worst": "#9a9a9a", "mean": "#1f5fa8", "best": "#cb181d"}  # HOME's particles
-METHOD_COLOURS = {  # methods of SuperNeurons' Tables 4 and 5
+METHOD_COLORS = {  # methods of SuperNeurons' Tables 4 and 5
     "own": "#c9c9c9",
     "none": "#6b6b6b",
     "superneurons_joins": "#238b45",
-    **{name: LOOKS[name].colour for name in ("memonger", "vdnn_all", "superneurons", "lp_round")},
+    **{name: LOOKS[name].color for name in ("memonger", "vdnn_all", "superneurons", "lp_round")},
 }
 # Themes of web pages.
 LIGHT = {
@@ -181,9 +181,9 @@ def look(planner: str) -> Look:
     return LOOKS[key]._replace(label=LOOKS[key].label + comma + extra) if key in LOOKS else spare_look(planner, planner)
 
 
-def colour(planner: str) -> str:
-    """Returns the planner's colour."""
-    return look(planner).colour
+def color(planner: str) -> str:
+    """Returns the planner's color."""
+    return look(planner).color
 
 
 def label(planner: str) -> str:

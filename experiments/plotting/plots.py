@@ -20,7 +20,7 @@ from scipy.optimize import isotonic_regression
 from experiments.common import report
 from experiments.common.report import MB, Row
 from experiments.plotting import palette
-from experiments.plotting.palette import FAINT, FLOOR, INK, LIMIT, Look, colour, label, look
+from experiments.plotting.palette import FAINT, FLOOR, INK, LIMIT, Look, color, label, look
 from simulator import simulate
 from simulator.files import write_json
 from simulator.machine import Machine
@@ -28,7 +28,7 @@ from simulator.plan import Plan
 from simulator.program import Program
 from simulator.timeline import Timeline
 
-Levels = list[tuple[float, str, str]]  # labels at the right ends of lines: value, name, colour
+Levels = list[tuple[float, str, str]]  # labels at the right ends of lines: value, name, color
 TICKS = (0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # of the overhead axis
 BOTTOM = -0.0003  # of a logarithmic axis, so that a line at 0 is not clipped
 DOTTED = (0, (1, 1.2))
@@ -101,7 +101,7 @@ def memory_curve(
             right = max(right, x1[-1])
             top = max(top, y1.max())
             name = f"{label(planner)} plan: peak {y1.max():,.0f} MB, {after.overhead:+.1%} time"
-            axes.step(x1, y1, where="post", color=colour(planner), linewidth=1.5, label=name)
+            axes.step(x1, y1, where="post", color=color(planner), linewidth=1.5, label=name)
         percent = limit_mb * MB / before.peak_bytes
         axes.axhline(
             limit_mb,
@@ -136,7 +136,7 @@ def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], plan
             [e.episode for e in valid],
             [e.overhead for e in valid],
             s=9,
-            color=colour(planner),
+            color=color(planner),
             alpha=0.3,
             linewidths=0,
             label="one training episode",
@@ -156,13 +156,13 @@ def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], plan
         levels = []
         for r in rows:
             if r["feasible"] and r["planner"] not in (planner, f"{planner}_greedy", "none"):
-                axes.axhline(r["overhead"], color=colour(r["planner"]), linewidth=1.1, linestyle=(0, (5, 3)))
-                levels.append((r["overhead"], f"{label(r['planner'])} {r['overhead']:.2%}", colour(r["planner"])))
+                axes.axhline(r["overhead"], color=color(r["planner"]), linewidth=1.1, linestyle=(0, (5, 3)))
+                levels.append((r["overhead"], f"{label(r['planner'])} {r['overhead']:.2%}", color(r["planner"])))
         if planned:
             x = [e.episode for e in planned]
             y = [e.best_overhead for e in planned]
-            axes.step(x, y, where="post", color=colour(planner), linewidth=2.4, label="best plan so far")
-            levels.append((y[-1], f"{label(planner)} {y[-1]:.2%}", colour(planner)))
+            axes.step(x, y, where="post", color=color(planner), linewidth=2.4, label="best plan so far")
+            levels.append((y[-1], f"{label(planner)} {y[-1]:.2%}", color(planner)))
         overheads = [e.overhead for e in valid] + [level[0] for level in levels]
         _overhead_axis(axes, max(overheads, default=0.01))
         floor = rows[0]["bound_overhead"] if rows else None
@@ -196,14 +196,14 @@ def edit_learning(
             overhead.scatter(
                 *zip(*finished, strict=True),
                 s=9,
-                color=colour("dqn"),
+                color=color("dqn"),
                 alpha=0.35,
                 linewidths=0,
                 label="episodes that ended, mean",
             )
         overhead.plot(
             *zip(*greedy, strict=True),
-            color=colour("dqn"),
+            color=color("dqn"),
             linewidth=2.2,
             marker="o",
             markersize=4,
@@ -226,7 +226,7 @@ def edit_learning(
                 samples = [(c, row[key]) for c, row in zip(calls, history, strict=True) if key in row]
                 if samples:
                     axes.plot(
-                        *zip(*samples, strict=True), color=colour("dqn"), linestyle=style, linewidth=1.4, label=text
+                        *zip(*samples, strict=True), color=color("dqn"), linestyle=style, linewidth=1.4, label=text
                     )
             axes.set(xlabel="simulator calls", title=name)
             axes.set_ylim(0, None)
@@ -267,7 +267,7 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
             axes.set_title(heading)
         if is_split:
             curves = [
-                (least_overheads(lines[name] for name in names), Look(heading, palette.FAMILY_COLOURS[heading], marker))
+                (least_overheads(lines[name] for name in names), Look(heading, palette.FAMILY_COLORS[heading], marker))
                 for (heading, names), marker in zip(families.items(), MARKERS, strict=False)
             ]
             _panel(grid[-1], rows, curves, best, top, scale)
@@ -308,7 +308,7 @@ def _panel(
     top: float,
     scale: str,
 ) -> None:
-    """Draws one panel of ``overhead_by_limit``: the floor, the ``best`` of all planners, and labelled lines."""
+    """Draws one panel of ``overhead_by_limit``: the floor, the ``best`` of all planners, and labeled lines."""
     limits = sorted({r["limit_fraction"] for r in rows})
     margin = 0.06 * (limits[-1] - limits[0]) or 0.02
     left = limits[-1] + margin

@@ -36,7 +36,7 @@ def scatter(path: Path, replays: Sequence[dict[str, Any]], trained: Sequence[dic
                 x, y = ([r[key] / unit for r in points] for key in (predicted, measured))
                 values += [*x, *y]
                 label = f"{look(name).label}{', training' * hollow}"
-                marks.append(Line(x, y, look(name).colour, label, look(name).marker, "", hollow=hollow))
+                marks.append(Line(x, y, look(name).color, label, look(name).marker, "", hollow=hollow))
         ends = np.array([min(values) * 0.92, max(values) * 1.08])
         marks.append(Line(ends, ends, LIMIT, width=0.9, front=1))
         if unit == 1e6:
@@ -57,9 +57,9 @@ def timelines(path: Path, measured: Measured, workload: str, planner: str) -> No
     x = Axis("ms from the start of an iteration", limits=(0, end))
     panels = []
     memory = list[Mark]()
-    for word, timeline, start, colour in pair:
+    for word, timeline, start, color in pair:
         duration_ms = (timeline.boundaries[-1] - start) / 1e6
-        marks = [*_streams(timeline, start), Rule(duration_ms, colour=LIMIT, line="-", width=1)]
+        marks = [*_streams(timeline, start), Rule(duration_ms, color=LIMIT, line="-", width=1)]
         panels.append(Panel(f"{word}: {duration_ms:.2f} ms", marks, x, Axis(names=STREAMS)))
         points = [(t, used) for t, used in timeline.memory if t <= timeline.boundaries[-1]]
         inside = [(start, used) for t, used in points if t <= start][-1:] + [p for p in points if p[0] > start]
@@ -67,13 +67,13 @@ def timelines(path: Path, measured: Measured, workload: str, planner: str) -> No
             Line(
                 [(t - start) / 1e6 for t, _ in inside],
                 [used / MIB for _, used in inside],
-                colour,
+                color,
                 f"memory, {word.lower()}",
                 width=1.2,
                 step=True,
             )
         )
-    memory.append(Rule(measured.limit / MIB, horizontal=True, colour=LIMIT, label="limit", width=1))
+    memory.append(Rule(measured.limit / MIB, horizontal=True, color=LIMIT, label="limit", width=1))
     panels.append(Panel("Memory", memory, x, Axis("MiB in use", limits=(0, None))))
     title = f"{workload}, {look(planner).label}, on {measured.device}"
     draw(path, Chart(title, panels, 1, (10.5, 2.0), (0, 0.9), keys=7))
@@ -83,12 +83,12 @@ def _streams(timeline: Timeline, start: int) -> list[Mark]:
     """Returns bars for the spans of each kind, one row per stream."""
     spans = [s for s in timeline.spans if s.end_ns > start]
     marks: list[Mark] = []
-    for kind, colour in SPANS.items():
+    for kind, color in SPANS.items():
         chosen = [s for s in spans if s.kind == kind]
         lengths = [(s.end_ns - s.start_ns) / 1e6 for s in chosen]
         starts = [(s.start_ns - start) / 1e6 for s in chosen]
         rows = [STREAMS.index(s.stream) for s in chosen]
-        marks.append(Bars(rows, lengths, colour, kind.replace("_", "-") if chosen else "", 0.76, np.array(starts)))
+        marks.append(Bars(rows, lengths, color, kind.replace("_", "-") if chosen else "", 0.76, np.array(starts)))
     return [mark for mark in marks if isinstance(mark, Bars) and len(mark.positions)]
 
 
@@ -105,7 +105,7 @@ def batches(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         texts = [f"{'at least ' * r['time_over']}{r['batch']} ({r['batch'] / r['own_batch']:.1f}×)" for r in ordered]
         marks: list[Mark] = [
             Bars(range(len(ordered)), [r["batch"] for r in ordered], MEASURED, thick=0.6, texts=texts),
-            Rule(ordered[0]["own_batch"], colour=INK),
+            Rule(ordered[0]["own_batch"], color=INK),
         ]
         names = [r["method"] for r in ordered]
         title = f"{name}, {ordered[0]['cap'] / MIB:,.1f} MiB"

@@ -44,7 +44,7 @@ class Settings:
         seconds: time budget of all stages.
         workers: planning processes; 0: one per processor.
         source: author of the measurements, in measured/ (experiments/measured).
-        licence: license of the published profiles.
+        license: license of the published profiles.
     """
 
     backend: str = "cuda"
@@ -70,7 +70,7 @@ class Settings:
     seconds: float = 540.0
     workers: int = 0
     source: str = "experiments.validate_gpu"
-    licence: str = "CC0-1.0"
+    license: str = "CC0-1.0"
 
     @property
     def device(self) -> str:

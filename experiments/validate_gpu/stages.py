@@ -168,7 +168,7 @@ def profiled(run: Run, name: str) -> dict[str, Any]:
         result = measure(captured, settings.device, machine.name, seconds=seconds / 2, cache="cold")
     result.save(run.profile(name))
     program = with_profile(captured.program, result)
-    words = {"source": settings.source, "licence": settings.licence, "workload": name}
+    words = {"source": settings.source, "license": settings.license, "workload": name}
     step = measured_step(captured, result, machine, **words, step_ns=round(eager.ns))
     write_text(run.record.out / "measured" / f"{name}.json", step.to_json())
     program.save(run.program(name))

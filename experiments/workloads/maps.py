@@ -128,7 +128,7 @@ class Stacked(nn.Module):
 
     Maps images ``[batch, 3, image, image]`` to heat maps ``[batch, stacks, joints, image / 4, image / 4]``. Section 3:
     a 7x7 convolution of stride 2, residual modules and a max-pool reduce an image of 256 pixels to 64. An hourglass
-    pools ``levels`` times, with a residual module in parallel to every pool, upsamples by nearest neighbours and adds
+    pools ``levels`` times, with a residual module in parallel to every pool, upsamples by nearest neighbors and adds
     the parallel branches. After each of the ``stacks``, a heat map per joint is predicted and fed back by 1x1
     convolutions. Residual modules are the pre-activated bottlenecks of He et al. (2016; the paper's Figure 4).
 

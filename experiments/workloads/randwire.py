@@ -21,16 +21,16 @@ from experiments.workloads._shared import Layers, classifier, conv, head
 from experiments.workloads.module import Parts, WorkloadError
 
 # K and P of the Watts-Strogatz graph
-NEIGHBOURS = 4
+NEIGHBORS = 4
 REWIRED = 0.75
 LAST = 1280  # channels before pooling
 
 
 def graph(nodes: int, rng: random.Random) -> list[list[int]]:
     """Returns the inputs of every node of a Watts-Strogatz (1998) graph, a ring with rewired edges."""
-    around = {frozenset((v, (v + i) % nodes)) for v in range(nodes) for i in range(1, NEIGHBOURS // 2 + 1)}
+    around = {frozenset((v, (v + i) % nodes)) for v in range(nodes) for i in range(1, NEIGHBORS // 2 + 1)}
     edges = set(around)
-    for i in range(1, NEIGHBOURS // 2 + 1):
+    for i in range(1, NEIGHBORS // 2 + 1):
         for v in range(nodes):
             original = frozenset((v, (v + i) % nodes))
             candidates = [u for u in range(nodes) if u != v and frozenset((v, u)) not in edges]
@@ -71,10 +71,10 @@ def randwire(
     """Returns a randomly wired network; see ``_shared.classifier``.
 
     Raises:
-        WorkloadError: Fewer nodes than two rings of neighbours need, or a width of one.
+        WorkloadError: Fewer nodes than two rings of neighbors need, or a width of one.
     """
-    if nodes < 4 * NEIGHBOURS:
-        raise WorkloadError(f"workload.nodes: expected at least {4 * NEIGHBOURS}, got {nodes}")
+    if nodes < 4 * NEIGHBORS:
+        raise WorkloadError(f"workload.nodes: expected at least {4 * NEIGHBORS}, got {nodes}")
     if width < 2:
         raise WorkloadError(f"workload.width: expected at least 2, got {width}")
     rng = random.Random(draw)

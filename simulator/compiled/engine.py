@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from simulator.compiled.jit import address
 from simulator.compiled.lowering import host_load, swap_residency
-from simulator.compiled.rematerialisation import lower_recomputations, rerun_times
+from simulator.compiled.rematerialization import lower_recomputations, rerun_times
 from simulator.compiled.reruns import lower_reruns
 from simulator.compiled.scoring import score_plans
 from simulator.files import no_collections

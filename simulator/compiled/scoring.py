@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulator.compiled.event_loop import event_loop
 from simulator.compiled.jit import call, stage
 from simulator.compiled.lowering import is_swap, swap_residency
-from simulator.compiled.rematerialisation import lower_recomputations
+from simulator.compiled.rematerialization import lower_recomputations
 from simulator.compiled.encoding import (
     BEGINS,
     DONE,

@@ -47,7 +47,7 @@ class Held:
         self.offsets = {t: int(at) for t, at in zip(self.tensors, packing.offsets, strict=True) if nbytes[t]}
         self.footprint = packing.footprint  # bytes of all slots
 
-    def neighbours(self, t: int) -> list[int]:
+    def neighbors(self, t: int) -> list[int]:
         """Returns the other nonempty tensors whose slots overlap."""
         size = dict(zip(self.tensors, self.intervals.nbytes.tolist(), strict=True))
         begin = self.offsets.get(t, 0)

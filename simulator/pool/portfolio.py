@@ -300,7 +300,7 @@ def _sort(keys, n):
 
 
 @jit
-def _neighbours(x, offsets, block, bits, begins):
+def _neighbors(x, offsets, block, bits, begins):
     """Writes offset << bits | index of the placed neighbors of a block, ascending; returns number and work."""
     m = len(x.load)
     first = x.first[block]
@@ -402,7 +402,7 @@ def _eject(x, offsets, weight, target, rng, state):
         n_out = n_out - 1
         out[i] = out[n_out]
         size = x.size[block]
-        d, visited = _neighbours(x, offsets, block, bits, begins)
+        d, visited = _neighbors(x, offsets, block, bits, begins)
         work += visited + 16 * d
         # The smallest hole, the block at one of its ends.
         top = np.int64(0)

@@ -36,14 +36,14 @@ def pack(intervals: Intervals, alignment: int = 1, fit: str = "best") -> Packing
     intervals = intervals.rounded(alignment)
     lower, upper, size = map(np.ascontiguousarray, (intervals.lower, intervals.upper, intervals.nbytes))
     order = np.lexsort((lower, -size))
-    offsets = _colour(lower, upper, size, order, intervals.period, fit == "best")  # compiled once for all layouts
+    offsets = _color(lower, upper, size, order, intervals.period, fit == "best")  # compiled once for all layouts
     footprint = int((offsets + size).max(initial=0))
     # At run time a malloc looks its address up and a free does nothing (section V); the pool is a single cudaMalloc.
     return Packing(offsets, footprint, footprint == intervals.peak_bytes, steps=len(size) * len(size).bit_length())
 
 
 @jit
-def _colour(lower, upper, size, order, period, best_fit):
+def _color(lower, upper, size, order, period, best_fit):
     """Returns int64[n] offsets (section III-C); ``order``: int64[n], the blocks in order of placement."""
     n = len(order)
     offsets = np.empty(n, np.int64)
@@ -53,22 +53,22 @@ def _colour(lower, upper, size, order, period, best_fit):
     ends = table[1]
     lowers = table[2]
     uppers = table[3]
-    neighbours = np.empty(n, np.int64)
+    neighbors = np.empty(n, np.int64)
     for placed in range(n):
         i = order[placed]
         a = lower[i]
         b = upper[i]
         nbytes = size[i]
-        n_neighbours = 0
+        n_neighbors = 0
         for j in range(placed):  # branch-free, since the branch is unpredictable
-            neighbours[n_neighbours] = j
+            neighbors[n_neighbors] = j
             overlaps = (a < uppers[j]) & (lowers[j] < b) | (a + period < uppers[j]) | (lowers[j] + period < b)
-            n_neighbours += overlaps
-        # end of the neighbours so far; the hole to take
+            n_neighbors += overlaps
+        # end of the neighbors so far; the hole to take
         top = np.int64(0)
         hole_at = np.int64(-1)
         hole = np.int64(0)
-        for j in neighbours[:n_neighbours]:
+        for j in neighbors[:n_neighbors]:
             gap = begins[j] - top
             if gap >= nbytes and (hole_at < 0 or (best_fit and gap < hole)):
                 hole_at = top

@@ -35,8 +35,8 @@ ENVIRONMENTS = [
         for name in TASKS
     ),
     *(
-        pytest.param("GpuMemoryEdit-v0", {"limit": [0.6, 0.8], "neighbours": 8, "budget": 12, "edits": edits}, id=edits)
-        for edits in ("neighbours", "gap")
+        pytest.param("GpuMemoryEdit-v0", {"limit": [0.6, 0.8], "neighbors": 8, "budget": 12, "edits": edits}, id=edits)
+        for edits in ("neighbors", "gap")
     ),
     pytest.param("GpuMemoryEdit/squeezenet-40-v0", {}, id="edit-squeezenet", marks=pytest.mark.nightly),
 ]

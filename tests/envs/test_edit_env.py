@@ -31,11 +31,11 @@ def episode(env: MemoryEditEnv, seed: int) -> Iterator[tuple[dict[str, Any], flo
         yield observation, float(reward), terminated, truncated, info
 
 
-@pytest.mark.parametrize("edits", ["neighbours", "gap"])
+@pytest.mark.parametrize("edits", ["neighbors", "gap"])
 @pytest.mark.parametrize("accept", ["metropolis", "better", "always"])
 @pytest.mark.parametrize("mode", ["swap", "joint"])
 def test_episodes_agree_with_the_simulator(edits: str, accept: str, mode: str) -> None:
-    env = MemoryEditEnv(limit=0.6, mode=mode, edits=edits, accept=accept, start="empty", neighbours=8, budget=60)
+    env = MemoryEditEnv(limit=0.6, mode=mode, edits=edits, accept=accept, start="empty", neighbors=8, budget=60)
     task = env.tasks[0]
     for seed in SEEDS:
         steps = list(episode(env, seed))
@@ -58,7 +58,7 @@ def test_episodes_agree_with_the_simulator(edits: str, accept: str, mode: str) -
 
 
 def test_observations_follow_the_plan() -> None:
-    env = MemoryEditEnv(limit=0.6, neighbours=8, budget=60)
+    env = MemoryEditEnv(limit=0.6, neighbors=8, budget=60)
     for seed in SEEDS:
         for observation, *_, info in episode(env, seed):
             assert env.observation_space.contains(observation)
@@ -100,7 +100,7 @@ def test_where_plans_start() -> None:
         ("accept", "never"),
         ("reward", "paper"),
         ("budget", 0),
-        ("neighbours", 0),
+        ("neighbors", 0),
         ("cold", 1.0),
         ("mode", "both"),
         ("limit", 0.01),
@@ -152,7 +152,7 @@ def test_a_budget_is_drawn_from_a_range() -> None:
         batch(1, budget=(0, 9))
 
 
-def test_redraw_changes_the_neighbours_and_nothing_else() -> None:
+def test_redraw_changes_the_neighbors_and_nothing_else() -> None:
     walkers = batch(4)
     for _ in range(3):
         walkers.step(np.argmax(walkers.mask, 1))

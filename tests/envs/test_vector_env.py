@@ -52,7 +52,7 @@ TASKS = {
     "limit": [0.6, 0.8, 1.0],
     "actions": "full",
 }
-EDITS = {"limit": [0.6, 0.7], "neighbours": 8, "budget": 12, "reward": "log", "shaping": 0.3}
+EDITS = {"limit": [0.6, 0.7], "neighbors": 8, "budget": 12, "reward": "log", "shaping": 0.3}
 FORMS = {
     "paper": ("GpuMemory-v0", {**TASKS, "reward": "paper"}, None),
     "causal": ("GpuMemory-v0", {**TASKS, "reward": "causal"}, None),

@@ -128,8 +128,8 @@ def test_durations_are_a_roofline_or_measured(tiny_mlp: Tiny) -> None:
     def fitted(**options: Any) -> Any:
         return fit(*tiny_mlp.parts(), 1, **options)
 
-    modelled, other = (tiny_mlp.captured.on(Machine.load(m)).program.ideal_ns for m in ("gtx1080ti", "rtx2080ti"))
-    assert fitted().report().ideal_ns == modelled != other == fitted(machine="rtx2080ti").report().ideal_ns
+    modeled, other = (tiny_mlp.captured.on(Machine.load(m)).program.ideal_ns for m in ("gtx1080ti", "rtx2080ti"))
+    assert fitted().report().ideal_ns == modeled != other == fitted(machine="rtx2080ti").report().ideal_ns
     profile = measure(tiny_mlp.captured, "cpu", "here")
     step = fitted(profile=profile)
     assert tuple(k.duration_ns for k in step.captured.program.kernels) == profile.durations_ns
@@ -138,7 +138,7 @@ def test_durations_are_a_roofline_or_measured(tiny_mlp: Tiny) -> None:
     step(*rows(256))
     with pytest.raises(FormatError, match="the profile is of another program"):
         fit(*tiny_mlp.parts()[:3], rows(3), 1, profile=profile)
-    assert fitted(profile="measure").report().ideal_ns not in (modelled, sum(profile.durations_ns))
+    assert fitted(profile="measure").report().ideal_ns not in (modeled, sum(profile.durations_ns))
 
 
 def test_options_of_the_capture_pass_through(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> None:

@@ -115,7 +115,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (FormatError, r"profile\.durations_ns\[1\]", lambda: profile(durations_ns=[1, -2])),
     (FormatError, r"profile\.cache", lambda: profile(cache="warm")),
     (FormatError, r"profile\.workspaces", lambda: profile(workspaces=[1])),
-    (FormatError, "profile: unknown key 'colour'", lambda: profile(colour=1)),
+    (FormatError, "profile: unknown key 'color'", lambda: profile(color=1)),
     (FormatError, "the profile is of another program", lambda: with_profile(OTHER, PROFILE)),
     (ValueError, "^repeats: ", lambda: measure(captured(), "cpu", repeats=0)),
     (ValueError, "^cache: ", lambda: measure(captured(), "cpu", cache="warm")),

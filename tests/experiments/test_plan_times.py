@@ -22,7 +22,7 @@ ERROR = TimesError(0.3, 0.25)
 
 
 def read(machine: Machine = H100, captured: bool = True, **keys: Any) -> Times:
-    return times.read(OmegaConf.create({"step_ms": None, "times": "modelled", **keys}), machine, captured)
+    return times.read(OmegaConf.create({"step_ms": None, "times": "modeled", **keys}), machine, captured)
 
 
 def test_what_is_known_of_the_times() -> None:

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from agents.learned import sb3
-from agents.learned.optimisation import MASKED
+from agents.learned.optimization import MASKED
 from agents.learned.training import Episode
 from envs import Task
 from envs.memory_env import small_task

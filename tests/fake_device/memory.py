@@ -174,7 +174,7 @@ class Memory:
         self.process()
         size = -(-nbytes // ROUND) * ROUND
         if not isinstance(pool, tuple):
-            self.end += ROUND + size  # blocks have no neighbours
+            self.end += ROUND + size  # blocks have no neighbors
             return self.end - size, {}
         spans = self.free.setdefault((pool, nbytes <= SMALL), [])
         if fitting := [free for free in spans if free.nbytes >= size]:

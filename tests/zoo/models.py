@@ -206,5 +206,5 @@ def graph(kind: str, **options: Any) -> Callable[[], Parts]:
 
 
 entry("GCN (torch_geometric)")(graph("GCN", dropout=0.1))
-entry("GCN, edges normalised before")(graph("GCN", dropout=0.1, normalize=False))
+entry("GCN, edges normalized before")(graph("GCN", dropout=0.1, normalize=False))
 entry("GraphSAGE (torch_geometric)")(graph("GraphSAGE"))

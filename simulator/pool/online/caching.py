@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator with its default settings (``c10/cuda/CUDACachingAllocator.cpp``, BSD licence).
+"""PyTorch's caching allocator with its default settings (``c10/cuda/CUDACachingAllocator.cpp``, BSD license).
 
 - A request is rounded up to 512 bytes (``round_size``); up to 1 MiB it goes to the small pool, else to the large one.
 - It takes the smallest free block of its pool that is large enough, of several the lowest (``get_free_block``).

@@ -16,7 +16,7 @@ from agents.heuristics.autoswap import (
     descending,
     duration_of_absence,
     peak_gaps,
-    standardised_scores,
+    standardized_scores,
     submodular_weighted_duration,
     weighted_duration,
 )
@@ -111,9 +111,9 @@ def test_swdoa_scores_by_hand() -> None:
     assert (order.tolist(), scores.tolist()) == ([2, 0, 1, 3], [172, 130, 116, 90])
 
 
-def test_standardised_scores_by_hand() -> None:
+def test_standardized_scores_by_hand() -> None:
     candidates = Candidates(FOUR, peak_gaps(FOUR, 1))
-    scores = standardised_scores(candidates, FOUR, MACHINE)
+    scores = standardized_scores(candidates, FOUR, MACHINE)
     # DOA is 14, 12, 10, 6: mean 10.5, variance (12.25 + 2.25 + 0.25 + 20.25) / 4 = 8.75.
     assert scores[:, BASIC.index("doa")] == pytest.approx(np.array([3.5, 1.5, -0.5, -4.5]) / 8.75**0.5)
     # SWDOA is 130, 116, 172, 90: mean 127, variance (9 + 121 + 2025 + 1369) / 4 = 881.

@@ -20,7 +20,7 @@ from tests.strategies import machines, networks, programs, reachable_limits
 
 # Six kernels of 10 ns; kernel 4 has R, 3 bytes of workspace; tensors (written by, read by, bytes):
 #   S (0, 5, 2)  G (0, 1, 3)  P (1, 3, 2)  Q (3, 5, 2)
-# Coloured by size: G and R at 0 (they do not meet), then S on them at 3, P on S at 5, and Q, which meets P, R and S,
+# Colored by size: G and R at 0 (they do not meet), then S on them at 3, P on S at 5, and Q, which meets P, R and S,
 # on P at 7: a footprint of 9 for a load of 7.
 FRAGMENTED = straight([(0, 5), (0, 1), (1, 3), (3, 5)], [2, 3, 2, 2], [10] * 6, [0, 0, 0, 0, 3, 0])
 

@@ -36,7 +36,7 @@ NET = network([("conv", 10), ("norm", 10), ("activation", 10), ("conv", 10), ("a
 
 
 def test_conv_outputs_are_swapped_and_cheap_ones_recomputed() -> None:
-    # 5 is used by neighbouring kernels (matmul and its backward), 6 is an FC layer's.
+    # 5 is used by neighboring kernels (matmul and its backward), 6 is an FC layer's.
     conv = dict.fromkeys([Gap(1, 1, 10), Gap(4, 4, 7)], SWAPPED)
     cheap = dict.fromkeys([Gap(2, 2, 9), Gap(3, 3, 8)], RECOMPUTED)
     assert evictable_gaps(NET, "joint", 1) == conv | cheap

@@ -19,7 +19,7 @@ from agents.learned.dqn_paper import Trainer as PaperTrainer
 from agents.learned.dqn_planner import RANKS, WEIGHTS
 from agents.learned.edit_net import EditGraph, EditNet, edit_graph, trained
 from agents.learned.edit_walk import EMPTY, IMPROVES, SLOT, EditWalk, Q
-from agents.learned.optimisation import MASKED
+from agents.learned.optimization import MASKED
 from agents.learned.training import Episode, Trainer, train
 from envs.edit import starts
 from envs.edit.batch import EditBatch
@@ -41,7 +41,7 @@ SMALL = Args(
     walkers=8,
     passes=8,
     tries=3,
-    neighbours=16,
+    neighbors=16,
     least_calls=40,
     most_calls=200,
     buffer_size=40,
@@ -80,7 +80,7 @@ def test_compiled_ranking_equals_the_network(
         return encode(self, graph, *state)
 
     monkeypatch.setattr(EditNet, "encode", spy)
-    walk = EditWalk(task, 1, net, 0, neighbours=24, column=column)
+    walk = EditWalk(task, 1, net, 0, neighbors=24, column=column)
     walk.begin(0, task.starts[0])
     graph = edit_graph(task)
     static_parts = net.static_parts(graph)

@@ -53,13 +53,13 @@ def test_equations_one_to_three_as_printed():
     x = torch.rand(n, 1, 6)
     s = [torch.zeros(4) for _ in range(n)]
     edges = list(zip(*graph.edges.tolist(), graph.weights, strict=True))
-    neighbours = [[(u, w) for u, v, w in edges if v == k] for k in range(n)]
+    neighbors = [[(u, w) for u, v, w in edges if v == k] for k in range(n)]
     for _ in range(3):
         s = [
             torch.relu(
                 net.w1.weight @ x[v, 0]
-                + net.w2.weight @ sum(s[u] for u, _ in neighbours[v])
-                + net.w3.weight @ sum(torch.relu(net.w4.weight @ torch.tensor([w])) for _, w in neighbours[v])
+                + net.w2.weight @ sum(s[u] for u, _ in neighbors[v])
+                + net.w3.weight @ sum(torch.relu(net.w4.weight @ torch.tensor([w])) for _, w in neighbors[v])
             )
             for v in range(n)
         ]

@@ -273,7 +273,7 @@ def test_group_norm_takes_no_time_per_row():
         (lambda x: x.t() + x.t(), "add", True),
     ],
 )
-def test_kernels_that_are_not_vectorised_take_a_time_per_element(function, name, is_vectorized):
+def test_kernels_that_are_not_vectorized_take_a_time_per_element(function, name, is_vectorized):
     """200 FLOPs at 1e13 per second are 20 ns per 1,000 elements: more than their bytes take."""
     x = meta(1000, 1000)
     with torch.device("meta"):

@@ -54,7 +54,7 @@ def test_a_toy_network_makes_a_row(name: str, task: dict[str, Any], monkeypatch:
         assert cells and all(len(line) == len(heads) for line in cells)
 
 
-def test_the_seeds_of_bayesian_optimisation_are_no_worse_than_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seeds_of_bayesian_optimization_are_no_worse_than_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "program", lambda name, machine: chain(12, 10 * MB))
     figure = find("smartpool_fig9")
     task = {"network": "vgg16", "limits": [647, 607]}

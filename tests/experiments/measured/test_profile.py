@@ -9,15 +9,15 @@ from torch import nn
 from executor import capture
 from executor.capture.durations import Precision
 from executor.capture.profile import Profile
-from experiments.common.measured_step import MeasuredStep, measured_step, modelled
+from experiments.common.measured_step import MeasuredStep, measured_step, modeled
 from experiments.measured import steps
 from experiments.measured.__main__ import main
 from simulator import FormatError, Machine
 from simulator.files import load_json
 
 H100 = Machine.load("h100")
-WORDS = "--machine h100 --source test --licence CC0-1.0 --device cpu --repeats 1 --steps 2".split()
-WORDS_OF = {"source": "a test", "licence": "CC0-1.0", "workload": "net"}
+WORDS = "--machine h100 --source test --license CC0-1.0 --device cpu --repeats 1 --steps 2".split()
+WORDS_OF = {"source": "a test", "license": "CC0-1.0", "workload": "net"}
 
 
 def captured_step(foreach: bool = False):
@@ -43,7 +43,7 @@ def captured_step(foreach: bool = False):
 
 
 def profile_of(captured, times: int = 2) -> Profile:
-    """Returns a profile whose kernels take ``times`` as long as modelled."""
+    """Returns a profile whose kernels take ``times`` as long as modeled."""
     durations = tuple(times * kernel.duration_ns for kernel in captured.program.kernels)
     return Profile("secret", "0", "h100", "NVIDIA H100 80GB HBM3", "2.9.0", durations)
 
@@ -55,11 +55,11 @@ def test_predictions_of_a_step_equal_those_of_its_capture(foreach):
     slower = replace(H100, memory_bytes_per_s=10**9)
     for machine in (H100, slower):
         kernels = zip(captured.on(machine).program.kernels, captured.nodes, strict=True)
-        assert modelled(step, machine) == [kernel.duration_ns for kernel, nodes in kernels if nodes]
+        assert modeled(step, machine) == [kernel.duration_ns for kernel, nodes in kernels if nodes]
     assert foreach or len(step.operators) < len(step.kernels)
     full = replace(step, precision=Precision(conv_tf32=False, matmul_tf32=False))
     slow = replace(H100, flops_per_s={"float32": 10**9, "tf32": 10**15})
-    assert sum(x or 0 for x in modelled(full, slow)) > 1.5 * sum(x or 0 for x in modelled(step, slow))
+    assert sum(x or 0 for x in modeled(full, slow)) > 1.5 * sum(x or 0 for x in modeled(step, slow))
     compared = steps.of_profile(step)
     assert len(compared) == len(step.kernels)
     assert all(row.ours == pytest.approx(row.measured / 2) for row in compared)
@@ -76,7 +76,7 @@ def test_a_step_is_written_without_names_and_read_again(tmp_path):
     step.operators[conv] = replace(
         step.operators[conv], name="nolib.convolution.default"
     )  # an operator that PyTorch lacks
-    assert [ns is None for ns in modelled(step, H100)] == [operator == conv for operator, *_ in step.kernels]
+    assert [ns is None for ns in modeled(step, H100)] == [operator == conv for operator, *_ in step.kernels]
 
 
 def test_the_wrong_file_or_profile_is_refused():

@@ -92,12 +92,12 @@ def test_a_training_of_the_dqn(tmp_path: Path, saved: list[Figure]) -> None:
     assert [line.get_xydata().tolist() for line in error.lines] == [[[200, 0.3]], [[200, 0.2]]]
 
 
-def test_every_planner_has_its_colour() -> None:
+def test_every_planner_has_its_color() -> None:
     assert set(agents.PLANNERS) <= set(palette.LOOKS)
-    assert len({look.colour for look in palette.LOOKS.values()}) == len(palette.LOOKS)
+    assert len({look.color for look in palette.LOOKS.values()}) == len(palette.LOOKS)
     for family in palette.FAMILIES.values():
         assert len({look.marker for look in family.values()}) == len(family)
-    assert set(palette.FAMILY_COLOURS) == {*palette.FAMILIES, "other"} == set(get_args(Family))
+    assert set(palette.FAMILY_COLORS) == {*palette.FAMILIES, "other"} == set(get_args(Family))
 
 
 def test_a_few_planners_share_one_picture(tmp_path: Path, saved: list[Figure]) -> None:
@@ -110,7 +110,7 @@ def test_a_few_planners_share_one_picture(tmp_path: Path, saved: list[Figure]) -
     (axes,) = saved[0].axes
     assert axes.get_xlim()[0] > 0.8 > 0.3 > axes.get_xlim()[1]  # tighter to the right
     lines = {to_hex(line.get_color()): line for line in axes.lines}
-    assert lines[palette.colour("home")].get_xydata().tolist() == [[0.4, 0.201], [0.6, 0.021], [0.8, 0.001]]
+    assert lines[palette.color("home")].get_xydata().tolist() == [[0.4, 0.201], [0.6, 0.021], [0.8, 0.001]]
     # Between two limits the wider one's floor holds, down to the limit that no plan fits.
     band = axes.collections[0].get_paths()[0]
     inside = [band.contains_point(p) for p in [(0.61, 0.009), (0.59, 0.009), (0.41, 0.09), (0.36, 0.09), (0.34, 0)]]
@@ -148,7 +148,7 @@ def test_every_kind_of_mark(tmp_path: Path, saved: list[Figure]) -> None:
     (fig,) = saved
     first, second, third, fourth = fig.axes
     assert [text.get_text() for text in first.get_yticklabels()] == ["a", "b"] and first.yaxis_inverted()
-    assert not any(text.get_text() for text in second.get_yticklabels()), "names that a neighbour has are left out"
+    assert not any(text.get_text() for text in second.get_yticklabels()), "names that a neighbor has are left out"
     assert [round(bar.get_height()) for bar in third.patches if bar.get_width() < 0.5] == [1, 0, 2, 3]
     keys = [text.get_text() for text in fig.legends[0].get_texts()]
     assert keys == ["HOME, paper", "HOME, ours", "p", "q"]

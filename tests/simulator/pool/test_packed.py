@@ -128,4 +128,4 @@ def test_a_place_is_held_while_its_copy_is_needed(
     assert list(zip(held.intervals.lower.tolist(), held.intervals.upper.tolist(), strict=True)) == spans
     assert (held.tensors, held.offsets, held.footprint) == (list(range(len(spans))), offsets, footprint)
     shared = len(offsets) == 2 and len(set(offsets.values())) == 1
-    assert all(held.neighbours(t) == [1 - t] * shared for t in offsets)
+    assert all(held.neighbors(t) == [1 - t] * shared for t in offsets)
