@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field, fields as dataclass_fields, re
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from simulator.files import FormatError, fields, keys_of, read_yaml
 from simulator.kernel_times import KernelTimes
 from simulator.limits import size_bytes
@@ -233,8 +231,8 @@ class Machine:
             if not path.exists():
                 presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
                 raise FormatError(f"machine: there is no preset {str(name_or_path)!r}; there are {presets}")
-        text = read_yaml(path)
+        data = read_yaml(path)
         try:
-            return cls.from_dict(yaml.safe_load(text))
-        except (FormatError, yaml.YAMLError) as error:
-            raise FormatError(f"{path}: {' '.join(str(error).split())}") from None
+            return cls.from_dict(data)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from None

@@ -42,6 +42,7 @@ from simulator.files import FormatError
 from simulator.limits import size_bytes
 from simulator.machine import Machine
 from simulator.program import Program
+from simulator.settings import read
 
 T = TypeVar("T")
 
@@ -290,23 +291,19 @@ def to_dict(cfg: DictConfig) -> dict[str, Any]:
 
 
 def dataclass_from_config(kind: type[T], cfg: DictConfig, prefix: str) -> T:
-    """Builds a dataclass from a config node with the same keys; each value must have the type of the field's default.
+    """Builds a dataclass from a config node with the same keys (``simulator.settings.read``).
 
     Raises:
         UsageError: an entry is unknown, of the wrong type or out of range; the message names it.
     """
-    defaults = {field.name: field.default for field in fields(kind)}
-    checked: dict[str, Any] = {}
-    for key, value in to_dict(cfg).items():
+    data = to_dict(cfg)
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for key in data:
         if why := renamed_key_message(key):
             raise UsageError(f"{prefix}.{key}: {why}")
-        if key not in defaults:
-            raise UsageError(f"{prefix}.{key}: unknown key{nearest(key, defaults)}")
-        expected = type(defaults[key])
-        checked[key] = float(value) if expected is float and type(value) is int else value
-        if type(checked[key]) is not expected:
-            raise UsageError(f"{prefix}.{key}: expected {expected.__name__}, got {value!r}")
+        if key not in names:
+            raise UsageError(f"{prefix}.{key}: unknown key{nearest(key, names)}")
     try:
-        return kind(**checked)
-    except ValueError as error:
-        raise UsageError(f"{prefix}: {error}") from None
+        return read(kind, data, prefix)
+    except FormatError as error:
+        raise UsageError(str(error)) from None
