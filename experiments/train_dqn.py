@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,7 +48,18 @@ def settings_of(words: list[str]) -> list[str]:
     """Returns the command line's words; with ``resume=RUN``, the run's settings come before them."""
     runs = [Path(word.removeprefix("resume=")).expanduser() for word in words if word.startswith("resume=")]
     files = [file for run in runs for file in (run / SETTINGS, run / "summary.json") if file.is_file()]
-    return words if not files else resume_args(files[0], words)
+    return [american(word) for word in (resume_args(files[0], words) if files else words)]
+
+
+def american(word: str) -> str:
+    """Returns a word with the present spelling of its key; prints a note if that changes it.
+
+    ``agent.neighbours`` is accepted in version 0.5, also in the settings of older runs.
+    """
+    if not word.startswith("agent.neighbours="):
+        return word
+    print("note: agent.neighbours is now spelled agent.neighbors", file=sys.stderr)
+    return word.replace("agent.neighbours=", "agent.neighbors=")
 
 
 @cli.entry("train_dqn", prepare=settings_of)
