@@ -11,14 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from experiments.common.errors import UsageError
 from simulator.files import FormatError, read_yaml
@@ -86,20 +84,17 @@ def read_workload(file: Path) -> tuple[str | None, DictConfig]:
         UsageError: the file is missing or malformed.
     """
     try:
-        text = read_yaml(file)
-        node = OmegaConf.create(text)
+        data = read_yaml(file)
+        node = OmegaConf.create(data)
     except FormatError as error:
         raise UsageError(str(error)) from None
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UsageError(f"{file}: cannot be read ({error})") from None
-    if not isinstance(node, DictConfig) or not node:
+    if not isinstance(data, dict) or not data:
         raise UsageError(f"{file}: not a workload (expected keys as in configs/workload/vgg16.yaml)")
-    package = re.search(r"^# @package (\S+)", text, re.MULTILINE)
+    package = re.search(r"^# @package (\S+)", file.read_text(), re.MULTILINE)
     if package is None or package[1] == "workload":
         return None, node
     if package[1] != "_global_":
         raise UsageError(f"{file}: a workload is for the package workload or _global_, not {package[1]!r}")
-    # The package _global_ could override any key, including those that Hydra instantiates.
     if unknown := [key for key in node if key not in GLOBAL_KEYS]:
         raise UsageError(f"{file}: unknown key {unknown[0]!r}; a workload for _global_ has {' and '.join(GLOBAL_KEYS)}")
     return package[1], node
