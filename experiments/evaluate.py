@@ -34,7 +34,6 @@ from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.program import Program
 
-LOCAL_SECONDS = 2.0  # CPU seconds to spend in this process before starting workers
 FLOOR = "the floor"  # pseudo-planner of the floor's tasks
 # Queued first, slowest to fastest, so that no core idles at the end.
 SLOW = sorted((p for p, facts in agents.PLANNERS.items() if facts.slow), key=lambda p: -agents.PLANNERS[p].slow)
@@ -135,7 +134,7 @@ def _run_tasks(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterato
     tasks = list(tasks)
     spent = 0.0
     _start_worker(*shared)
-    while tasks and (jobs == 1 or (tasks[-1][0] not in SLOW and spent < LOCAL_SECONDS)):
+    while tasks and (jobs == 1 or (tasks[-1][0] not in SLOW and spent < 2.0)):
         floors = [i for i, (name, _) in enumerate(tasks) if name == FLOOR]
         task = tasks.pop(floors[-1] if floors and warm.busy() else -1)
         _warm_up(task[0])

@@ -200,7 +200,7 @@ def read_yaml(path: str | Path) -> Any:
         return yaml.load(raw, _UniqueKeyLoader)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # bad YAML, no such date, or nested too deeply
         raise FormatError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
 
 

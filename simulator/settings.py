@@ -7,7 +7,7 @@ The types of entries follow from the annotations of the fields (``files.keys_of`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field, fields as dataclass_fields
+from dataclasses import MISSING, field, fields as dataclass_fields
 from typing import Any, TypeVar
 
 from simulator.files import FormatError, fields, keys_of
@@ -15,7 +15,7 @@ from simulator.files import FormatError, fields, keys_of
 T = TypeVar("T")
 
 
-def at_least(least: float, default: Any) -> Any:
+def at_least(least: float, default: Any = MISSING) -> Any:
     """Declares a numeric field with a lower bound; None: not given."""
     return _declared(default, lambda value: value >= least, f"at least {least}")
 

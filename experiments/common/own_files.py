@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from experiments.common.errors import UsageError
 from simulator.files import FormatError, read_yaml
@@ -33,7 +34,10 @@ def replace_files(words: list[str]) -> list[str]:
     Raises:
         UsageError, FormatError: a file is missing or malformed.
     """
-    return [_replace_file(word, *word.split("=", 1)) if word.startswith(GROUPS) else word for word in words]
+    return [
+        _replace_file(word, *word.split("=", 1)) if word.startswith(tuple(f"{group}=" for group in READERS)) else word
+        for word in words
+    ]
 
 
 def _replace_file(word: str, group: str, text: str) -> str:
@@ -88,6 +92,8 @@ def read_workload(file: Path) -> tuple[str | None, DictConfig]:
         node = OmegaConf.create(data)
     except FormatError as error:
         raise UsageError(str(error)) from None
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{file}: cannot be read ({error})") from None
     if not isinstance(data, dict) or not data:
         raise UsageError(f"{file}: not a workload (expected keys as in configs/workload/vgg16.yaml)")
     package = re.search(r"^# @package (\S+)", file.read_text(), re.MULTILINE)
@@ -104,4 +110,3 @@ READERS: dict[str, Callable[[Path], tuple[str | None, Any]]] = {
     "machine": lambda file: (None, Machine.load(file).to_dict()),
     "workload": read_workload,
 }
-GROUPS = tuple(f"{group}=" for group in READERS)

@@ -13,8 +13,6 @@ from experiments.common.own_files import quote, register_option
 from simulator.files import load_json
 from simulator.machine import Machine
 
-NOT_SETTINGS = ("program", "workload", "task", "target", "machine", "out", "resume")  # the directory decides
-
 
 def resume_args(file: Path, overrides: list[str], config_name: str = "train_dqn") -> list[str]:
     """Returns the arguments that resume a run: its settings, overridden by ``overrides``.
@@ -36,7 +34,7 @@ def resume_args(file: Path, overrides: list[str], config_name: str = "train_dqn"
     for key, value in data["config"].items():
         if key not in valid_keys:
             raise cli.UsageError(f"resume: {file}: config: experiments.{config_name} has no key {key!r}")
-        if key not in NOT_SETTINGS:
+        if key not in ("program", "workload", "task", "target", "machine", "out", "resume"):  # the directory decides
             words += [f"{name}={_format_value(leaf)}" for name, leaf in flat({key: value})]
     program = file.with_name("program.json")
     machine = data["config"].get("machine")
