@@ -55,9 +55,7 @@ def main(cfg: DictConfig) -> Path:
         "seconds": cli.number(cfg, "seconds") if cfg.seconds is not None else None,
         "min_bytes": cli.size(cfg, "min_bytes") if cfg.min_bytes is not None else None,
     }
-    workspace = cfg.workspace
-    if not (isinstance(workspace, bool) or workspace == "least"):
-        raise cli.UsageError(f"workspace: expected true, false or least, got {workspace!r}")
+    workspace = cli.choice(cfg, "workspace", (True, False, "least"))
     plan_file = cli.path(cfg, "plan")
     plan = Plan.load(plan_file) if plan_file is not None else None
     names = report.planner_names(cli.values(cfg, "planners"), **options) if plan is None else []

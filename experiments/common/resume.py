@@ -22,7 +22,7 @@ def resume_args(file: Path, overrides: list[str], config_name: str = "train_dqn"
         overrides: arguments of the command line.
 
     Raises:
-        UsageError: the file does not hold the settings of this command.
+        UsageError: the file does not hold the settings of this command, or names Python code to import.
     """
     data = load_json(file, lambda data: data if isinstance(data, dict) else {})
     if not isinstance(data.get("command"), list) or not isinstance(data.get("config"), dict):
@@ -34,6 +34,8 @@ def resume_args(file: Path, overrides: list[str], config_name: str = "train_dqn"
     for key, value in data["config"].items():
         if key not in valid_keys:
             raise cli.UsageError(f"resume: {file}: config: experiments.{config_name} has no key {key!r}")
+        if key == "network" and value is not None and key not in keys:
+            raise cli.UsageError(f"resume: {file}: config: `network` names Python code; type network= yourself")
         if key not in ("program", "workload", "task", "target", "machine", "out", "resume"):  # the directory decides
             words += [f"{name}={_format_value(leaf)}" for name, leaf in flat({key: value})]
     program = file.with_name("program.json")

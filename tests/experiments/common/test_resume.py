@@ -47,7 +47,12 @@ def test_typed_words_override_recorded_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "word"), [({"hydra": {"callbacks": {"x": {"_target_": "os.mkdir"}}}}, "hydra"), ([], "summary.json")]
+    ("config", "word"),
+    [
+        ({"network": "evil:Net"}, "network"),
+        ({"hydra": {"callbacks": {"x": {"_target_": "os.mkdir"}}}}, "hydra"),
+        ([], "summary.json"),
+    ],
 )
 def test_unknown_settings_are_refused(config: Any, word: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=word):
