@@ -34,13 +34,13 @@ def replace_files(words: list[str]) -> list[str]:
     Raises:
         UsageError, FormatError: a file is missing or malformed.
     """
-    return [
-        _replace_file(word, *word.split("=", 1)) if word.startswith(tuple(f"{group}=" for group in READERS)) else word
-        for word in words
-    ]
+    return [_replace_file(word) for word in words]
 
 
-def _replace_file(word: str, group: str, text: str) -> str:
+def _replace_file(word: str) -> str:
+    group, _, text = word.partition("=")
+    if group not in READERS:
+        return word
     values = [text] if Path(text).is_file() else _values(word, text)
     for i, value in enumerate(values):
         if Path(value).suffix in SUFFIXES:
