@@ -75,7 +75,7 @@ class Machine:
         for entry in dataclass_fields(self):
             value = getattr(self, entry.name)
             minimum = int(entry.name in POSITIVE)
-            if entry.type == "int" and value < minimum:
+            if isinstance(value, int) and value < minimum:
                 expected = "a positive integer" if minimum else "an integer of at least 0"
                 raise FormatError(f"machine.{entry.name}: expected {expected}, got {value}")
         if self.capability and not re.fullmatch(r"\d+\.\d+", self.capability):
