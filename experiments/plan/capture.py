@@ -57,15 +57,9 @@ class Batches:
             replace(t, nbytes=size(t.nbytes, u.nbytes))
             for t, u in zip(self.program.tensors, self.larger.tensors, strict=True)
         )
+        scaled = ("duration_ns", "workspace", "flops", "bytes")
         kernels = tuple(
-            replace(
-                k,
-                duration_ns=size(k.duration_ns, u.duration_ns),
-                workspace=size(k.workspace, u.workspace),
-                flops=size(k.flops, u.flops),
-                bytes=size(k.bytes, u.bytes),
-                variants=(),
-            )
+            replace(k, variants=(), **{name: size(getattr(k, name), getattr(u, name)) for name in scaled})
             for k, u in zip(self.program.kernels, self.larger.kernels, strict=True)
         )
         return Program(self.program.name, tensors, kernels)
