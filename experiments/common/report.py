@@ -428,8 +428,8 @@ def track_stages(stages: Mapping[str, float], manual_refresh: bool = False) -> I
 
         def end() -> None:
             if running and bar.disable:
-                (name, start), now = running.pop(), time.monotonic()
-                print(f"{name}: {duration(now - start)}", file=sys.stderr, flush=True)
+                name, start = running.pop()
+                print(f"{name}: {duration(time.monotonic() - start)}", file=sys.stderr, flush=True)
 
         def begin(name: str) -> None:
             end()

@@ -19,7 +19,8 @@ ERROR = 0.029  # mean relative error of predicted device-memory peaks; printed b
 
 def verdict(a: Answer) -> str:
     """Summarizes the answer in one or two sentences."""
-    (needed, available), size = a.required_and_available, a.size
+    needed, available = a.required_and_available
+    size = a.size
     subject = "the peak is" if a.card is None or a.memory is None else "the estimated device memory is"
     if a.fits:
         share = 100 * needed // available if needed <= available else -(-100 * needed // available)
