@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from simulator.modes import SWAPPED, least_residency, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 from simulator.residency import residency
+from simulator.settings import at_least as at_least, check, one_of as one_of, positive as positive
 
 MIB = 2**20
 LEAST = 20  # minimum simulator calls of a search
@@ -91,22 +92,6 @@ class Planner(Protocol):
         ...
 
 
-def at_least(least: float, default: float | None) -> Any:
-    """Declares a numeric option of a ``RowsPlanner`` with a lower bound; None: not given."""
-    return field(default=default, metadata={"accepts": lambda value: value >= least, "expected": f"at least {least}"})
-
-
-def positive(default: float | None) -> Any:
-    """Declares a numeric option of a ``RowsPlanner`` that must be above 0; None: not given."""
-    return field(default=default, metadata={"accepts": lambda value: value > 0, "expected": "more than 0"})
-
-
-def one_of(words: Sequence[str], default: str) -> Any:
-    """Declares an option of a ``RowsPlanner`` with a fixed set of values."""
-    expected = f"one of {', '.join(words)}"
-    return field(default=default, metadata={"accepts": lambda value: value in words, "expected": expected})
-
-
 @dataclass(eq=False)
 class RowsPlanner:
     """Base class of planners: a subclass is a dataclass of its options and returns the rows of a plan in ``choose``.
@@ -124,10 +109,7 @@ class RowsPlanner:
     simulator_calls: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            if option.init and (value := getattr(self, option.name)) is not None and "accepts" in option.metadata:
-                if not option.metadata["accepts"](value):
-                    raise ValueError(f"{option.name}: expected {option.metadata['expected']}, got {value!r}")
+        check(self)
         infos = self.facts if isinstance(self.facts, tuple) else (self.facts,)
         self.name = next(f.key for f in infos if all(getattr(self, key) == word for key, word in f.options.items()))
 

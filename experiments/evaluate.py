@@ -34,7 +34,6 @@ from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.program import Program
 
-LOCAL_SECONDS = 2.0  # CPU seconds to spend in this process before starting workers
 FLOOR = "the floor"  # pseudo-planner of the floor's tasks
 # Queued first, slowest to fastest, so that no core idles at the end.
 SLOW = sorted((p for p, facts in agents.PLANNERS.items() if facts.slow), key=lambda p: -agents.PLANNERS[p].slow)
@@ -56,9 +55,7 @@ def main(cfg: DictConfig) -> Path:
         "seconds": cli.number(cfg, "seconds") if cfg.seconds is not None else None,
         "min_bytes": cli.size(cfg, "min_bytes") if cfg.min_bytes is not None else None,
     }
-    workspace = cfg.workspace
-    if not (isinstance(workspace, bool) or workspace == "least"):
-        raise cli.UsageError(f"workspace: expected true, false or least, got {workspace!r}")
+    workspace = cli.choice(cfg, "workspace", (True, False, "least"))
     plan_file = cli.path(cfg, "plan")
     plan = Plan.load(plan_file) if plan_file is not None else None
     names = report.planner_names(cli.values(cfg, "planners"), **options) if plan is None else []
@@ -135,7 +132,7 @@ def _run_tasks(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterato
     tasks = list(tasks)
     spent = 0.0
     _start_worker(*shared)
-    while tasks and (jobs == 1 or (tasks[-1][0] not in SLOW and spent < LOCAL_SECONDS)):
+    while tasks and (jobs == 1 or (tasks[-1][0] not in SLOW and spent < 2.0)):
         floors = [i for i, (name, _) in enumerate(tasks) if name == FLOOR]
         task = tasks.pop(floors[-1] if floors and warm.busy() else -1)
         _warm_up(task[0])

@@ -37,7 +37,6 @@ from simulator.pool.intervals import overlap
 from simulator.pool.times import allocation_ns
 
 VIRTUAL = ("cudamalloc",)  # physical footprint, but virtual addresses
-WARM_UP = 30  # blocks
 
 
 class Packed(NamedTuple):
@@ -128,9 +127,7 @@ def pack_all(names: list[str], intervals: Intervals, machine: Machine, alignment
 def warm_up(name: str, circle: bool) -> None:
     """Compiles an allocator (Numba) on a few random blocks, to keep compilation out of timings."""
     rng = np.random.default_rng(0)
-    lower = rng.integers(0, 20, WARM_UP)
-    length = rng.integers(1, 10, WARM_UP)
-    nbytes = rng.integers(1, 9, WARM_UP)
+    lower, length, nbytes = (rng.integers(low, high, 30) for low, high in ((0, 20), (1, 10), (1, 9)))
     blocks = Intervals(lower, lower + length, nbytes, 20 if circle else NEVER)
     run(name, blocks, 1, 0.1)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,10 @@ from experiments.common.errors import resumable
 from experiments.pretrain_tasks import LIMITS, Network, capture_one, count_timed, draw_machine, task_program, task_rng
 from simulator.files import FormatError
 from simulator.machine import Machine
+from simulator.settings import at_least, check, read
 
 if TYPE_CHECKING:
     from agents.learned.expert_iteration import Lesson
-
-JOINT_FRACTION = 0.8  # fraction of tasks in mode joint; the rest swap or recompute
-VALIDATION = 48  # maximum validation tasks from held-out families
 
 
 def words_of(typed: list[str]) -> list[str]:
@@ -43,7 +42,7 @@ def words_of(typed: list[str]) -> list[str]:
 @resumable
 def main(cfg: DictConfig) -> None:
     """Captures the programs and trains the network that ``agent=`` selects."""
-    sets = [check_set(i, entry) for i, entry in enumerate(cli.values(cfg, "sets"))]
+    sets = [read_set(i, entry) for i, entry in enumerate(cli.values(cfg, "sets"))]
     held_out = set(cli.values(cfg, "held_out"))
     unknown = held_out - {name for _, networks in sets for network in networks for name in network["family"]}
     if unknown:
@@ -98,7 +97,7 @@ def main(cfg: DictConfig) -> None:
                 guided = [(out, line, guide, i) for i, line in enumerate(lines)]
                 append(out / f"lessons-{round_}.jsonl", improve_plans, guided, pool, "planning tasks with the network")
             lessons = [lesson for lesson in read_lessons(out, round_) if lesson.is_useful]
-            validation = [lesson for lesson in lessons if lesson.program.name in held_out][:VALIDATION]  # name = family
+            validation = [lesson for lesson in lessons if lesson.program.name in held_out][:48]  # name = family
             examples = [learning.Example(lesson) for lesson in lessons if lesson.program.name not in held_out]
             if not examples or not validation:
                 raise cli.UsageError(
@@ -127,17 +126,24 @@ def main(cfg: DictConfig) -> None:
         print(weights)
 
 
-def check_set(i: int, entry: Any) -> tuple[int, list[Network]]:
-    """Returns the number of programs and the networks to draw them from; raises UsageError naming the entry."""
-    if not isinstance(entry, dict) or set(entry) != {"programs", "networks"}:
-        raise cli.UsageError(f"sets[{i}]: expected a mapping with programs and networks, got {entry!r}")
-    programs = entry["programs"]
-    networks = entry["networks"]
-    if isinstance(programs, bool) or not isinstance(programs, int) or programs < 1:
-        raise cli.UsageError(f"sets[{i}].programs: expected an integer of at least 1, got {programs!r}")
-    if not isinstance(networks, list) or not networks:
-        raise cli.UsageError(f"sets[{i}].networks: expected a list of networks, got {networks!r}")
-    return programs, [check_network(f"sets[{i}].networks[{j}]", network) for j, network in enumerate(networks)]
+@dataclass(frozen=True)
+class ProgramSet:
+    """Entry of ``sets``: the number of programs, and the networks to draw them from."""
+
+    programs: int = at_least(1)
+    networks: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.networks:
+            raise ValueError("networks: expected at least one network")
+
+
+def read_set(i: int, entry: object) -> tuple[int, list[Network]]:
+    """Returns the number of programs and the networks of entry ``i``; raises FormatError that names the entry."""
+    where = f"sets[{i}]"
+    chosen = read(ProgramSet, entry, where)
+    return chosen.programs, [check_network(f"{where}.networks[{j}]", one) for j, one in enumerate(chosen.networks)]
 
 
 def check_network(location: str, entry: Any) -> Network:
@@ -199,7 +205,7 @@ def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
     rng = task_rng(seed, i, j)
     machine = draw_machine(rng)
     program = task_program(out, i, j)
-    mode = "joint" if rng.random() < JOINT_FRACTION else rng.choice([m for m in MODES if m != "joint"])
+    mode = "joint" if rng.random() < 0.8 else rng.choice([m for m in MODES if m != "joint"])
     limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), mode)
     plans = first_plans(program, machine, limit, mode)
     return {

@@ -2,8 +2,8 @@
 
 ``experiments.pretrain agent=dqn`` captures the programs and calls this module. A task is a program on a random machine
 under a random limit. Its start plans come from the policy, the best heuristic and short annealing runs, so that walkers
-see plans of varying quality. The reward's reference is the overhead of a longer run. Tasks in which that run gains less
-than ``LEAST_GAIN`` are left out. ``edits.jsonl`` has a line per task.
+see plans of varying quality. The reward's reference is the overhead of a longer run. Tasks in which that run gains
+little are left out. ``edits.jsonl`` has a line per task.
 """
 
 from __future__ import annotations
@@ -29,18 +29,6 @@ from experiments.common import report
 from experiments.pretrain_tasks import LIMITS, draw_machine, load_program, task_program, task_rng
 from simulator.machine import Machine
 
-MOST_GAPS = 600  # maximum gaps of a task
-# points: least gain of a search over the policy's best plan; largest overhead
-LEAST_GAIN = 0.05
-MOST_OVERHEAD = 60.0
-RUNS = ((60, 3e-3), (300, 3e-3), (2000, 3e-3))  # calls and first temperature of annealing runs for start plans
-# calls, temperatures and seed of the reference run
-LONG_CALLS = 4000
-HOT = 1e-3
-COLD = 3e-5
-SEED = 9
-MAX_ABOVE = 25.0  # maximum points of a start plan above the reference
-NAMED = {"vgg16": (0.35, 0.4, 0.45, 0.55), "resnet50": (0.3, 0.4, 0.5)}  # train split, added to the random tasks
 LOG_EVERY = 50  # iterations between log lines and between checkpoints
 
 
@@ -48,7 +36,7 @@ def prepare(job: tuple[Path, int, int, int]) -> dict[str, Any]:
     """Returns the line of a random task: limit, start plans (empty: the task is left out) and reference."""
     out, seed, i, j = job
     entry: dict[str, Any] = {"program": i, "task": j, "starts": []}
-    if len(load_program(out, i).gaps(MIB)) > MOST_GAPS:
+    if len(load_program(out, i).gaps(MIB)) > 600:
         return entry
     rng = task_rng(seed, i, j)
     machine = draw_machine(rng)
@@ -68,18 +56,19 @@ def _starts(task: EditTask) -> dict[str, Any]:
     score = task.engine.score(rows)
     uniform_moves = task.moves.fork(0)
     uniform_moves.weights = np.where(task.moves.weights > 0, 1.0, 0.0)
-    for k, (calls, hot) in enumerate(RUNS if score.feasible else ()):
-        better, ns = anneal(uniform_moves, task.engine, rows, score.iteration_ns, calls, hot, COLD, k)
+    cold = 3e-5
+    for k, calls in enumerate((60, 300, 2000) if score.feasible else ()):
+        better, ns = anneal(uniform_moves, task.engine, rows, score.iteration_ns, calls, 3e-3, cold, k)
         plans.append((ns, better))
     best_ns, best_rows = min(plans, key=lambda plan: plan[0])
-    _, reference_ns = anneal(task.moves, task.engine, best_rows, best_ns, LONG_CALLS, HOT, COLD, SEED)
+    _, reference_ns = anneal(task.moves, task.engine, best_rows, best_ns, 4000, 1e-3, cold, seed=9)
 
     def points(ns: int) -> float:
         return 100 * (ns / task.ideal_ns - 1)
 
     reference = points(reference_ns)
-    is_useful = points(task.starts[0].iteration_ns) - reference > LEAST_GAIN and reference < MOST_OVERHEAD
-    near_rows = [rows.tolist() for ns, rows in plans if ns > task.ideal_ns and points(ns) < reference + MAX_ABOVE]
+    is_useful = points(task.starts[0].iteration_ns) - reference > 0.05 and reference < 60.0
+    near_rows = [rows.tolist() for ns, rows in plans if ns > task.ideal_ns and points(ns) < reference + 25.0]
     return {"reference": reference, "starts": near_rows if is_useful else []}
 
 
@@ -97,9 +86,9 @@ def task_of(out: Path, entry: dict[str, Any]) -> tuple[EditTask, float]:
 
 
 def named_tasks() -> list[tuple[EditTask, float]]:
-    """Returns the tasks of ``NAMED`` with their references."""
+    """Returns tasks of the train split with their references; they are added to the random tasks."""
     tasks = []
-    for name, fractions in NAMED.items():
+    for name, fractions in {"vgg16": (0.35, 0.4, 0.45, 0.55), "resnet50": (0.3, 0.4, 0.5)}.items():
         program, machine = load(name)
         for fraction in fractions:
             task = EditTask(program, machine, int(fraction * program.peak_bytes), "joint", MIB, policy)

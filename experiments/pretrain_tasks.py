@@ -15,17 +15,7 @@ from simulator.program import Program
 
 Network = dict[str, list[Any]]  # the values of each setting of a workload
 
-# bounds on a program's size
-MOST_KERNELS = 2600
-LEAST_GAPS = 8
-MOST_GAPS = 1500
 LIMITS = 0.3, 0.8  # range of limits, as fractions of the peak
-# Fractions of the H2D and D2H bandwidth available while both directions are busy; nvbandwidth measures about 0.5 and
-# 0.95 on A100s, 0.95 and 0.62 on H800s.
-SHARES = *[(1.0, 1.0)] * 3, (0.5, 0.95), (0.95, 0.62), (0.75, 0.75), (0.85, 0.85)
-CAPTURED_ON = "v100"  # the durations are set by the machine of each task
-MODELED = 0.6  # fraction of tasks with kernel times from a GPU's time model; the others use a roofline
-SCATTER = 0.2  # standard deviation of the logarithm of a modeled GPU's rates
 SHARES_OF_PEAK = (
     "elementwise",
     "norm",
@@ -65,13 +55,13 @@ def capture_one(task: tuple[Path, list[Network], int, int, int]) -> None:
 
     out, networks, seed, i, tasks_each = task
     rng = random.Random(f"{seed}:{i}")
-    machine = Machine.load(CAPTURED_ON)
+    machine = Machine.load("v100")  # each task sets the durations
     while True:
         settings = {key: rng.choice(values) for key, values in rng.choice(networks).items()}
         captured = workloads.load({"name": settings["family"], **settings}, machine)
         program = captured.program
         gaps = len(program.gaps(2**20))
-        if len(program.kernels) <= MOST_KERNELS and LEAST_GAPS <= gaps <= MOST_GAPS:
+        if len(program.kernels) <= 2600 and 8 <= gaps <= 1500:
             machines = [draw_machine(task_rng(seed, i, j)) for j in range(tasks_each)]
             write_json(
                 times_path(out, i),
@@ -87,19 +77,19 @@ def task_rng(seed: int, i: int, j: int) -> random.Random:
 
 
 def draw_machine(rng: random.Random) -> Machine:
-    """Returns a random machine: with probability MODELED one with the time model, else one with a roofline."""
-    return modeled_machine(rng) if rng.random() < MODELED else random_machine(rng)
+    """Returns a random machine, whose kernel times come from a GPU's time model (60 %) or a roofline."""
+    return modeled_machine(rng) if rng.random() < 0.6 else random_machine(rng)
 
 
 def modeled_machine(rng: random.Random) -> Machine:
-    """Returns a GPU with a kernel-time model, its rates and shares perturbed by SCATTER, and a random link."""
+    """Returns a GPU with a kernel-time model, its rates and shares perturbed log-normally, and a random link."""
     link = random_machine(rng)
     gpu = rng.choice([m for m in map(Machine.load, sorted(p.stem for p in PRESETS.glob("*.yaml"))) if m.kernel_times])
     times = gpu.kernel_times
     assert times is not None
 
     def perturb(rate: float, maximum: float = math.inf) -> float:
-        return min(maximum, rate * math.exp(rng.gauss(0, SCATTER)))
+        return min(maximum, rate * math.exp(rng.gauss(0, 0.2)))
 
     shares = {name: perturb(value, 1.0) for name, value in vars(times).items() if name in SHARES_OF_PEAK}
     return replace(
@@ -120,7 +110,10 @@ def random_machine(rng: random.Random) -> Machine:
     link = log_uniform(4e9, 6e10)
     kinds = ("conv", "matmul", "default", "norm", "elementwise", "reduce")
     h2d = link * rng.uniform(0.85, 1.1)
-    (h2d_share, d2h_share) = rng.choice(SHARES)
+    # Fractions of the bandwidths available while both directions are busy; nvbandwidth measures about 0.5 and 0.95 on
+    # A100s, 0.95 and 0.62 on H800s.
+    shares = [*[(1.0, 1.0)] * 3, (0.5, 0.95), (0.95, 0.62), (0.75, 0.75), (0.85, 0.85)]
+    h2d_share, d2h_share = rng.choice(shares)
     latency_ns = rng.choice([5_000, 10_000, 20_000])
     return Machine(
         name="random",

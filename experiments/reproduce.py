@@ -39,15 +39,6 @@ if TYPE_CHECKING:
 CONFIGS = cli.CONFIGS / "figure"
 ALL = "all"
 SECONDS = "task_seconds"  # key of a row: run time
-CODE = (
-    "simulator",
-    "envs",
-    "agents",
-    "executor",
-    "experiments/workloads",
-    "experiments/measured",
-)  # packages that every row depends on
-SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules shared by figures of several papers
 
 
 @cli.entry("reproduce")
@@ -230,15 +221,17 @@ def _key(task: Row) -> str:
     return json.dumps(task, sort_keys=True)
 
 
-def code(name: str) -> str:
+def code(figure_name: str) -> str:
     """Returns the SHA-256 of the code and workload settings that a figure's rows depend on."""
     root = cli.CONFIGS.parent
-    files = [path for folder in CODE for path in (root / folder).rglob("*.py")]
+    packages = ("simulator", "envs", "agents", "executor", "experiments/workloads", "experiments/measured")
+    shared = ("__init__", "figure", "home_networks", "layerwise")  # modules of several papers
+    files = [path for package in packages for path in (root / package).rglob("*.py")]
     files += (cli.CONFIGS / "workload").glob("*.yaml")
     folder = root / "experiments" / "figures"
-    module = type(figure(name)).__module__.rpartition(".")[2]
+    module = type(figure(figure_name)).__module__.rpartition(".")[2]
     paper = module.partition("_")[0]
-    files += {*folder.glob(f"{paper}*.py"), *(folder / f"{shared}.py" for shared in SHARED)}
+    files += {*folder.glob(f"{paper}*.py"), *(folder / f"{name}.py" for name in shared)}
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,27 +39,104 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 if TYPE_CHECKING:
-    from agents.learned.training import Episode, Trainer
+    from rich.console import Console
+
+    from agents.learned.dqn_paper import Variant
+    from agents.learned.training import DQNResult, Episode, Trainer
 
 SETTINGS = "settings.json"  # settings of an unfinished run
-NO_GREEDY = "the final greedy policy's plan does not fit the limit"
 
 
 def settings_of(words: list[str]) -> list[str]:
     """Returns the command line's words; with ``resume=RUN``, the run's settings come before them."""
     runs = [Path(word.removeprefix("resume=")).expanduser() for word in words if word.startswith("resume=")]
     files = [file for run in runs for file in (run / SETTINGS, run / "summary.json") if file.is_file()]
-    return words if not files else resume_args(files[0], words)
+    return [american(word) for word in (resume_args(files[0], words) if files else words)]
+
+
+def american(word: str) -> str:
+    """Returns a word with the present spelling of its key; prints a note if that changes it.
+
+    ``agent.neighbours`` is accepted in version 0.5, also in the settings of older runs.
+    """
+    if not word.startswith("agent.neighbours="):
+        return word
+    print("note: agent.neighbours is now spelled agent.neighbors", file=sys.stderr)
+    return word.replace("agent.neighbours=", "agent.neighbors=")
 
 
 @cli.entry("train_dqn", prepare=settings_of)
 def main(cfg: DictConfig) -> Path:
     """Trains the DQN, compares it with the planners, and returns the run directory."""
-    from agents.learned import dqn, dqn_paper  # PyTorch is slow to import; configuration errors come first
-    from agents.learned.checkpoint import save_weights
+    from agents.learned.checkpoint import save_weights  # PyTorch is slow to import
+    from agents.learned.dqn import FineTuning
+
+    run = read_run(cfg)
+    program, machine, _ = run.task
+    screen = report.console()
+    log = report.console(stderr=True)
+    screen.print(report.headline(*run.task))
+    with log.status("compiling the simulator"):
+        for planner in ("annealing", "lp_round", "dqn"):  # moves, weighted moves, ranked ones
+            report.warm_up(machine, planner)
+
+    with resumable(run.directory) as out:
+        start = time.perf_counter()
+        trainer, result, curve = train_agent(run, cfg, out, log)
+        train_s = time.perf_counter() - start
+
+        mode = None if run.config.mode == "joint" else run.config.mode  # None: each planner's default
+        calls = result.simulator_calls
+        plans = {
+            run.agent: (result.best, calls),
+            f"{run.agent}_greedy": (result.greedy, run.config.greedy_calls if run.edits else calls),
+        }
+        controls = controls_of(run, calls, None if run.resume else train_s)
+        rows = compare_planners(run.task, run.seed, mode, run.names, controls, plans, train_s, curve.bound)
+        from experiments.plotting.plots import write_training  # Matplotlib is slow to import
+
+        training_curves = None
+        if isinstance(trainer, FineTuning):
+            training_curves = trainer.dqn.history, curve.points
+            save_weights(trainer.dqn.net, out / "weights.pt")
+        write_training(out, program, machine, result.best, run.agent, result.history, rows, training_curves)
+        report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=train_s)
+        (out / SETTINGS).unlink(missing_ok=True)  # the summary contains the settings
+    screen.print(report.table(rows))
+    print(out)
+    return out
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings of a training run."""
+
+    task: tuple[Program, Machine, int]  # program, machine, limit in bytes
+    seed: int
+    choice: str  # option of the config group ``agent``
+    config: Any  # Args of agent=dqn; else PaperConfig
+    variant: Variant  # of the agents other than dqn
+    names: list[str]  # planners to compare with
+    every: int  # simulator calls between points of the curve
+    tracker: type[Tracker]
+    resume: Path | None  # checkpoint
+    directory: report.RunDirectory
+
+    @property
+    def edits(self) -> bool:
+        """Whether the agent edits whole plans."""
+        return self.choice == "dqn"
+
+    @property
+    def agent(self) -> str:
+        """Name of the agent's rows."""
+        return self.choice.removesuffix("_tuned")
+
+
+def read_run(cfg: DictConfig) -> Run:
+    """Reads the settings and captures the step; raises UsageError that names the key."""
     from agents.learned.dqn_config import Args, PaperConfig
-    from agents.learned.structure2vec import CustomNetworkError
-    from agents.learned.training import train
+    from agents.learned.dqn_paper import Variant
 
     machine = cli.machine(cfg)
     seed = cli.integer(cfg, "seed")
@@ -65,96 +144,70 @@ def main(cfg: DictConfig) -> Path:
     every = cli.integer(cfg, "greedy_every", least=1)
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     choice = HydraConfig.get().runtime.choices["agent"]
-    edits = choice == "dqn"
-    agent = choice.removesuffix("_tuned")
-    config: Any = cli.dataclass_from_config(Args if edits else PaperConfig, cfg.agent, "agent")
-    variant = dqn_paper.Variant(*variant_of(cfg))
+    config: Any = cli.dataclass_from_config(Args if choice == "dqn" else PaperConfig, cfg.agent, "agent")
+    variant = Variant(*variant_of(cfg))
     for key in ("reward", "actions", "network"):
-        if edits and cfg[key] is not None:
+        if choice == "dqn" and cfg[key] is not None:
             raise cli.UsageError(f"{key}: only agent=dqn_paper has this option; remove it or select that agent")
     resume = checkpoint_of(cli.path(cfg, "resume"))
     program = cli.program(cfg, machine)
     limit = limit_bytes(cfg.limit, program)
+    label = f"{program.name}-{limit / program.peak_bytes:.3g}-seed{seed}"
+    directory = report.RunDirectory(run_path(cfg, resume), label, finished="summary.json")
     task = program, machine, limit
-    fraction = limit / program.peak_bytes
-    directory = report.RunDirectory(
-        run_path(cfg, resume), f"{program.name}-{fraction:.3g}-seed{seed}", finished="summary.json"
-    )
-    screen = report.console()
-    log = report.console(stderr=True)
-    screen.print(report.headline(*task))
-    with log.status("compiling the simulator"):
-        for planner in ("annealing", "lp_round", "dqn"):  # moves, weighted moves, ranked ones
-            report.warm_up(machine, planner)
+    return Run(task, seed, choice, config, variant, names, every, tracker, resume, directory)
 
-    with resumable(directory) as out:
-        start = time.perf_counter()
 
-        def open_tracker() -> Tracker:
-            program.save(out / "program.json")
-            write_json(out / SETTINGS, report.run_info(cfg), indent=1)  # for resume=
-            return tracker(out, cli.to_dict(cfg))
+def train_agent(run: Run, cfg: DictConfig, out: Path, log: Console) -> tuple[Trainer, DQNResult, Curve]:
+    """Trains with a progress bar, a tracker and a learning curve; returns the trainer, its result and the curve."""
+    from agents.learned import dqn, dqn_paper
+    from agents.learned.structure2vec import CustomNetworkError
+    from agents.learned.training import train
 
-        suffix = ", from scratch" if edits and config.init == "scratch" else variant.label_suffix
-        about = {"agent": f"train_dqn, {choice}{suffix}", "seed": seed}
-        curve = Curve(
-            out / "curve.json",
-            *task,
-            config.mode,
-            {**about, "reward": "log" if edits else variant.reward},
-            every,
-            resumed=None if resume is None else resume.parent / "curve.json",
-        )
-        with Watch(config.iterations if edits else config.episodes, open_tracker, log, curve) as watch:
-            try:
-                trainer = (
-                    dqn.FineTuning(*task, config, seed) if edits else dqn_paper.Trainer(*task, config, seed, variant)
-                )
-                result = train(trainer, out / "checkpoint.pt", resume, watch, watch.step)
-            except CustomNetworkError as error:
-                raise cli.UsageError(str(error)) from None
-            overhead = (
-                math.nan
-                if result.greedy is None
-                else simulator.simulate(program, result.greedy, machine, limit).overhead
-            )
-            curve.add_point(result.simulator_calls, overhead)
-        train_s = time.perf_counter() - start
+    config = run.config
 
-        mode = None if config.mode == "joint" else config.mode  # None: each planner's default
-        options = {"mode": config.mode, "min_bytes": config.min_bytes, "seed": seed}
-        controls = report.ablations(result.simulator_calls, None if resume else train_s, **options)
-        if edits:
-            limited = {**options, "calls": config.greedy_calls}
-            controls |= {
-                f"{report.ABLATION}, {config.greedy_calls:,} calls": agents.make("dqn", ranks="uniform", **limited),
-                "dqn, before training": agents.make("dqn", message_passing=config.message_passing, **limited),
-            }
-        rows = compare_planners(
-            task,
-            seed,
-            mode,
-            names,
-            controls,
-            {
-                agent: (result.best, result.simulator_calls),
-                f"{agent}_greedy": (result.greedy, config.greedy_calls if edits else result.simulator_calls),
-            },
-            train_s,
-            curve.bound,
-        )
-        from experiments.plotting.plots import write_training  # Matplotlib is slow to import
+    def open_tracker() -> Tracker:
+        run.task[0].save(out / "program.json")
+        write_json(out / SETTINGS, report.run_info(cfg), indent=1)  # for resume=
+        return run.tracker(out, cli.to_dict(cfg))
 
-        training_curves = None
-        if isinstance(trainer, dqn.FineTuning):
-            training_curves = trainer.dqn.history, curve.points
-            save_weights(trainer.dqn.net, out / "weights.pt")
-        write_training(out, program, machine, result.best, agent, result.history, rows, training_curves)
-        report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=train_s)
-        (out / SETTINGS).unlink(missing_ok=True)  # the summary contains the settings
-    screen.print(report.table(rows))
-    print(out)
-    return out
+    suffix = ", from scratch" if run.edits and config.init == "scratch" else run.variant.label_suffix
+    about = {
+        "agent": f"train_dqn, {run.choice}{suffix}",
+        "seed": run.seed,
+        "reward": "log" if run.edits else run.variant.reward,
+    }
+    resumed = None if run.resume is None else run.resume.parent / "curve.json"
+    curve = Curve(out / "curve.json", *run.task, config.mode, about, run.every, resumed=resumed)
+    with Watch(config.iterations if run.edits else config.episodes, open_tracker, log, curve) as watch:
+        try:
+            if run.edits:
+                trainer: Trainer = dqn.FineTuning(*run.task, config, run.seed)
+            else:
+                trainer = dqn_paper.Trainer(*run.task, config, run.seed, run.variant)
+            result = train(trainer, out / "checkpoint.pt", run.resume, watch, watch.step)
+        except CustomNetworkError as error:
+            raise cli.UsageError(str(error)) from None
+        program, machine, limit = run.task
+        overhead = math.nan
+        if result.greedy is not None:
+            overhead = simulator.simulate(program, result.greedy, machine, limit).overhead
+        curve.add_point(result.simulator_calls, overhead)
+    return trainer, result, curve
+
+
+def controls_of(run: Run, calls: int, train_s: float | None) -> dict[str, agents.Planner]:
+    """Returns the ablations of a training by the name of their rows."""
+    config = run.config
+    options = {"mode": config.mode, "min_bytes": config.min_bytes, "seed": run.seed}
+    controls = report.ablations(calls, train_s, **options)
+    if run.edits:
+        options["calls"] = config.greedy_calls
+        controls |= {
+            f"{report.ABLATION}, {config.greedy_calls:,} calls": agents.make("dqn", ranks="uniform", **options),
+            "dqn, before training": agents.make("dqn", message_passing=config.message_passing, **options),
+        }
+    return controls
 
 
 def compare_planners(
@@ -182,9 +235,10 @@ def compare_planners(
         report.score_with(controls[row_name], *task, seed, mode, label=row_name)[0]
         for row_name in report.track(list(controls), "planning with")
     ]
+    reason = "the final greedy policy's plan does not fit the limit"
     for row_name, (plan, calls) in plans.items():
         timeline = None if plan is None else simulator.simulate(task[0], plan, *task[1:])
-        rows.append(report.row(*task, row_name, seed, timeline, train_s, calls, NO_GREEDY, mode or "joint"))
+        rows.append(report.row(*task, row_name, seed, timeline, train_s, calls, reason, mode or "joint"))
     return [report.with_bounds(row, bound) for row in rows]
 
 

@@ -12,8 +12,10 @@ Perfetto). The last line printed is its path.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 from hydra.core.hydra_config import HydraConfig
@@ -30,6 +32,12 @@ from experiments.train_dqn import compare_planners, variant_of
 from simulator.limits import limit_bytes
 from simulator.modes import MODES
 
+if TYPE_CHECKING:
+    from stable_baselines3.common.base_class import BaseAlgorithm
+
+    from agents.learned.sb3 import EpisodeRecorder
+    from agents.learned.training import Episode
+
 
 @cli.entry("train_sb3")
 def main(cfg: DictConfig) -> Path:
@@ -39,8 +47,7 @@ def main(cfg: DictConfig) -> Path:
     except ModuleNotFoundError as error:
         raise cli.UsageError(f"{error.name} is not installed: install the extra `sb3`") from None
     from agents.learned.dqn_paper import Variant
-    from agents.learned.structure2vec import CustomNetworkError
-    from agents.learned.training import Episode, check_reachable
+    from agents.learned.training import check_reachable
 
     seed = cli.integer(cfg, "seed")
     steps = cli.integer(cfg, "steps", least=1)
@@ -51,19 +58,18 @@ def main(cfg: DictConfig) -> Path:
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     algorithm = HydraConfig.get().runtime.choices["algo"]
     agent = f"sb3_{algorithm}"
-    program, machine, limit = task_of(cfg)
+    task = program, machine, limit = task_of(cfg)
     if cfg.get("machine") is None:  # recorded in the summary, so that the run can be repeated
         with open_dict(cfg):
             cfg.machine = machine.to_dict()
-    reward, actions, custom_network = variant_of(cfg)
+    reward, actions, network = variant_of(cfg)
     if program.peak_bytes <= limit:
         raise cli.UsageError(f"limit: {program.name} fits without a plan (peak {program.peak_bytes:,} bytes); lower it")
     check_reachable(program, limit, min_bytes, mode)
     label = f"{program.name}-{limit / program.peak_bytes:.3g}-{algorithm}-seed{seed}"
     directory = report.RunDirectory(cli.path(cfg, "out"), label, finished="summary.json")
     screen = report.console()
-    log = report.console(stderr=True)
-    screen.print(report.headline(program, machine, limit))
+    screen.print(report.headline(*task))
 
     environment = {
         "program": program,
@@ -75,57 +81,24 @@ def main(cfg: DictConfig) -> Path:
         "actions": actions,
     }
     with directory as out:
-        with log.status("compiling the simulator"):
-            try:
-                model = sb3.make(algorithm, environment, seed, custom_network=custom_network, **cli.to_dict(cfg.algo))
-            except CustomNetworkError as error:
-                raise cli.UsageError(str(error)) from None
-            except (TypeError, ValueError, AssertionError) as error:
-                raise cli.UsageError(f"algo: {error}") from None
+        with report.console(stderr=True).status("compiling the simulator"):
+            model = make_model(algorithm, environment, seed, network, cli.to_dict(cfg.algo))
             sb3.greedy(model, environment, agent)
             for planner in ("annealing", "lp_round"):  # moves, weighted moves
                 report.warm_up(machine, planner)
-        with report.progress() as bar, closing(tracker(out, cli.to_dict(cfg))) as scalars:
-            task = bar.add_task("training", total=steps)
+        with closing(tracker(out, cli.to_dict(cfg))) as scalars:
             suffix = Variant(reward, actions).label_suffix
             about = {"agent": f"train_sb3, {algorithm}{suffix}", "seed": seed, "reward": reward}
-            curve = Curve(out / "curve.json", program, machine, limit, mode, about, every, scalars.log_scalars)
-            eval_env = gymnasium.make("GpuMemory-v0", **environment)
-
-            def on_episode(e: Episode) -> None:
-                curve.add_episode(e.overhead)
-                text = f"training, best {e.best_overhead:.2%}"
-                bar.update(task, completed=min(record.num_timesteps, steps), description=text)
-
-            record = sb3.EpisodeRecorder(
-                agent,
-                reward == "causal",
-                on_episode,
-                lambda: curve.add_point_if_due(record.calls, lambda: sb3.greedy_overhead(model, eval_env)),
-            )
-            sb3.watch(model, record, scalars.log_scalars)
-            start = time.perf_counter()
-            model.learn(steps, record)
-            train_s = time.perf_counter() - start
-            model.logger.dump(model.num_timesteps)
-            curve.add_point(record.calls, sb3.greedy_overhead(model, eval_env))
+            curve = Curve(out / "curve.json", *task, mode, about, every, scalars.log_scalars)
+            record, train_s = train(model, steps, agent, environment, curve)
         model.save(out / "model.zip")
         if record.best is None:
             raise agents.Infeasible(f"no feasible plan for {limit:,} bytes in {len(record.history)} episodes")
 
-        rows = compare_planners(
-            (program, machine, limit),
-            seed,
-            mode,
-            names,
-            report.ablations(record.calls, train_s, mode=mode, min_bytes=min_bytes, seed=seed),
-            {
-                agent: (record.best, record.calls),
-                f"{agent}_greedy": (sb3.greedy(model, environment, agent), record.calls),
-            },
-            train_s,
-            curve.bound,
-        )
+        controls = report.ablations(record.calls, train_s, mode=mode, min_bytes=min_bytes, seed=seed)
+        greedy = sb3.greedy(model, environment, agent)
+        plans = {agent: (record.best, record.calls), f"{agent}_greedy": (greedy, record.calls)}
+        rows = compare_planners(task, seed, mode, names, controls, plans, train_s, curve.bound)
         from experiments.plotting.plots import write_training  # Matplotlib is slow to import
 
         write_training(out, program, machine, record.best, agent, record.history, rows)
@@ -134,6 +107,54 @@ def main(cfg: DictConfig) -> Path:
     screen.print(report.table(rows))
     print(out)
     return out
+
+
+def make_model(
+    algorithm: str, environment: Mapping[str, Any], seed: int, network: Any, settings: dict[str, Any]
+) -> BaseAlgorithm:
+    """Returns a model of Stable-Baselines3; raises UsageError if a setting or the custom network is invalid."""
+    from agents.learned import sb3
+    from agents.learned.structure2vec import CustomNetworkError
+
+    try:
+        return sb3.make(algorithm, environment, seed, custom_network=network, **settings)
+    except CustomNetworkError as error:
+        raise cli.UsageError(str(error)) from None
+    except (TypeError, ValueError, AssertionError) as error:
+        raise cli.UsageError(f"algo: {error}") from None
+
+
+def train(
+    model: BaseAlgorithm, steps: int, agent: str, environment: Mapping[str, Any], curve: Curve
+) -> tuple[EpisodeRecorder, float]:
+    """Trains with a progress bar and a learning curve; returns the episodes and the training time in s."""
+    from agents.learned import sb3
+
+    assert curve.log is not None
+    eval_env = gymnasium.make("GpuMemory-v0", **environment)
+
+    def greedy() -> float:
+        return sb3.greedy_overhead(model, eval_env)
+
+    with report.progress() as bar:
+        task = bar.add_task("training", total=steps)
+
+        def on_episode(e: Episode) -> None:
+            curve.add_episode(e.overhead)
+            text = f"training, best {e.best_overhead:.2%}"
+            bar.update(task, completed=min(record.num_timesteps, steps), description=text)
+
+        def on_step() -> None:
+            curve.add_point_if_due(record.calls, greedy)
+
+        record = sb3.EpisodeRecorder(agent, environment["reward"] == "causal", on_episode, on_step)
+        sb3.watch(model, record, curve.log)
+        start = time.perf_counter()
+        model.learn(steps, record)
+        train_s = time.perf_counter() - start
+        model.logger.dump(model.num_timesteps)
+        curve.add_point(record.calls, greedy())
+    return record, train_s
 
 
 def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine, int]:

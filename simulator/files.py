@@ -8,23 +8,22 @@ import gzip
 import json
 import os
 import re
-import stat
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import MISSING, fields as dataclass_fields
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from types import NoneType, UnionType
+from typing import IO, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 T = TypeVar("T")
-MOST_BYTES = 2**29  # largest size of a file after decompression
 LONGEST = 500  # characters of an error message that quotes a file
 ABANDONED_AFTER_S = 3600.0  # seconds after which a temporary file counts as abandoned
-MOST_LEVELS = 32  # deepest nesting in YAML
 
 
 class FormatError(ValueError):
@@ -42,7 +41,7 @@ def fields(
     Args:
         data: Parsed JSON or YAML.
         where: Name of the entry in error messages.
-        required: Type of each required key.
+        required: Type of each required key: str, int, float, bool, list, dict, or a Literal of its choices.
         optional: Type and default of each optional key.
 
     Returns:
@@ -64,11 +63,16 @@ def fields(
 
 
 def keys_of(dataclass: Any) -> tuple[dict[str, type], dict[str, tuple[type, Any]]]:
-    """Returns the required and the optional keys (see ``fields``) of a dataclass with a JSON entry per field."""
+    """Returns the required and the optional keys (see ``fields``) of a dataclass with an entry per field.
+
+    Types follow from the resolved annotations. A tuple is a list in a file, another dataclass or mapping an object. An
+    optional field is absent, never null.
+    """
+    types = _entry_types(dataclass)
     required: dict[str, type] = {}
     optional: dict[str, tuple[type, Any]] = {}
     for field in dataclass_fields(dataclass):
-        kind = _TYPES.get(re.split(r"\W", str(field.type))[0], dict)
+        kind = types[field.name]
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if default is MISSING:
             required[field.name] = kind
@@ -77,7 +81,27 @@ def keys_of(dataclass: Any) -> tuple[dict[str, type], dict[str, tuple[type, Any]
     return required, optional
 
 
-def _typed(value: Any, kind: type, where: str) -> Any:
+@cache
+def _entry_types(dataclass: Any) -> dict[str, Any]:
+    """Returns the type of each field's entry, as ``_typed`` checks it."""
+    hints = get_type_hints(dataclass)
+    return {field.name: _entry_type(hints[field.name]) for field in dataclass_fields(dataclass)}
+
+
+def _entry_type(hint: Any) -> Any:
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (option for option in get_args(hint) if option is not NoneType)
+    if get_origin(hint) is Literal or hint in _NAMES:
+        return hint
+    return list if get_origin(hint) is tuple else dict
+
+
+def _typed(value: Any, kind: Any, where: str) -> Any:
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        if value not in choices:
+            raise FormatError(f"{where}: expected one of {', '.join(map(str, choices))}, got {_describe(value)}")
+        return value
     # bool is an int in Python but not in the format; an integer is an acceptable float.
     converted = float(value) if kind is float and type(value) is int else value
     if isinstance(converted, bool) != (kind is bool) or not isinstance(converted, kind):
@@ -93,7 +117,6 @@ _NAMES = {
     list: "a list",
     dict: "an object",
 }
-_TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "tuple": list}
 
 
 def _describe(value: object) -> str:
@@ -116,23 +139,17 @@ def integers(values: Any, where: str, length: int | None = None) -> tuple[int, .
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """Returns the content of a file, decompressed if its name ends in .gz; at most MOST_BYTES, compressed or not.
+    """Returns the content of a file, decompressed if its name ends in .gz.
 
     Raises:
-        FormatError: The file cannot be read, is not a regular file (a pipe, a directory), or is too large; the message
-            names it.
+        FormatError: The file cannot be read; the message names it.
     """
     path = Path(path)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise FormatError(f"{path}: cannot be read ({'Is a directory' if path.is_dir() else 'not a regular file'})")
-        with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as stream:
-            raw = stream.read(MOST_BYTES + 1)
+        raw = path.read_bytes()
+        return gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (OSError, EOFError, zlib.error) as error:  # missing, truncated, or not gzip
         raise FormatError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if len(raw) > MOST_BYTES:
-        raise FormatError(f"{path}: larger than {MOST_BYTES:,} bytes")
-    return bytes(raw)
 
 
 def read_json(path: str | Path) -> Any:
@@ -158,46 +175,33 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses aliases, duplicate keys and nesting beyond MOST_LEVELS."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses duplicate keys, of which PyYAML would keep the last."""
 
-    level = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        line = f"line {event.start_mark.line + 1}"
-        if isinstance(event, yaml.AliasEvent):
-            raise FormatError(f"{line}: aliases are not supported")
-        self.level += 1
-        if self.level > MOST_LEVELS and isinstance(event, yaml.CollectionStartEvent):
-            raise FormatError(f"{line}: nested too deeply")
-        node = super().compose_node(parent, index)
-        self.level -= 1
-        seen_keys: set[str] = set()
-        keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-        for key in keys:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen_keys:
-                    raise FormatError(f"line {key.start_mark.line + 1}: duplicate key {key.value!r}")
-                seen_keys.add(key.value)
-        return node
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise FormatError(f"line {key.start_mark.line + 1}: duplicate key {key.value!r}")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: str | Path) -> str:
-    """Returns the text of a YAML file without aliases, duplicate keys or nesting beyond MOST_LEVELS.
+def read_yaml(path: str | Path) -> Any:
+    """Reads YAML.
 
     Raises:
-        FormatError: As in ``read_bytes``, or the content violates these restrictions.
+        FormatError: As in ``read_bytes``, or the content is not YAML, or an object has a duplicate key.
     """
     raw = read_bytes(path)
     try:
-        text = raw.decode()
-        _StrictLoader(text).get_single_node()
+        return yaml.load(raw, _UniqueKeyLoader)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # bad YAML, no such date, or nested too deeply
         raise FormatError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
-    return text
 
 
 def load_json(path: str | Path, from_dict: Callable[[object], T]) -> T:

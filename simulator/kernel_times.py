@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields as dataclass_fields
 from itertools import accumulate, pairwise
 
-from simulator.files import FormatError, fields, keys_of
+from simulator.files import FormatError
+from simulator.settings import read
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class KernelTimes:
         Raises:
             FormatError: An entry is malformed; the message names the first.
         """
-        return cls(**fields(data, "machine.kernel_times", *keys_of(cls)))
+        return read(cls, data, "machine.kernel_times")
 
 
 def scaled(durations: list[int], iteration_ns: int | None) -> list[int]:

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field, fields as dataclass_fields, re
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from simulator.files import FormatError, fields, keys_of, read_yaml
 from simulator.kernel_times import KernelTimes
 from simulator.limits import size_bytes
@@ -77,7 +75,7 @@ class Machine:
         for entry in dataclass_fields(self):
             value = getattr(self, entry.name)
             minimum = int(entry.name in POSITIVE)
-            if entry.type == "int" and value < minimum:
+            if isinstance(value, int) and value < minimum:
                 expected = "a positive integer" if minimum else "an integer of at least 0"
                 raise FormatError(f"machine.{entry.name}: expected {expected}, got {value}")
         if self.capability and not re.fullmatch(r"\d+\.\d+", self.capability):
@@ -233,8 +231,8 @@ class Machine:
             if not path.exists():
                 presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
                 raise FormatError(f"machine: there is no preset {str(name_or_path)!r}; there are {presets}")
-        text = read_yaml(path)
+        data = read_yaml(path)
         try:
-            return cls.from_dict(yaml.safe_load(text))
-        except (FormatError, yaml.YAMLError) as error:
-            raise FormatError(f"{path}: {' '.join(str(error).split())}") from None
+            return cls.from_dict(data)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from None

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from simulator.files import FormatError, fields, integers, keys_of, load_json, write_json
 from simulator.program import Program
+from simulator.settings import read
 
 FORMAT = "timeline/2"
 STREAMS = ("compute", "d2h", "h2d")
@@ -227,7 +228,7 @@ class Timeline:
         top = fields(data, "timeline", {"format": str, **required}, optional)
         if top.pop("format") != FORMAT:
             raise FormatError(f"timeline.format: expected {FORMAT!r}")
-        top["breakdown"] = Breakdown(**fields(top["breakdown"], "breakdown", *keys_of(Breakdown)))
+        top["breakdown"] = read(Breakdown, top["breakdown"], "breakdown")
         for name in ("boundaries", "events_until"):
             top[name] = integers(top[name], name)
         top["events"] = tuple(BlockEvent(*integers(e, f"events[{i}]", length=4)) for i, e in enumerate(top["events"]))

@@ -14,6 +14,7 @@ RENAMED = {  # keys of older versions
     "size": "embedding_size",
     "rounds": "message_passing_steps",
     "replay": "buffer_size",
+    "neighbours": "neighbors",
 }
 
 

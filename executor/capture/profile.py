@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program
@@ -83,12 +83,10 @@ class Profile:
             FormatError: If an entry is malformed; the message names the first one.
         """
         words = ("format", "program", "fingerprint", "machine", "device", "torch")
-        optional = {"workspaces": (list, None), "cache": (str, "hot"), "event_ns": (int, 0), "step_ns": (int, 0)}
+        optional = {"workspaces": (list, None), "cache": (Cache, "hot"), "event_ns": (int, 0), "step_ns": (int, 0)}
         top = fields(data, "profile", {**dict.fromkeys(words, str), "durations_ns": list}, optional)
         if top.pop("format") != FORMAT:
             raise FormatError(f"profile.format: expected {FORMAT!r}, got {data['format']!r}")
-        if top["cache"] not in get_args(Cache):
-            raise FormatError(f"profile.cache: expected one of {', '.join(get_args(Cache))}, got {top['cache']!r}")
         top["durations_ns"] = integers(top["durations_ns"], "profile.durations_ns")
         if top["workspaces"] is not None:
             top["workspaces"] = integers(top["workspaces"], "profile.workspaces", len(top["durations_ns"]))

@@ -9,6 +9,7 @@ working directory), also in sweeps (own_files.py).
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import difflib
 import functools
@@ -21,10 +22,9 @@ from collections.abc import Callable, Collection
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -42,8 +42,7 @@ from simulator.files import FormatError
 from simulator.limits import size_bytes
 from simulator.machine import Machine
 from simulator.program import Program
-
-T = TypeVar("T")
+from simulator.settings import read
 
 
 def entry(
@@ -87,10 +86,8 @@ def entry(
             try:
                 install_handlers()
                 atexit.register(errors.flush_stdout)
-                warm.start()
-                sweep.register_ray()
                 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach this function
-                args = get_args_parser().parse_intermixed_args()
+                args = _parsed_args()
                 if args.help:
                     help.show(help_text(config_name, str(sys.modules[task.__module__].__doc__), args.overrides))
                     return
@@ -98,15 +95,7 @@ def entry(
                 # Hydra's parser requires options before overrides; here any order works.
                 options = [word for word in sys.argv[1:] if word not in args.overrides]
                 typed_args[:] = options + overrides
-                sys.argv[1:] = options + replace_files(overrides) + [sweep.OVERRIDE] * args.multirun
-                try:
-                    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
-                except HydraException:  # before any job
-                    sweep.discard_folder()
-                    raise
-                finally:
-                    if args.multirun:
-                        sweep.show_table()
+                _launch(config_name, guarded, options + replace_files(overrides), args.multirun)
             except HydraException as error:
                 errors.exit_with_error(explain(error, config_name, typed_args))
             except (OmegaConfBaseException, UsageError, FormatError) as error:
@@ -125,6 +114,31 @@ def entry(
         return command
 
     return decorate
+
+
+def _parsed_args() -> argparse.Namespace:
+    """Returns the options that commands act on themselves, and the overrides; Hydra parses all options again."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--cfg", "-c")  # its value is not an override
+    return parser.parse_known_intermixed_args()[0]
+
+
+def _launch(config_name: str, task: Callable[[DictConfig], Path | None], words: list[str], is_sweep: bool) -> None:
+    """Runs a command through Hydra; prints the table of a sweep."""
+    warm.start()
+    sweep.register_ray()
+    sys.argv[1:] = [*words, sweep.OVERRIDE] if is_sweep else words
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
+    except HydraException:  # before any job
+        sweep.discard_folder()
+        raise
+    finally:
+        if is_sweep:
+            sweep.show_table()
 
 
 def help_text(name: str, doc: str, words: list[str]) -> str:
@@ -289,24 +303,20 @@ def to_dict(cfg: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
-def dataclass_from_config(kind: type[T], cfg: DictConfig, prefix: str) -> T:
-    """Builds a dataclass from a config node with the same keys; each value must have the type of the field's default.
+def dataclass_from_config(kind: type[Any], cfg: DictConfig, prefix: str) -> Any:
+    """Builds a dataclass from a config node with the same keys (``simulator.settings.read``).
 
     Raises:
         UsageError: an entry is unknown, of the wrong type or out of range; the message names it.
     """
-    defaults = {field.name: field.default for field in fields(kind)}
-    checked: dict[str, Any] = {}
-    for key, value in to_dict(cfg).items():
+    data = to_dict(cfg)
+    names = [field.name for field in fields(kind)]
+    for key in data:
         if why := renamed_key_message(key):
             raise UsageError(f"{prefix}.{key}: {why}")
-        if key not in defaults:
-            raise UsageError(f"{prefix}.{key}: unknown key{nearest(key, defaults)}")
-        expected = type(defaults[key])
-        checked[key] = float(value) if expected is float and type(value) is int else value
-        if type(checked[key]) is not expected:
-            raise UsageError(f"{prefix}.{key}: expected {expected.__name__}, got {value!r}")
+        if key not in names:
+            raise UsageError(f"{prefix}.{key}: unknown key{nearest(key, names)}")
     try:
-        return kind(**checked)
-    except ValueError as error:
-        raise UsageError(f"{prefix}: {error}") from None
+        return read(kind, data, prefix)
+    except FormatError as error:
+        raise UsageError(str(error)) from None

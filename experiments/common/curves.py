@@ -19,11 +19,8 @@ from simulator.program import Program
 
 LAST = 50  # window of the running means, in episodes
 GREEDY = "greedy/overhead"
-GAP = "greedy/gap"
 OVERHEAD = "episode/overhead"
-FEASIBLE = "episode/feasible"
 BEST = "episode/best_overhead"
-NAMES = (OVERHEAD, FEASIBLE, BEST, GREEDY, GAP)
 LogPoint = Callable[[int, Mapping[str, float]], None]
 
 
@@ -87,7 +84,7 @@ class Curve:
         """Returns means over the last episodes; NaN before the first."""
         feasible = [v for v in self.recent if not math.isnan(v)]
         share = len(feasible) / len(self.recent) if self.recent else math.nan
-        return {OVERHEAD: fmean(feasible) if feasible else math.nan, FEASIBLE: share, BEST: self.best}
+        return {OVERHEAD: fmean(feasible) if feasible else math.nan, "episode/feasible": share, BEST: self.best}
 
     def add_point_if_due(self, calls: int, greedy: Callable[[], float]) -> None:
         """Adds a point if one is due.
@@ -101,7 +98,7 @@ class Curve:
     def add_point(self, calls: int, greedy: float) -> None:
         """Adds a point."""
         self.next_calls = calls + self.every
-        values = {**self.running_means(), GREEDY: greedy, GAP: greedy - self.bound.overhead}
+        values = {**self.running_means(), GREEDY: greedy, "greedy/gap": greedy - self.bound.overhead}
         if self.log is not None:
             self.log(calls, values)
         rounded = {key: round(v, 6) if math.isfinite(v) else None for key, v in values.items()}

@@ -24,7 +24,6 @@ Options:
   hydra/launcher=NAME   sweep launcher: joblib, submitit_local, submitit_slurm or ray (extras joblib, submitit, ray)
   --cfg job             print the settings and exit
   -h, --help            show this help; with GROUP=OPTION, the keys of that option"""
-GROUP = re.compile(r"  - (\w+): (\S+)(?:  # (.*))?")  # entry of a command's defaults list: group, option, meaning
 
 
 def text(name: str, doc: str, overrides: Sequence[str] = ()) -> str:
@@ -50,8 +49,8 @@ def groups(name: str, overrides: Sequence[str] = ()) -> dict[str, tuple[str, str
     """Returns option and meaning of each config group of a command; options in ``overrides`` override the defaults."""
     options = dict(word.split("=", 1) for word in overrides if "=" in word)
     defaults = (CONFIGS / f"{name}.yaml").read_text().partition("defaults:\n")[2].partition("  - _self_")[0]
-    matches = map(GROUP.fullmatch, defaults.splitlines())
-    return {line[1]: (options.get(line[1], line[2]), line[3] or "") for line in matches if line}
+    lines = re.findall(r"^  - (\w+): (\S+)(?:  # (.*))?$", defaults, re.MULTILINE)
+    return {group: (options.get(group, option), meaning) for group, option, meaning in lines}
 
 
 def names(name: str, overrides: Sequence[str] = ()) -> set[str]:

@@ -23,21 +23,6 @@ from simulator.machine import Machine
 from simulator.program import Kernel, KernelKind, Phase
 
 FORMAT = "measured/1"
-# Measured rates of a machine, by their keys in the machine file.
-RATES = (
-    "memory_bytes",
-    "h2d_bytes_per_s",
-    "d2h_bytes_per_s",
-    "duplex_h2d_bytes_per_s",
-    "duplex_d2h_bytes_per_s",
-    "d2h_latency_ns",
-    "h2d_latency_ns",
-    "copy_engines",
-    "launch_ns",
-    "issue_ns",
-    "wait_ns",
-)
-MULTI_TENSOR = ("_foreach_", "_fused_")  # operators that update many parameters in one kernel
 
 Value = Any  # a tensor as {"shape", "stride", "dtype"}, a number, a bool, None, or a list of these
 
@@ -71,7 +56,7 @@ class MeasuredStep:
     precision: Precision
     cache: Cache  # as in ``Profile``
     event_ns: int
-    rates: dict[str, int] | None  # the entries RATES, as ``executor.calibrate`` measures them
+    rates: dict[str, int] | None  # the entries of ``measured_rates``, as ``executor.calibrate`` measures them
     step_ns: int | None  # median duration of an eager step
     context_bytes: int | None  # device memory of a process beyond its tensors (executor/memory/context.py)
     reserved_bytes: int | None  # peaks of PyTorch's allocator in the first steps
@@ -150,11 +135,29 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
             "precision": captured.precision,
             "cache": profile.cache,
             "event_ns": profile.event_ns,
-            "rates": None if rates is None else {key: value for key, value in rates.to_dict().items() if key in RATES},
+            "rates": None if rates is None else measured_rates(rates),
             "operators": operators,
             "kernels": kernels,
         }
     )
+
+
+def measured_rates(machine: Machine) -> dict[str, int]:
+    """Returns the entries of a machine that ``executor.calibrate`` measures."""
+    keys = (
+        "memory_bytes",
+        "h2d_bytes_per_s",
+        "d2h_bytes_per_s",
+        "duplex_h2d_bytes_per_s",
+        "duplex_d2h_bytes_per_s",
+        "d2h_latency_ns",
+        "h2d_latency_ns",
+        "copy_engines",
+        "launch_ns",
+        "issue_ns",
+        "wait_ns",
+    )
+    return {key: value for key, value in machine.to_dict().items() if key in keys}
 
 
 def serialize(value: object) -> Value:
@@ -188,7 +191,7 @@ def calls(measured: MeasuredStep) -> dict[tuple[int, Phase], Call]:
         operator = measured.operators[index]
         if (node := _node(operator)) is not None:
             kernel = Kernel(operator.name, operator.kind, phase, (), (), 0, 0, operator.flops, operator.bytes)
-            multi_tensor = phase == "optimizer" and any(part in operator.name for part in MULTI_TENSOR)
+            multi_tensor = phase == "optimizer" and any(part in operator.name for part in ("_foreach_", "_fused_"))
             result[index, phase] = Call(kernel, node, multi_tensor)
     return result
 

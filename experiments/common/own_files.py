@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -35,10 +34,13 @@ def replace_files(words: list[str]) -> list[str]:
     Raises:
         UsageError, FormatError: a file is missing or malformed.
     """
-    return [_replace_file(word, *word.split("=", 1)) if word.startswith(GROUPS) else word for word in words]
+    return [_replace_file(word) for word in words]
 
 
-def _replace_file(word: str, group: str, text: str) -> str:
+def _replace_file(word: str) -> str:
+    group, _, text = word.partition("=")
+    if group not in READERS:
+        return word
     values = [text] if Path(text).is_file() else _values(word, text)
     for i, value in enumerate(values):
         if Path(value).suffix in SUFFIXES:
@@ -86,20 +88,19 @@ def read_workload(file: Path) -> tuple[str | None, DictConfig]:
         UsageError: the file is missing or malformed.
     """
     try:
-        text = read_yaml(file)
-        node = OmegaConf.create(text)
+        data = read_yaml(file)
+        node = OmegaConf.create(data)
     except FormatError as error:
         raise UsageError(str(error)) from None
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except OmegaConfBaseException as error:
         raise UsageError(f"{file}: cannot be read ({error})") from None
-    if not isinstance(node, DictConfig) or not node:
+    if not isinstance(data, dict) or not data:
         raise UsageError(f"{file}: not a workload (expected keys as in configs/workload/vgg16.yaml)")
-    package = re.search(r"^# @package (\S+)", text, re.MULTILINE)
+    package = re.search(r"^# @package (\S+)", file.read_text(), re.MULTILINE)
     if package is None or package[1] == "workload":
         return None, node
     if package[1] != "_global_":
         raise UsageError(f"{file}: a workload is for the package workload or _global_, not {package[1]!r}")
-    # The package _global_ could override any key, including those that Hydra instantiates.
     if unknown := [key for key in node if key not in GLOBAL_KEYS]:
         raise UsageError(f"{file}: unknown key {unknown[0]!r}; a workload for _global_ has {' and '.join(GLOBAL_KEYS)}")
     return package[1], node
@@ -109,4 +110,3 @@ READERS: dict[str, Callable[[Path], tuple[str | None, Any]]] = {
     "machine": lambda file: (None, Machine.load(file).to_dict()),
     "workload": read_workload,
 }
-GROUPS = tuple(f"{group}=" for group in READERS)

@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import metadata
+from itertools import count, groupby
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -75,13 +76,9 @@ ROW_KEYS = (
 )
 
 Row = dict[str, Any]
-T = TypeVar("T")
 Workspace = Literal["least"] | bool
 ABLATION = "uniform edits"  # no-network ablation: the DQN's walk with uniformly drawn edits
-OURS = ("search", "learned")  # planner families other than published heuristics
-SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics with a long search, or that plan addresses
 MB = 1e6
-VERSIONS = ("torch", "torch-geometric", "stable-baselines3", "sb3-contrib", "numpy", "numba", "gymnasium", "hydra-core")
 
 
 def row(
@@ -278,8 +275,9 @@ def planner_names(requested: list[Any], **options: Any) -> list[str]:
 
 def heuristics() -> list[str]:
     """Returns the published heuristics that plan within seconds."""
-    facts = [f for f in agents.PLANNERS.values() if f.paper and f.family not in OURS]
-    return [f.key for f in facts if f.key not in SLOW]
+    slow = ("autoswap_bo", "home", "smartpool+autoswap")  # they search for long, or plan addresses
+    facts = (f for f in agents.PLANNERS.values() if f.paper and f.family not in ("search", "learned"))
+    return [f.key for f in facts if f.key not in slow]
 
 
 def planner_list() -> str:
@@ -308,11 +306,6 @@ def headline(program: Program, machine: Machine, limit: int) -> str:
 
 def table(rows: Iterable[Row], limits: bool = False) -> Table:
     """Returns a table of the rows in the given order, with the floor above each limit and the best row in bold."""
-    rows = list(rows)
-    best: dict[int, float] = {}
-    for r in rows:
-        if r["feasible"]:
-            best[r["limit_bytes"]] = min(best.get(r["limit_bytes"], float("inf")), r["overhead"])
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     if limits:
         out.add_column("limit", justify="right", no_wrap=True)
@@ -320,27 +313,45 @@ def table(rows: Iterable[Row], limits: bool = False) -> Table:
     for name in ("overhead", "gap, points", "iteration", "peak", "plan time", "simulator calls"):
         out.add_column(name, justify="right", no_wrap=True)
     out.add_column("feasible", overflow="fold")
-    last_limit = None
-    for r in rows:
-        if last_limit != r["limit_bytes"]:
-            if last_limit is not None:
-                out.add_section()
-            last_limit = r["limit_bytes"]
-            overhead = "–" if r["bound_overhead"] is None else f"{r['bound_overhead']:.2%}"
-            cells = ["floor" if r["mode"] == "joint" else f"floor ({r['mode']})", overhead, "", "", "", "", ""]
-            text = f"no plan fits: the smallest limit is {r['bound_bytes'] / MB:,.0f} MB" if overhead == "–" else ""
-            out.add_row(*([f"{r['limit_fraction']:.0%}"] if limits else []), *cells, text, style="italic")
-        cells = [*([""] if limits else []), r["planner"]]
-        if r["feasible"]:
-            cells += [f"{r['overhead']:.2%}", "–" if r["gap"] is None else f"{100 * r['gap']:.2f}"]
-            cells += [f"{r['iteration_ns'] / 1e6:.1f} ms", f"{r['peak_bytes'] / MB:,.0f} MB"]
-        else:
-            cells += ["–", "–", "–", "–"]
-        cells.append("–" if r["plan_ms"] is None else duration(r["plan_ms"] / 1000))
-        cells.append("–" if r["simulator_calls"] is None else f"{r['simulator_calls']:,}")
-        cells.append("yes" if r["feasible"] else f"no: {reason(r)}")
-        out.add_row(*cells, style="bold" if r["feasible"] and r["overhead"] == best[r["limit_bytes"]] else "")
+    for _, group in groupby(rows, key=lambda r: r["limit_bytes"]):
+        members = list(group)
+        first = members[0]
+        out.add_section()
+        out.add_row(*([f"{first['limit_fraction']:.0%}"] if limits else []), *_floor_cells(first), style="italic")
+        lowest = min((r["overhead"] for r in members if r["feasible"]), default=None)
+        for r in members:
+            is_best = r["feasible"] and r["overhead"] == lowest
+            out.add_row(*([""] if limits else []), *_cells(r), style="bold" if is_best else "")
     return out
+
+
+def _floor_cells(r: Row) -> list[str]:
+    name = "floor" if r["mode"] == "joint" else f"floor ({r['mode']})"
+    if r["bound_overhead"] is not None:
+        return [name, percent(r["bound_overhead"])]
+    return [name, "–", "", "", "", "", "", f"no plan fits: the smallest limit is {r['bound_bytes'] / MB:,.0f} MB"]
+
+
+def _cells(r: Row) -> list[str]:
+    return [
+        r["planner"],
+        percent(r["overhead"]),
+        _optional(r["gap"], lambda gap: f"{100 * gap:.2f}"),
+        _optional(r["iteration_ns"], lambda ns: f"{ns / 1e6:.1f} ms"),
+        _optional(r["peak_bytes"], lambda nbytes: f"{nbytes / MB:,.0f} MB"),
+        _optional(r["plan_ms"], lambda ms: duration(ms / 1000)),
+        _optional(r["simulator_calls"], "{:,}".format),
+        "yes" if r["feasible"] else f"no: {reason(r)}",
+    ]
+
+
+def percent(value: float | None) -> str:
+    """Formats a fraction as a percentage; None as a dash."""
+    return _optional(value, "{:.2%}".format)
+
+
+def _optional(value: Any, text: Callable[[Any], str]) -> str:
+    return "–" if value is None else text(value)
 
 
 def reason(r: Row, format_bytes: Callable[[int], str] = lambda nbytes: f"{nbytes / MB:,.0f} MB") -> str:
@@ -388,7 +399,7 @@ def progress(target: Console | None = None, manual_refresh: bool = False) -> Pro
     )  # keep redirected stdout out of stderr
 
 
-def track(items: Sequence[T], description: str) -> Iterator[T]:
+def track(items: Sequence[Any], description: str) -> Iterator[Any]:
     """Yields the items with a progress bar labeled ``description`` and the current item's name."""
     with progress() as bar:
         task = bar.add_task(description, total=len(items))
@@ -417,8 +428,8 @@ def track_stages(stages: Mapping[str, float], manual_refresh: bool = False) -> I
 
         def end() -> None:
             if running and bar.disable:
-                (name, start), now = running.pop(), time.monotonic()
-                print(f"{name}: {duration(now - start)}", file=sys.stderr, flush=True)
+                name, start = running.pop()
+                print(f"{name}: {duration(time.monotonic() - start)}", file=sys.stderr, flush=True)
 
         def begin(name: str) -> None:
             end()
@@ -465,19 +476,17 @@ class RunDirectory:
         return path
 
     def _make(self) -> Path:
+        if self.path is not None and self.path.is_dir():
+            return self.path
+        path = self.path or self.default
         try:
-            if self.path is not None and self.path.is_dir():
-                return self.path
-            path = self.path or self.default
-            n = 1
-            while True:
+            for n in count(2):
                 try:
                     path.mkdir(parents=True)
                     break
                 except FileExistsError:  # another job of the sweep started in the same second
                     if self.path is not None:
                         raise
-                    n += 1
                     path = self.default.with_name(f"{self.default.name}-{n}")
         except OSError as error:
             raise UsageError(f"out: {path} cannot be created ({error.strerror})") from None
@@ -522,7 +531,8 @@ def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row]
 def run_info(cfg: DictConfig) -> Row:
     """Returns command, config and package versions: the first entries of summary.json."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in VERSIONS:
+    packages = "torch torch-geometric stable-baselines3 sb3-contrib numpy numba gymnasium hydra-core"
+    for name in packages.split():
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

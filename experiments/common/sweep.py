@@ -38,8 +38,6 @@ from experiments.common.own_files import restore_file_names
 from simulator.files import write_json, write_text
 
 OVERRIDE = f"+hydra.callbacks.sweep._target_={__name__}.SweepTable"
-JOB = ".job-{}.json"  # temporary record of a finished job
-PLANNERS = 6  # maximum number of columns
 
 
 class SweepTable(Callback):
@@ -56,7 +54,7 @@ class SweepTable(Callback):
         run = job_return.return_value if job_return.status == JobStatus.COMPLETED else None
         if isinstance(run, Path):
             job = {"overrides": list(map(restore_file_names, job_return.overrides or ())), "run": str(run.absolute())}
-            write_json(Path(str(config.hydra.sweep.dir)) / JOB.format(config.hydra.job.num), job)
+            write_json(Path(str(config.hydra.sweep.dir)) / f".job-{config.hydra.job.num}.json", job)
 
 
 def discard_folder() -> None:
@@ -71,7 +69,7 @@ def show_table() -> None:
     """Prints and saves the table of the finished sweep; does nothing if no job wrote rows."""
     folder = SweepTable.folder
     SweepTable.folder = None
-    files = sorted(folder.glob(JOB.format("*")), key=lambda file: (len(file.name), file.name)) if folder else []
+    files = sorted(folder.glob(".job-*.json"), key=lambda file: (len(file.name), file.name)) if folder else []
     rows: list[dict[str, Any]] = []
     for file in files:
         job = json.loads(file.read_text())
@@ -104,7 +102,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     costs = {name: [row["overhead"] for row in rows if row["planner"] == name and row["feasible"]] for name in planners}
     trained = {name for name, facts in agents.PLANNERS.items() if facts.learned}
     planners.sort(key=lambda name: (name not in trained, -len(costs[name]), sum(costs[name])))
-    chosen = [name for name in planners if costs[name]][:PLANNERS]
+    chosen = [name for name in planners if costs[name]][:6]  # fits a terminal
     out = Table(*swept, box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("limit", "floor", *chosen):
         out.add_column(head, justify="right", no_wrap=True)
@@ -113,18 +111,14 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         by_name = {row["planner"]: row["overhead"] for row in line if row["feasible"]}
         lowest = min(by_name.values(), default=None)
         floor = line[0]["bound_overhead"]
-        cells = [_percent(by_name.get(name)) for name in chosen]
+        cells = [report.percent(by_name.get(name)) for name in chosen]
         marked = [
             f"[{c}]" if by_name.get(name) == lowest is not None else c for name, c in zip(chosen, cells, strict=True)
         ]
         out.add_row(
-            *(values.get(key, "") for key in swept), f"{line[0]['limit_fraction']:.0%}", _percent(floor), *marked
+            *(values.get(key, "") for key in swept), f"{line[0]['limit_fraction']:.0%}", report.percent(floor), *marked
         )
     return out
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2%}"
 
 
 class RayLauncher(Launcher):

@@ -25,8 +25,6 @@ from typing import Any
 
 from experiments import defer_ctrl_c
 
-RETRIES = 3  # retries of a task whose worker died
-STARTS = 10  # attempts to start Ray
 Submit = Callable[..., Future[Any]]
 
 
@@ -154,7 +152,7 @@ def _ray(jobs: int | None) -> Iterator[Submit]:
     import ray
 
     local = {"address": "local", "num_cpus": jobs, "include_dashboard": False}
-    for retries in reversed(range(STARTS)):
+    for retries in reversed(range(10)):
         try:
             # Output is returned with the result: Ray's forwarding would prefix each line with "(name pid=…)".
             ray.init(logging_level="ERROR", log_to_driver=False, **({} if os.environ.get("RAY_ADDRESS") else local))
@@ -164,7 +162,7 @@ def _ray(jobs: int | None) -> Iterator[Submit]:
             if not retries or "timed out" not in str(error):
                 raise
             ray.shutdown()
-    remote = ray.remote(max_retries=RETRIES)(_call_captured)
+    remote = ray.remote(max_retries=3)(_call_captured)  # if its worker dies
     try:
         yield lambda _, *task: remote.remote(*task).future()
     finally:

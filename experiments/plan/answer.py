@@ -22,7 +22,7 @@ class Times:
 
     step_ns: int | None  # a measured step to which the times are scaled; None: not given
     error: TimesError | None  # error of the times; None: unknown or zero
-    said: str  # a sentence or two about the error
+    note: str  # a sentence or two about the error
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Best:
 class Largest:
     """Largest batches, and micro-batches for gradient accumulation."""
 
-    own: int | None = None  # batch size of the given step; None: unknown
+    batch: int | None = None  # batch size of the given step; None: unknown
     without: int = 0  # largest batch without a plan; 0: none
     # Largest batch found for which ``planner`` has a plan with an overhead of at most ``most_overhead``; None: not
     # searched.
@@ -66,8 +66,8 @@ class Largest:
     micro: tuple[int, int] | None = None
     micro_overhead: float = 0.0  # of the micro-batches over the ideal time
     most: int = 0  # upper bound of the search
-    goes_on: float | None = None  # planning time in s that would extend the search; None: the search finished
-    why: str = ""  # sentence on why the batch cannot be changed; "" if it can
+    sufficient_s: float | None = None  # planning time that would extend the search; None: the search finished
+    obstacle: str = ""  # why the batch cannot be changed; "" if it can
 
 
 @dataclass(frozen=True)

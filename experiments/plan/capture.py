@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # avoids importing PyTorch
     from executor.capture.captured import Captured
 
 SCALE = 1024  # multiple of the original batch: upper bound of the search
-PRECISION = 32  # relative precision 1 / PART of the largest batch with a plan
 
 
 class BatchError(ValueError):
@@ -58,15 +57,9 @@ class Batches:
             replace(t, nbytes=size(t.nbytes, u.nbytes))
             for t, u in zip(self.program.tensors, self.larger.tensors, strict=True)
         )
+        scaled = ("duration_ns", "workspace", "flops", "bytes")
         kernels = tuple(
-            replace(
-                k,
-                duration_ns=size(k.duration_ns, u.duration_ns),
-                workspace=size(k.workspace, u.workspace),
-                flops=size(k.flops, u.flops),
-                bytes=size(k.bytes, u.bytes),
-                variants=(),
-            )
+            replace(k, variants=(), **{name: size(getattr(k, name), getattr(u, name)) for name in scaled})
             for k, u in zip(self.program.kernels, self.larger.kernels, strict=True)
         )
         return Program(self.program.name, tensors, kernels)
@@ -85,13 +78,13 @@ class Batches:
         return max(small + round((large - small) * (batch - self.batch) / (self.larger_batch - self.batch)), 0)
 
     def largest(self, limit: int) -> int:
-        """Returns the largest batch whose peak fits ``limit`` bytes, up to MOST times the original; 0 if none."""
+        """Returns the largest batch whose peak fits ``limit`` bytes, up to SCALE times the original; 0 if none."""
         return largest(lambda batch: self.peak_bytes(batch) <= self.room(limit, batch), self.batch, SCALE * self.batch)
 
     def largest_planned(
         self, plan_overhead: Callable[[Program, int], float | None], limit: int, least: int, most_overhead: float
     ) -> int:
-        """Returns the largest batch with a plan of at most ``most_overhead``, to a relative precision of 1 / PART.
+        """Returns the largest batch with a plan of at most ``most_overhead``, to a relative precision of 1 / 32.
 
         Args:
             plan_overhead: returns the overhead of a plan for a program within a number of bytes; None without a plan.
@@ -105,7 +98,7 @@ class Batches:
             overhead = plan_overhead(self.interpolated(batch), available) if available else None
             return overhead is not None and overhead <= most_overhead
 
-        return largest(fits, max(least, 1), SCALE * self.batch, PRECISION)
+        return largest(fits, max(least, 1), SCALE * self.batch, part=32)
 
     def accumulated(self, limit: int) -> tuple[int, int, float] | None:
         """Returns the fewest micro-batches that make up the original batch and fit without a plan.

@@ -29,10 +29,6 @@ from simulator.report import KINDS, MODEL_ITSELF, Unit, by_module
 # of the plot, in SVG units
 WIDTH = 1000
 HEIGHT = 300
-MODULES = 12  # maximum number of table rows
-MANY = 4  # table columns; with more, rows become blocks on small screens
-CLASS = ' class="n"'
-BEST = ' class="best"'
 POINTS = 500  # horizontal resolution of a curve
 CHOSEN = "recommended"  # last cell of the row in bold
 
@@ -80,7 +76,7 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
         )
     ]
     if page.without.modules:
-        names, columns = by_module(peaks, MODULES)
+        names, columns = by_module(peaks, 12)
         cells = [[name or MODEL_ITSELF, *(size(column.get(name, 0)) for column in columns)] for name in names]
         parts.append(Table(["by module", *heads], cells, range(1, 3)))
     else:
@@ -226,10 +222,12 @@ def _table(table: Table) -> str:
         cells = []
         for i, text in enumerate(line):
             head = f' data-head="{escape(table.heads[i])}"' if tag == "td" else ""
-            cells.append(f"<{tag}{CLASS if i in table.numbers else ''}{head}>{escape(text)}</{tag}>")
-        return f"<tr{BEST if line[-1] == CHOSEN else ''}>{''.join(cells)}</tr>"
+            number = ' class="n"' if i in table.numbers else ""
+            cells.append(f"<{tag}{number}{head}>{escape(text)}</{tag}>")
+        best = ' class="best"' if line[-1] == CHOSEN else ""
+        return f"<tr{best}>{''.join(cells)}</tr>"
 
-    kind = "wide many" if len(table.heads) > MANY else "wide"
+    kind = "wide many" if len(table.heads) > 4 else "wide"  # rows become blocks on small screens
     body = "".join(row("td", line) for line in table.cells)
     return f'<div class="{kind}"><table><thead>{row("th", table.heads)}</thead><tbody>{body}</tbody></table></div>'
 

@@ -18,11 +18,8 @@ from simulator.kernel_times import scaled
 from simulator.machine import Machine
 from simulator.program import Program
 
-KINDS = ("modeled", "measured")
 ROOM = 0.01  # fraction of the ideal time: largest extra nominal cost of a plan that is more robust to time errors
 TIE = 1e-4  # fraction of the ideal time: costs closer than this are equal
-MOST = 1_000_000  # total number of kernel times drawn
-HINT = "step_ms= removes the error of the sum, a profile (executor.calibrate, measure) that of each kernel"
 
 
 def read(cfg: DictConfig, machine: Machine, captured: bool) -> Times:
@@ -34,7 +31,7 @@ def read(cfg: DictConfig, machine: Machine, captured: bool) -> Times:
     Raises:
         UsageError: a value is of the wrong type or out of range.
     """
-    kind = cli.choice(cfg, "times", KINDS)
+    kind = cli.choice(cfg, "times", ("modeled", "measured"))
     if kind == "measured" and captured:
         raise cli.UsageError("times: measured requires a program file (program=); a capture has modeled times")
     step_ns = None if cfg.step_ms is None else round(cli.number(cfg, "step_ms") * 1e6)
@@ -48,7 +45,12 @@ def read(cfg: DictConfig, machine: Machine, captured: bool) -> Times:
         reason = f"its error is unknown: no kernels were measured on {machine.name}"
         return Times(step_ns, None, f"Kernel times come from a roofline model{basis}; {reason}.")
     error = TimesError(model.error, model.step_error if step_ns is None else 0.0)
-    sum_error = f", their sum within {error.step:.0%}; {HINT}" if step_ns is None else ""
+    sum_error = (
+        f", their sum within {error.step:.0%}; step_ms= removes the error of the sum, a profile (executor.calibrate, "
+        "measure) that of each kernel"
+        if step_ns is None
+        else ""
+    )
     return Times(step_ns, error, f"Kernel times are modeled{basis}: each within about {error.kernel:.0%}{sum_error}.")
 
 
@@ -68,7 +70,7 @@ def rescaled(program: Program, times: Times) -> Program:
 
 def perturbed_times(task: tuple[Program, Machine, int], error: TimesError | None, seed: int = 0) -> OtherTimes | None:
     """Returns perturbed times of a task's step; None if the error is unknown or zero."""
-    draws = min(DRAWS, max(MOST // len(task[0].kernels), 2))
+    draws = min(DRAWS, max(1_000_000 // len(task[0].kernels), 2))  # bounds the number of kernel times drawn
     return None if error is None else OtherTimes(*task, error, draws, seed)
 
 

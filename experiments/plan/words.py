@@ -13,17 +13,14 @@ from simulator.machine import Machine
 from simulator.program import Kernel
 from simulator.report import KINDS, MODEL_ITSELF
 
-SLOWEST = 12  # maximum number of table rows
-GAP_HINT = 0.03  # gap to the floor that warrants a hint
 NEGLIGIBLE = 5e-5  # overhead treated as zero
 ERROR = 0.029  # mean relative error of predicted device-memory peaks; printed by python -m experiments.measured.peaks
-GIB = 2**30
-COSTLY = 1.0  # overhead above which a smaller batch is suggested, too
 
 
 def verdict(a: Answer) -> str:
     """Summarizes the answer in one or two sentences."""
-    (needed, available), size = a.required_and_available, a.size
+    needed, available = a.required_and_available
+    size = a.size
     subject = "the peak is" if a.card is None or a.memory is None else "the estimated device memory is"
     if a.fits:
         share = 100 * needed // available if needed <= available else -(-100 * needed // available)
@@ -36,7 +33,7 @@ def verdict(a: Answer) -> str:
         elif a.host is not None:
             least = (
                 f"host memory is too small for a plan: {size(a.machine.host_bytes)} for swapped tensors, but "
-                f"{size(a.host)} are needed (set machine.host_bytes={-(-a.host // GIB)}GiB if the host has them)"
+                f"{size(a.host)} are needed (set machine.host_bytes={-(-a.host // 2**30)}GiB if the host has them)"
             )
         elif device_peaks := [b.card[0] for b in a.families if b.timeline is not None and b.card is not None]:
             least = (
@@ -51,15 +48,15 @@ def verdict(a: Answer) -> str:
         return f"It does not fit: {comparison}, and {least}.{_smaller_batch_hint(a)}"
     overhead = a.best.overhead
     cost = f"takes {percent(overhead)[1:]} more time" if overhead >= NEGLIGIBLE else "costs no time"
-    return f"It fits with a plan that {cost}{format_range(a.spread)}: {comparison}." + (
-        _smaller_batch_hint(a) if overhead > max(COSTLY, a.largest.micro_overhead) else ""
-    )
+    # A plan that doubles the time is a poor alternative to a smaller batch.
+    hint = _smaller_batch_hint(a) if overhead > max(1.0, a.largest.micro_overhead) else ""
+    return f"It fits with a plan that {cost}{format_range(a.spread)}: {comparison}.{hint}"
 
 
 def _smaller_batch_hint(a: Answer) -> str:
     """Suggests a smaller batch."""
     if a.largest.micro is None:
-        smaller = a.largest.own is not None and 0 < a.largest.without < a.largest.own
+        smaller = a.largest.batch is not None and 0 < a.largest.without < a.largest.batch
         return f" Without a plan a batch of {a.largest.without} fits." if smaller else ""
     return f" Gradient accumulation is likely the better option: {accumulation(a.largest)}."
 
@@ -137,7 +134,7 @@ def _floor(a: Answer) -> str:
 
 def gap_hints(a: Answer) -> list[str]:
     """Returns a sentence with hints if the plan is far above the floor."""
-    if a.best is None or (excess := a.best.overhead - (a.floor or 0.0)) <= GAP_HINT:
+    if a.best is None or (excess := a.best.overhead - (a.floor or 0.0)) <= 0.03:
         return []
     hints = [
         f"seconds={rounded_up(4 * a.budget):g} (instead of {a.budget:g}) extends the searches and the floor computation"
@@ -174,32 +171,36 @@ def uncertainty(a: Answer) -> list[str]:
     if a.times is None:
         return []
     has_spread = a.spread is not None and a.times.error is not None
-    return [a.times.said, *([spread_sentence(a.spread, a.times.error)] if has_spread else [])]
+    return [a.times.note, *([spread_sentence(a.spread, a.times.error)] if has_spread else [])]
 
 
 def batches(a: Answer) -> list[str]:
     """Returns sentences about the largest batch."""
-    batch = a.largest
-    if batch.why:
-        return [f"The largest batch is unknown: {batch.why}."]
-    if batch.own is None:
+    largest = a.largest
+    if largest.obstacle:
+        return [f"The largest batch is unknown: {largest.obstacle}."]
+    if largest.batch is None:
         return []
-    source = "checked by a capture" if batch.checked else f"predicted from captures at {batch.own} and {2 * batch.own}"
-    count = f"at least {batch.without}" if batch.without == batch.most else f"{batch.without}"
-    if batch.without:
-        lines = [f"The largest batch without a plan is {count} ({source}); the given batch is {batch.own}."]
+    source = (
+        "checked by a capture"
+        if largest.checked
+        else f"predicted from captures at {largest.batch} and {2 * largest.batch}"
+    )
+    count = f"at least {largest.without}" if largest.without == largest.most else f"{largest.without}"
+    if largest.without:
+        lines = [f"The largest batch without a plan is {count} ({source}); the given batch is {largest.batch}."]
     else:
-        lines = [f"Without a plan not even a batch of 1 fits; the given batch is {batch.own}."]
-    if batch.planned is not None:
-        bound = f"with an overhead of at most {percent(batch.most_overhead)}"
-        if batch.planned > batch.without:
-            lines.append(f"With a plan it is at least {batch.planned}, {bound} (by {label(batch.planner)}).")
+        lines = [f"Without a plan not even a batch of 1 fits; the given batch is {largest.batch}."]
+    if largest.planned is not None:
+        bound = f"with an overhead of at most {percent(largest.most_overhead)}"
+        if largest.planned > largest.without:
+            lines.append(f"With a plan it is at least {largest.planned}, {bound} (by {label(largest.planner)}).")
         else:
             lines.append(f"No plan was found that makes a larger batch fit {bound}.")
-        if batch.goes_on is not None:
-            lines[-1] += f" The search stopped for lack of time; extend it with seconds={batch.goes_on:g}."
-    if batch.micro is not None:
-        lines.append(f"Instead of a plan: {accumulation(batch)} (batch norm statistics are then per small batch).")
+        if largest.sufficient_s is not None:
+            lines[-1] += f" The search stopped for lack of time; extend it with seconds={largest.sufficient_s:g}."
+    if largest.micro is not None:
+        lines.append(f"Instead of a plan: {accumulation(largest)} (batch norm statistics are then per small batch).")
     return lines
 
 
@@ -278,7 +279,7 @@ def slowest(step: Step, machine: Machine) -> tuple[list[str], list[list[str]]]:
         groups.setdefault((kernel.name, kernel.duration_ns, kernel.flops, kernel.bytes, kind), []).append(k)
     order = sorted(groups.values(), key=lambda group: -len(group) * program.kernels[group[0]].duration_ns)
     rows = []
-    for group in order[:SLOWEST]:
+    for group in order[:12]:
         kernel = program.kernels[group[0]]
         kind = types[group[0]] if types else ""
         ns = len(group) * kernel.duration_ns

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import pickle
-import pickletools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -204,57 +203,20 @@ def _log(text: list[str], iteration: bool | None) -> Buffers:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler restricted to dicts, lists, tuples, sets, numbers, strings, bytes, booleans and None."""
+    """Unpickler of containers, numbers and strings."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise FormatError(f"refused to unpickle {module}.{name}: containers, numbers and strings only")
-
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise FormatError("refused to unpickle a persistent id: containers, numbers and strings only")
 
 
 def _unpickled(raw: bytes) -> Any:
     """Loads a pickle that names no class or function."""
     try:
-        if reason := _refused(raw):
-            raise FormatError(f"refused to unpickle byte {reason}")
         return _PlainUnpickler(io.BytesIO(raw)).load()
     except FormatError:
         raise
     except Exception as error:  # a broken pickle may raise any exception
         raise FormatError(f"not a pickle ({type(error).__name__}: {error})") from None
-
-
-def _refused(raw: bytes) -> str:
-    """Returns the position of the first opcode that snapshots do not have and that is dangerous, and what it is.
-
-    Memo indices above their byte position: the memo table grows to twice the highest index. Extension codes: they may
-    name a cached class. Nested tuples: their hashing as dict keys can take exponential time.
-    """
-    stack: list[bool | None] = []  # whether each object is a tuple; None: a MARK opcode
-    memo: dict[int, bool] = {}
-    for opcode, argument, position in pickletools.genops(raw):
-        name = opcode.name
-        popped = opcode.stack_before
-        if name == "DUP" or name.startswith("EXT"):
-            return f"{position}: {'DUP' if name == 'DUP' else f'extension code {argument}'}"
-        if name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo.get(argument or 0, False))
-            continue
-        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            if (argument or 0) > (position or 0):
-                return f"{position}: {argument} shared objects do not come before it"
-            memo[len(memo) if argument is None else argument] = bool(stack and stack[-1])
-            continue
-        n_popped = len(popped)
-        if pickletools.markobject in popped:
-            n_popped = stack[::-1].index(None) + 1 + popped.index(pickletools.markobject)
-        is_tuple = pickletools.pytuple in opcode.stack_after
-        if is_tuple and any(stack[len(stack) - n_popped :]):
-            return f"{position}: a tuple in a tuple"
-        del stack[len(stack) - n_popped :]
-        stack += [None if item is pickletools.markobject else is_tuple for item in opcode.stack_after]
-    return ""
 
 
 def _snapshot(raw: bytes, iteration: bool | None) -> Buffers:

@@ -148,11 +148,11 @@ def start(tmp_path: Path) -> Run:
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives planners of ``experiments.plan`` simulator calls instead of seconds, so results do not depend on load."""
     from experiments.common import report
-    from experiments.plan import __main__ as command
+    from experiments.plan import planning
 
     made = report.make
     monkeypatch.setattr(report, "make", lambda name, **more: made(name, **{**more, "seconds": None, "calls": 300}))
-    monkeypatch.setattr(command, "within", lambda seconds: nullcontext())
+    monkeypatch.setattr(planning, "within", lambda seconds: nullcontext())
 
 
 def status_of(typed: list[str]) -> int:

@@ -17,7 +17,7 @@ from agents.host import host_needed
 from agents.search.other_times import TimesError
 from experiments import workloads
 from experiments.common import report
-from experiments.plan import __main__ as command, capture, words
+from experiments.plan import __main__ as command, capture, planning, words
 from experiments.plan.answer import Answer, Best, Largest
 from experiments.plan.capture import BatchError, Batches
 from experiments.plan.page import render_html as page
@@ -53,7 +53,7 @@ def read(text: str) -> str:
 def answered(program: Program, limit: int, mode: str = "joint", machine: Machine = MACHINE) -> Answer:
     task = (program, machine, limit)
     command.warm_up(MACHINE, mode)
-    families, bound = command.make_plans(task, mode, 1.0, 0)
+    families, bound = planning.make_plans(task, mode, 1.0, 0)
     return command.make_answer(task, None, mode, families, bound, Largest(), 0.0)
 
 
@@ -198,7 +198,7 @@ def test_parts_of_device_memory_share_a_unit_and_add_up() -> None:
     card = CardPeak(program.peak_bytes, 3 * MB, 2 * MB, 4 * MB, 5 * MB, program.peak_bytes * 3 // 4, False)
     a = replace(answered(program, card.limit), card=card, memory=card.memory_bytes)
     assert a.best is not None and a.best.timeline.peak_bytes <= card.limit < card.memory_bytes
-    a = replace(a, best=command.with_memory([a.best], card)[0])
+    a = replace(a, best=planning.with_memory([a.best], card)[0])
     assert a.card_planned is not None and a.card_planned >= a.best.timeline.peak_bytes + 10 * MB
     holes = replace(a, best=None, families=(replace(a.best, card=(card.nbytes + MB, False)),), budget=2.0)
     assert a.size(card.nbytes + MB) in words.verdict(holes) and "seconds=10" in words.verdict(holes)
@@ -207,9 +207,9 @@ def test_parts_of_device_memory_share_a_unit_and_add_up() -> None:
 def test_a_stopped_search_reports_how_to_continue() -> None:
     program = slow(chain())
     a = replace(answered(program, program.peak_bytes * 8 // 10), budget=3.0)
-    stopped = Largest(8, 4, 16, "tensile", 0.1, True, most=8192, goes_on=20.0)
+    stopped = Largest(8, 4, 16, "tensile", 0.1, True, most=8192, sufficient_s=20.0)
     assert "seconds=20" in words.batches(replace(a, largest=stopped))[1]
-    assert "stopped" not in " ".join(words.batches(replace(a, largest=replace(stopped, goes_on=None))))
+    assert "stopped" not in " ".join(words.batches(replace(a, largest=replace(stopped, sufficient_s=None))))
     (sentence,) = words.gap_hints(replace(a, floor=a.best.overhead - 0.031, mode="swap"))
     assert "3.1 points" in sentence and "seconds=20" in sentence and "mode=joint" in sentence
     assert words.gap_hints(replace(a, floor=a.best.overhead - 0.029)) == []
@@ -225,10 +225,10 @@ def test_each_family_has_a_fair_plan_whatever_the_time() -> None:
         ("swap", ("capuchin", "tensile", "tflms", "geeps")),
         ("recompute", ("memonger", "superneurons", "checkpoint_all")),
     ):
-        best = command.best_of(kind, names, task, kind, 0, 60.0, -1.0, required=command.FIRST)
-        tried = [name for name in names if name in command.FIRST]
+        best = planning.best_of(kind, names, task, kind, 0, 60.0, -1.0, required=planning.EFFORT.first)
+        tried = [name for name in names if name in planning.EFFORT.first]
         assert best.plan is not None and best.row["planner"] in (names[0], *tried)
-        assert set(best.skipped) == {name for name in names[1:] if name not in command.FIRST}
+        assert set(best.skipped) == {name for name in names[1:] if name not in planning.EFFORT.first}
 
 
 def test_the_host_is_named_where_it_is_what_a_plan_lacks() -> None:
@@ -253,7 +253,7 @@ def test_a_fitting_step_needs_no_plan_and_an_infeasible_one_lists_smaller_batche
     a = answered(chain(), 40 * MB)
     assert not a.fits and a.best is None and a.families == () and words.verdict(a).startswith("It does not fit")
     assert a.limit < a.least_bytes <= a.reached_bytes and a.size(a.least_bytes) in words.verdict(a)
-    micro = Largest(own=8, without=5, micro=(4, 2), micro_overhead=0.03)
+    micro = Largest(batch=8, without=5, micro=(4, 2), micro_overhead=0.03)
     assert "2 batches of 4" in words.verdict(replace(a, largest=micro)) and "no plan to run" in pages(a)
 
 
@@ -268,9 +268,9 @@ def test_a_planner_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPat
             raise AssertionError("not aborted")
 
     program = chain()
-    monkeypatch.setattr(command.report, "make", lambda *_, **__: Slow())
-    monkeypatch.setattr(command, "within", within)
-    best = command.best_of("swap", ["autoswap_doa"], (program, MACHINE, 2**30), "swap", 0, 0.05)
+    monkeypatch.setattr(planning.report, "make", lambda *_, **__: Slow())
+    monkeypatch.setattr(planning, "within", within)
+    best = planning.best_of("swap", ["autoswap_doa"], (program, MACHINE, 2**30), "swap", 0, 0.05)
     assert best.plan is None and best.row is None and best.skipped == ("autoswap_doa",)
 
 
@@ -292,14 +292,14 @@ def test_unserved_plans_are_replanned_with_less_memory() -> None:
 
     counted, _ = under_plan(card(step.peak_bytes), timeline)
     served, small = (
-        command.with_memory([Best("", {}, plan, timeline, 0.0)], card(memory)) for memory in (counted, counted - 1)
+        planning.with_memory([Best("", {}, plan, timeline, 0.0)], card(memory)) for memory in (counted, counted - 1)
     )
     assert served[0].card == (counted, True) and not small[0].served
-    assert command.needs_less_memory(small) and not command.needs_less_memory(served)
+    assert planning.needs_less_memory(small) and not planning.needs_less_memory(served)
     task = step, gpu, 36 * MB  # the step fits it as is; so does its allocator
-    found = command.plan_tighter(task, card(26 * MB), "joint", 0, 2.0)
+    found = planning.plan_tighter(task, card(26 * MB), "joint", 0, 2.0)
     assert found is not None and found.served and found.card[0] <= 26 * MB
-    assert command.plan_tighter(task, card(10 * MB), "joint", 0, 2.0) is None
+    assert planning.plan_tighter(task, card(10 * MB), "joint", 0, 2.0) is None
 
 
 # ---------------------------------------------------------------------------------------- as a user
@@ -327,7 +327,8 @@ def trains_as_eager(code: str, folder: Path) -> None:
 
 
 def test_a_factory_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "TIMEOUT_FACTOR", 1000)  # capture the largest batch even on a busy computer
+    # Capture the largest batch even on a busy computer.
+    monkeypatch.setattr(planning, "EFFORT", replace(planning.EFFORT, timeout_factor=1000))
     (tmp_path / "work" / "mymodel.py").write_text(FACTORY)
     out = tmp_path / "out"
     done = run("plan", "target=mymodel:factory", "memory=0.6", "seconds=2", "step_ms=20", f"out={out}").ok()
@@ -355,7 +356,7 @@ def test_a_factory_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     (code,) = re.findall(r"from agents\.saved import.*?eager step", text, re.DOTALL)
     trains_as_eager(code, tmp_path / "work")
     assert "\r" not in done.stderr  # a line per finished stage
-    stages = command.stages("joint", TimesError(0.1, 0.1))
+    stages = planning.stages("joint", TimesError(0.1, 0.1))
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == list(stages)
 
 

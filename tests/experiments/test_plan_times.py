@@ -30,11 +30,11 @@ def test_what_is_known_of_the_times() -> None:
     assert model is not None
     found = read()
     assert found.error == TimesError(model.error, model.step_error) and found.step_ns is None
-    assert f"{model.error:.0%}" in found.said and f"{model.step_error:.0%}" in found.said
+    assert f"{model.error:.0%}" in found.note and f"{model.step_error:.0%}" in found.note
     found = read(step_ms=70.7)
-    assert found.step_ns == 70_700_000 and found.error == TimesError(model.error, 0.0) and "70.7 ms" in found.said
+    assert found.step_ns == 70_700_000 and found.error == TimesError(model.error, 0.0) and "70.7 ms" in found.note
     found = read(Machine.load("gtx1080ti"))
-    assert found.error is None and "gtx1080ti" in found.said
+    assert found.error is None and "gtx1080ti" in found.note
     assert read(captured=False, times="measured").error is None
 
 

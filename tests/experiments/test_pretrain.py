@@ -11,7 +11,7 @@ from agents.learned.expert_iteration import Training
 from agents.learned.policy_net import trained
 from experiments import workloads
 from experiments.common.cli import CONFIGS, dataclass_from_config
-from experiments.pretrain import append, check_set
+from experiments.pretrain import append, read_set
 from tests.experiments.conftest import Run
 
 MLP = "{family: mlp, batch_size: 8192, layers: [3, 4]}"
@@ -30,7 +30,7 @@ SMALL = (
 
 def test_every_value_of_every_network_is_one() -> None:
     config = yaml.safe_load((CONFIGS / "pretrain.yaml").read_text())
-    networks = [network for i, entry in enumerate(config["sets"]) for network in check_set(i, entry)[1]]
+    networks = [network for i, entry in enumerate(config["sets"]) for network in read_set(i, entry)[1]]
     for lists in networks:
         for j in range(max(len(values) for key, values in lists.items() if key != "draw")):
             workloads.build({"name": "x", **{key: values[j % len(values)] for key, values in lists.items()}})

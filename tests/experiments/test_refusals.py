@@ -1,14 +1,8 @@
-"""Tests that invalid files and settings yield one sentence naming the cause, status 2, and no leftover files.
-
-Files are untrusted: they cannot run code, write elsewhere, control the terminal or use unbounded memory.
-"""
+"""Tests that invalid files and settings yield one sentence naming the cause, status 2, and no leftover files."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
-import pickle
 import shlex
 import zipfile
 from collections.abc import Callable
@@ -19,10 +13,9 @@ import pytest
 import torch
 
 from agents.learned.checkpoint import TrainingStateError, read_training_state, write_training_state
-from experiments.common import cli, report
+from experiments.common import report
 from experiments.plotting.plots import figure
-from simulator import FormatError, Machine, Plan, Program, Swap, files
-from simulator.pool.files import load
+from simulator import Plan, Program, Swap
 from tests.experiments.conftest import Run, chain, refused
 from tests.tiny import PROGRAM
 
@@ -50,7 +43,6 @@ def program(change: Callable[[dict[str, Any]], Any]) -> str:
         ("machine=a.yaml", "name: x", ["memory_bytes"]),
         ("machine=a.yaml", MACHINE + "copy_engines: 3", ["machine.copy_engines"]),
         ("machine=a.yaml", MACHINE + "duplex: 3", ["'duplex'"]),
-        ("machine=a.yaml", "a: &x [1, 2]\nb: *x\n", ["a.yaml", "line 2"]),
         ("machine=a.yaml", "a: 1\nb:\n  c: 1\n  c: 2\n", ["line 4", "'c'"]),
         ("machine=a.yaml", "[" * 40 + "]" * 40, ["a.yaml"]),
         ("workload=a.yaml", None, ["a.yaml"]),
@@ -133,16 +125,10 @@ SETTINGS = [
 # The same checks of further keys and commands.
 OTHERS = [
     ("evaluate {program} limits=24G", ["limits", "'24G'"]),
-    ("train_dqn workloda=resnet50", ["'workload'"]),
-    ("train_dqn workload=vgg-16", ["workload/vgg-16", "vgg16"]),
-    ("train_dqn machine=gtx1080", ["machine/gtx1080", "gtx1080ti"]),
     ("train_dqn machine.copy_engine=1", ["'machine.copy_engines'"]),
-    ("train_dqn agent.mutations=3", ["agent.mutations"]),
-    ("train_dqn agent.episodes=3", ["agent.episodes"]),
     ("train_dqn agent.greedy_calls=3", ["agent", "greedy_calls"]),
     ("train_dqn {program} network=json:loads", ["network"]),
     ("train_dqn {program} actions=full", ["actions", "agent=dqn_paper"]),
-    ("train_sb3 algo=ppo", ["algo/ppo", "maskable_ppo"]),
     ("train_sb3 +algo.walks=3", ["walks"]),
     ("train_sb3 network=nowhere:Mine", ["network", "'nowhere'"]),
     ("train_sb3 task=GpuMemory/unet-50-v0 limit=0.4", ["limit="]),
@@ -151,13 +137,9 @@ OTHERS = [
     ("pretrain training.epochs=0", ["training", "epochs"]),
     ("pretrain sets=[vgg]", ["sets[0]"]),
     ("pretrain 'sets=[{{programs: 0, networks: []}}]'", ["sets[0].programs"]),
-    ("reproduce figure=smartpool_tabel1", ["figure/smartpool_tabel1"]),
-    ("reproduce launcher=slurm", ["launcher", "'slurm'"]),
     ("pack .", ["."]),
     ("pack {blocks} algorithms=[]", ["algorithms"]),
-    ("pack {blocks} algoritms=all", ["'algorithms'"]),
     ("pack {blocks} seconds=soon", ["seconds"]),
-    ("pack {blocks} alignment=0", ["alignment"]),
     ("pack {blocks} iteration=maybe", ["iteration", "'maybe'"]),
     ("pack {blocks} iteration=true", ["iteration"]),
 ]
@@ -193,34 +175,6 @@ def test_a_name_is_no_path_no_formula_and_no_markup(
         axes.set_title(name)
     report.console().print("[red]a[/red]")
     assert capsys.readouterr().out == "[red]a[/red]\n"
-
-
-def test_files_over_the_maximum_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MOST_BYTES", 1000)
-    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b" " * 10**6))
-    (tmp_path / "a.csv").write_bytes(b" " * 1001)
-    for name, read in (("a.json.gz", Program.load), ("a.csv", load)):
-        with pytest.raises(FormatError, match="1,000 bytes"):
-            read(tmp_path / name)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.json")
-    for read in (Program.load, Machine.load, load, lambda path: cli.replace_files([f"workload={path}"])):
-        with pytest.raises((FormatError, cli.UsageError), match=r"a\.json"):
-            read(tmp_path / "a.json")
-
-
-def test_pickles_that_are_slow_to_hash(tmp_path: Path) -> None:
-    nested: tuple[Any, ...] = ()
-    for _ in range(40):
-        nested = (nested, nested)
-    bombs = [pickle.dumps([nested], protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
-    bombs.append(b"\x80\x02}" + b")" + b"2\x86" * 40 + b"K\x01s.")  # {tuple: 1}, by DUP
-    for bomb in bombs:
-        (tmp_path / "a.pickle").write_bytes(bomb)
-        with pytest.raises(FormatError, match=r"byte \d+"):
-            load(tmp_path / "a.pickle")
 
 
 def test_a_checkpoint_with_another_byte(tmp_path: Path) -> None:

@@ -184,7 +184,15 @@ def test_the_command_writes_its_run_directory(run: Run, tmp_path: Path, algorith
     best = [(e.step, e.value) for e in events.Scalars("episode/best_overhead")]
     assert best[-1] == (steps, pytest.approx(overhead(plan))) and len(best) > 1
     assert best == sorted(best, key=lambda entry: (entry[0], -entry[1]))
-    assert {"rollout/ep_rew_mean", "time/fps", *curves.NAMES} <= set(events.Tags()["scalars"])
+    assert {
+        "rollout/ep_rew_mean",
+        "time/fps",
+        curves.GREEDY,
+        "greedy/gap",
+        curves.OVERHEAD,
+        "episode/feasible",
+        curves.BEST,
+    } <= set(events.Tags()["scalars"])
     greedy = events.Scalars(curves.GREEDY)
     assert len(greedy) >= 3 and greedy[-1].value == pytest.approx(rows[4]["overhead"], abs=1e-6)
 

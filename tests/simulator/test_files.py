@@ -4,7 +4,8 @@ import gzip
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 from hypothesis import given, strategies as st
@@ -12,6 +13,7 @@ from hypothesis import given, strategies as st
 from simulator import FormatError, simulate
 from simulator.files import fields, integers, write_json, write_text
 from simulator.schedule import lower
+from simulator.settings import at_least, check, one_of, positive, read
 from tests.strategies import machines, plans, programs, with_algorithms
 
 
@@ -67,3 +69,35 @@ def test_an_optional_key_has_its_default_and_its_type():
     assert fields({}, "here", {}, optional) == {"n": 7} and fields({"n": 8}, "here", {}, optional) == {"n": 8}
     with pytest.raises(FormatError, match=r"^here\.n: expected an integer, got null$"):
         fields({"n": None}, "here", {}, optional)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of every supported type."""
+
+    steps: int = at_least(1)
+    rate: float = positive(0.5)
+    kind: str = one_of(("a", "b"), "a")
+    level: Literal["low", "high"] = "low"
+    names: tuple[str, ...] = ()
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def test_a_mapping_is_read_into_a_dataclass() -> None:
+    assert read(Options, {"steps": 2, "rate": 1, "level": "high", "names": ["x"]}, "here").rate == 1.0
+    for wrong, message in (
+        ({}, "here: missing key 'steps'"),
+        ({"steps": 1, "step": 1}, "here: unknown key 'step'"),
+        ({"steps": 0}, "here.steps: expected at least 1, got 0"),
+        ({"steps": True}, "here.steps: expected an integer, got true"),
+        ({"steps": 1, "rate": 0}, "here.rate: expected more than 0, got 0.0"),
+        ({"steps": 1, "kind": "c"}, "here.kind: expected one of a, b, got 'c'"),
+        ({"steps": 1, "level": "mid"}, 'here.level: expected one of low, high, got "mid"'),
+        ({"steps": 1, "seconds": None}, "here.seconds: expected a number, got null"),
+    ):
+        with pytest.raises(FormatError) as caught:
+            read(Options, wrong, "here")
+        assert str(caught.value) == message

@@ -273,22 +273,11 @@ FILES: list[tuple[str, str | bytes, str]] = [
             ),
         )
     ),
-    # pickles: an instance by the oldest opcode, an extension code, a persistent id, a table of 64 GiB, 8 EiB of bytes
+    # pickles
     ("a.pickle", pickle.dumps(OrderedDict(a=1)), "refused to unpickle collections.OrderedDict"),
     ("a.pickle", b"(S'true'\nios\nsystem\n.", "refused to unpickle os.system"),
-    ("a.pickle", b"\x80\x02\x82\x01.", "refused to unpickle byte 2"),
-    ("a.pickle", b"\x80\x02Pid\n.", "refused to unpickle a persistent id"),
-    ("a.pickle", b"\x80\x02]r\xff\xff\xff\xffK\x01.", "refused to unpickle byte 3"),
-    ("a.pickle", b"]p4294967295\n.", "refused to unpickle byte 1"),
-    *(
-        ("a.pickle", raw, "not a pickle")
-        for raw in (
-            b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
-            pickle.dumps(snapshot([ALLOC]))[:-20],
-            b"\x80\x04",
-            b"\x80\x02X\x01\x00\x00\x00a)R.",
-        )
-    ),
+    ("a.pickle", pickle.dumps(snapshot([ALLOC]))[:-20], "not a pickle"),
+    ("a.pickle", b"\x80\x04", "not a pickle"),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from envs.memory_env import small_task
-from experiments.common.curves import BEST, FEASIBLE, GAP, GREEDY, LAST, NAMES, OVERHEAD, Curve
+from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD, Curve
 from experiments.examples import dqn_single_file, ppo_single_file
 from experiments.figures import learning
 from experiments.figures.core import WITHOUT
@@ -29,7 +29,7 @@ def test_running_means_are_over_the_last_episodes() -> None:
     for overhead in (0.3, math.inf, *[0.1] * (LAST - 2)):
         curve.add_episode(overhead)
     mean = (0.3 + 0.1 * (LAST - 2)) / (LAST - 1)
-    assert curve.running_means() == pytest.approx({OVERHEAD: mean, FEASIBLE: (LAST - 1) / LAST, BEST: 0.1})
+    assert curve.running_means() == pytest.approx({OVERHEAD: mean, "episode/feasible": (LAST - 1) / LAST, BEST: 0.1})
     curve.add_episode(0.2, best=0.05)  # 0.3 leaves the window
     assert curve.running_means()[OVERHEAD] == pytest.approx((0.1 * (LAST - 2) + 0.2) / (LAST - 1))
     assert curve.running_means()[BEST] == 0.05
@@ -56,7 +56,7 @@ def test_a_point_is_made_when_it_is_time_and_kept(tmp_path: Path) -> None:
     for calls in (99, 130, 180, 230, 300):
         curve.add_point_if_due(calls, lambda: 0.25)
     assert [calls for calls, _ in logged] == [130, 230]
-    assert logged[0][1][GAP] == pytest.approx(0.25 - curve.bound.overhead) and curve.bound.overhead > 0
+    assert logged[0][1]["greedy/gap"] == pytest.approx(0.25 - curve.bound.overhead) and curve.bound.overhead > 0
     kept = json.loads((tmp_path / "curve.json").read_text())
     assert kept["agent"] == "a" and kept["seed"] == 3 and kept["floor"] == curve.bound.overhead
     assert [point["calls"] for point in kept["points"]] == [130, 230]
@@ -82,7 +82,9 @@ def test_every_trainer_writes_the_same_scalars(run: Run, program_file: Path, tmp
         points = kept["points"]
         assert kept["mode"] == ("swap" if name == "train_dqn" else "joint")
         assert {"agent", "seed", "floor", "workload", "machine", "limit_fraction", "mode", "reward"} <= set(kept)
-        assert len(points) > 2 and all(set(point) == {"calls", *NAMES} for point in points)
+        assert len(points) > 2 and all(
+            set(point) == {"calls", OVERHEAD, "episode/feasible", BEST, GREEDY, "greedy/gap"} for point in points
+        )
         calls = [point["calls"] for point in points]
         assert calls == sorted(calls) and len({point[OVERHEAD] for point in points}) > 1
         best = [point[BEST] for point in points if point[BEST] is not None]
