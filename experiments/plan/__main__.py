@@ -33,7 +33,7 @@ from agents.host import host_needed
 from agents.learned.best import HUGE, LOADING
 from agents.planner import small
 from agents.search.annealing import everything
-from agents.search.other_times import ForFaster, TimesError
+from agents.search.retimed import ForFaster, TimesError
 from experiments.common import cli, report
 from experiments.common.errors import expected_errors
 from experiments.common.report import Row
