@@ -38,9 +38,7 @@ class FloorOptions:
     max_groups: int = 0  # groups of kernels between which tensors are swapped
     windows: int = 0  # approximate number of windows of recomputation, each touching that share of the peak load
     cells: int = 0  # maximum of windows times versions
-    unmerged: int = (
-        400  # kernels up to which each is a group of its own; in joint mode also those of the swap-only program
-    )
+    unmerged: int = 400  # kernels up to which none are merged; maximum groups of joint mode's swap-only program
     # Joint mode: the columns of recomputation are added to those of the groups.
     max_pairs: int = 400_000  # maximum of groups times gaps
     min_groups: int = 160  # groups that are kept in spite of max_pairs

@@ -84,6 +84,7 @@ def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, st
     for i in range(chances.shape[0]):
         if state.best_ns <= enough_ns:
             return True, False, swapped
+        # With an answer the proposal and its cutoff exist already: random numbers must not be drawn twice.
         ns = state.answer_ns
         state.answer_ns = -1
         if ns < 0:
@@ -101,7 +102,7 @@ def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, st
                 return False, True, swapped
             state.scored += 1
         state.step += 1
-        if ns < state.cutoff_ns:
+        if ns < state.cutoff_ns:  # accepted: ``now`` and ``new`` change places instead of being copied
             now, new = new, now
             swapped = not swapped
             state.now_ns = ns
@@ -139,6 +140,7 @@ def anneal(
         Rows and iteration time of the best plan.
     """
     ideal = max(engine.program.ideal_ns, 1)
+    # No plan is faster than the ideal time.
     enough = max(enough_ns, engine.program.ideal_ns)
     random = np.random.default_rng(seed)
     moves.reset(start)

@@ -31,7 +31,7 @@ class MoveOptions(NamedTuple):
     shift: float = 0.4  # a move shifts runs; the rest are splits
     near: float = 0.4  # a shift goes to a near kernel, else to a kernel that uses one of the tensors
     mean_distance: float = 4.0  # kernels, of a near shift
-    after_use: float = 0.4  # a shift to a use goes past it, so that the tensor's earlier copy can serve it
+    after_use: float = 0.4  # a shift to a use goes past it, else before it
     alone: float = 0.7  # a shift moves a single run, else all runs of the pass
     anywhere: float = 0.3  # a split is at a random step, else at the worst
     early: float = 0.3  # a split's run goes to an earlier kernel than the tensor's next use
@@ -40,7 +40,7 @@ class MoveOptions(NamedTuple):
     mean_repairs: float = 2.0  # splits after a move, while the limit is exceeded
     price_rate: float = 3e-4  # relative change of the price per move: up above the limit, down below it
     price_range: float = 1e3  # maximum ratio of the price to its initial value, or the reverse
-    max_runs: int = 64  # runs that a move adds, beyond those of ``max_chain`` splits
+    spare_runs: int = 64  # capacity for runs that a move adds beyond the members of its nodes
 
 
 OPTIONS = MoveOptions()
@@ -124,7 +124,7 @@ def tables(program: Program, min_bytes: int) -> Tables:
         members=3 * n + 3,
         users=3 * n + 4 + len(nodes),
         base=sum(t.nbytes for t in tensors if t.persistent),
-        room=(OPTIONS.max_chain + 2) * max(map(len, nodes)) + OPTIONS.max_runs,
+        room=(OPTIONS.max_chain + 2) * max(map(len, nodes)) + OPTIONS.spare_runs,
     )
 
 
