@@ -164,7 +164,7 @@ def tensor_cache(program: Program, kinds: Mapping[Gap, int], limit: int, forced:
     emptied = list(forced)
     nbytes = [tensor.nbytes for tensor in program.tensors]
     evicted = 0  # bytes that are absent at the present kernel
-    returned = [0] * (len(program.kernels) + 1)  # per kernel, bytes that come back less those that leave
+    returned = [0] * (len(program.kernels) + 1)  # per kernel, bytes swapped in less those swapped out
     for gap in forced:
         returned[gap.after + 1] -= nbytes[gap.tensor]
         returned[gap.before] += nbytes[gap.tensor]

@@ -40,7 +40,7 @@ def test_teachers_plans(mode: str) -> None:
     assert all(engine.score(rows).feasible for _, rows in task.plans)
     net = learning.network([learning.Example(task)], SETTINGS, 0).eval()
     better = learning.better_plans(net, task, 0)
-    assert len(better) <= learning.MAX_PLANS and better[0][0] <= task.plans[0][0]
+    assert len(better) <= learning.OPTIONS.max_plans and better[0][0] <= task.plans[0][0]
     assert all(engine.score(rows).iteration_ns == ns for ns, rows in better)
 
 
