@@ -1,7 +1,7 @@
 """Planners: one file per published method, registered by name.
 
 ``agents.make("autoswap_swdoa").plan(program, machine, limit)`` is the whole interface. To add a planner, put a class
-with ``facts`` (planner.py) into a file of one of the folders in ``ROOMS``; no other file needs a change.
+with ``facts`` (planner.py) into a file of one of the folders in ``FOLDERS``; no other file needs a change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agents.planner import Infeasible, Planner, PlannerInfo
 
 __all__ = ["PLANNERS", "Infeasible", "Planner", "PlannerInfo", "make", "options", "untrained"]
 
-ROOMS = ("heuristics", "search", "learned")
+FOLDERS = ("heuristics", "search", "learned")
 
 
 def _classes() -> list[tuple[PlannerInfo, Callable[..., Planner]]]:
@@ -27,7 +27,9 @@ def _classes() -> list[tuple[PlannerInfo, Callable[..., Planner]]]:
     dependencies only when they plan.
     """
     root = Path(__file__).parent
-    files = [f for room in ROOMS for f in sorted((root / room).rglob("*.py")) if "PlannerInfo(" in f.read_text("utf-8")]
+    files = [
+        f for folder in FOLDERS for f in sorted((root / folder).rglob("*.py")) if "PlannerInfo(" in f.read_text("utf-8")
+    ]
     names = [".".join(f.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__") for f in files]
     entries = []
     for module in ("agents.planner", *names):

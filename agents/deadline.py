@@ -30,9 +30,12 @@ def within(seconds: float | None) -> Iterator[None]:
 
     def on_alarm(_: int, frame: FrameType | None) -> None:
         while frame:
-            file = frame.f_code.co_filename
-            if frame.f_code.co_name == "__del__" or file == weakref.__file__ or file.startswith("<frozen importlib"):
-                # Python ignores exceptions in finalizers, and an interrupted import cannot be repeated.
+            code = frame.f_code
+            # Python prints and drops exceptions that leave a finalizer or a weak reference's callback.
+            is_dropped = code.co_name == "__del__" or code.co_filename == weakref.__file__
+            # An interrupted import cannot be repeated: extension modules refuse to be initialized twice.
+            is_import = code.co_filename.startswith("<frozen importlib")
+            if is_dropped or is_import:  # tries again in 10 ms
                 signal.setitimer(signal.ITIMER_REAL, 0.01, REPEAT)
                 return
             frame = frame.f_back

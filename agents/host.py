@@ -12,9 +12,6 @@ from simulator.machine import Machine
 from simulator.plan_transfer import IdentityKey
 from simulator.program import Program
 
-QUICK = ("tensile", "autoswap_swdoa")
-ENDLESS = 2**50
-
 
 def host_needed(program: Program, machine: Machine, limit: int, mode: str = "joint") -> int | None:
     """Returns the host memory (bytes) that a quick planner's plan needs, if the machine has less.
@@ -30,12 +27,12 @@ def host_needed(program: Program, machine: Machine, limit: int, mode: str = "joi
 
 @lru_cache(16)
 def _required_bytes(program: IdentityKey, machine: IdentityKey, limit: int, mode: str) -> int:
-    """Returns the smallest host memory (bytes) used by the plans of QUICK; 0 if none of them finds a plan."""
+    """Returns the smallest host memory (bytes) used by the plans of two quick planners; 0 if neither finds one."""
     import agents
 
-    unlimited = replace(machine.value, host_bytes=ENDLESS)
+    unlimited = replace(machine.value, host_bytes=2**50)  # more than any host has
     host_bytes = []
-    for name in QUICK:
+    for name in ("tensile", "autoswap_swdoa"):
         values = {"mode": mode, "min_bytes": small(program.value)}
         planner = agents.make(name, **{key: values[key] for key in values.keys() & set(agents.options(name))})
         try:

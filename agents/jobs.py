@@ -18,8 +18,6 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-ROUNDS = 6  # iterations of the job with the longest iteration
-
 
 class JobsPlanner(Protocol):
     """Plans several programs on one machine under one limit.
@@ -40,12 +38,12 @@ class JobsPlanner(Protocol):
 def jobs_of(programs: Sequence[Program], plans: Sequence[Plan | None]) -> tuple[Job, ...]:
     """Returns the benchmark's jobs, each limited by its plan; None stands for the empty plan.
 
-    The longest job has ``ROUNDS`` iterations, and the others an equal share of time.
+    The job with the longest iteration has six of them, and the others take about the same time.
     """
     longest_ns = max(program.ideal_ns for program in programs)
     jobs = []
     for i, (program, plan) in enumerate(zip(programs, plans, strict=True)):
-        count = max(1, round(ROUNDS * longest_ns / max(program.ideal_ns, 1)))
+        count = max(1, round(6 * longest_ns / max(program.ideal_ns, 1)))
         plan = plan or Plan((), program.fingerprint, "none")
         jobs.append(Job(f"{i}: {program.name}", program, plan, iterations=count, within_limit=True))
     return tuple(jobs)

@@ -254,10 +254,9 @@ def infeasible(planner: Planner, program: Program, limit: int, min_limit: int | 
 
 
 def min_bytes_hint(program: Program, limit: int, min_bytes: int) -> str:
-    """Returns a hint for error messages if ``min_bytes`` is why nothing fits ``limit`` (bytes), else ''.
+    """Returns a hint for error messages if a smaller ``min_bytes`` makes ``limit`` (bytes) feasible, else ''.
 
-    ``min_bytes`` is the reason if every evictable tensor is smaller than ``min_bytes``, or if emptying every gap fits
-    only with smaller tensors included. The hint names the largest ``min_bytes`` that works.
+    The hint names the largest value that works. It is also given if every evictable tensor is too small.
     """
     sizes = sorted({program.tensors[gap.tensor].nbytes for gap in program.gaps()})
     excluded = [nbytes for nbytes in sizes if nbytes < min_bytes]

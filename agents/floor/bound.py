@@ -23,34 +23,43 @@ from simulator.modes import KINDS_OF, check_mode
 from simulator.program import Gap, Program
 from simulator.residency import residency
 
-COVERS = ("swap", "recompute", "rerun")  # kinds of decisions that the linear program covers
-LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}
-WINDOWS = {"recompute": 10, "joint": 5}  # approximate number of windows, each touching that share of the peak load
-CELLS = {"recompute": 4000, "joint": 2500}  # maximum of windows times versions
-GROUPS = {"swap": 700, "joint": 240}  # maximum number of kernel groups
-UNMERGED = 400  # smaller programs are not merged; larger ones get half as many groups in joint mode's swap-only program
-LINK_RATIO = 10  # above this ratio of copy time to ideal time MIN_GROUPS decreases
-# above this ratio of copy time to ideal time: maximum number of groups
-HIGH_LINK = 20
-LINK_GROUPS = 500
-# and of cells, if the limit exceeds this fraction of the peak load
-LIMIT_CELLS = 700
-HIGH_LIMIT = 0.6
-# joint mode: minimum number of groups, and maximum of groups times gaps
-MIN_GROUPS = 160
-MAX_PAIRS = 400_000
-# cutting rounds, branch-and-bound nodes; fewer above ROWS rows, in proportion
-ROUNDS = 10
-NODES = 100
-# WORK: budget of simplex steps times rows after the first optimum
-ROWS = 3000
-WORK = 3e8
-ROUNDING = 1e-3  # ns, far above rounding errors of the dual value
 # Optional constraint families that tighten the bound: inputs missing at a window's start are fully recomputed
 # (futures), early copies take time, large tensors occupy memory near the ends of their gap, host capacity. For mode
 # recompute also mixed-integer rounding cuts and branch and bound.
 FAMILIES = ("futures", "early_copies", "whole_tensors", "host", "cuts", "branching")
 UNPROVEN = FAMILIES[:4]  # without the two that keep the optimum of the first program unchanged
+
+
+@dataclass(frozen=True)
+class FloorOptions:
+    """Size of a mode's linear program, and effort of its solver. A larger program has a higher bound."""
+
+    max_gaps: int  # gaps that are variables, those of the largest tensors
+    max_groups: int = 0  # groups of kernels between which tensors are swapped
+    windows: int = 0  # approximate number of windows of recomputation, each touching that share of the peak load
+    cells: int = 0  # maximum of windows times versions
+    unmerged: int = 400  # kernels up to which none are merged; maximum groups of joint mode's swap-only program
+    # Joint mode: the columns of recomputation are added to those of the groups.
+    max_pairs: int = 400_000  # maximum of groups times gaps
+    min_groups: int = 160  # groups that are kept in spite of max_pairs
+    # Ratio of the time to copy all gaps' tensors to the ideal time. Above it, transfers fill most of the iteration.
+    slow_link: float = 10.0  # min_groups decreases in proportion
+    slower_link: float = 20.0  # groups and cells are limited to the next two values
+    slower_link_groups: int = 500
+    slower_link_cells: int = 700  # only if the limit exceeds loose_limit
+    loose_limit: float = 0.6  # fraction of the peak load
+    # Cuts and branch and bound, for mode recompute.
+    rounds: int = 10  # rounds of cuts
+    nodes: int = 100  # nodes of branch and bound
+    full_rows: int = 3_000  # rows above which rounds and nodes decrease in proportion
+    max_work: float = 3e8  # simplex steps times rows after the first optimum, for cuts and nodes together
+
+
+OPTIONS = {
+    "swap": FloorOptions(max_gaps=6_000, max_groups=700),
+    "recompute": FloorOptions(max_gaps=3_000, windows=10, cells=4_000),
+    "joint": FloorOptions(max_gaps=6_000, max_groups=240, windows=5, cells=2_500),
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ def floor(
         limit: Memory limit in bytes, persistent tensors included.
         mode: Eviction kinds of the plans: swap, recompute or joint.
         max_gaps: number of gaps that are variables of the linear program, those of the largest tensors; the others are
-            emptied at no cost. None: LARGEST, reduced with ``detail``.
+            emptied at no cost. None: ``FloorOptions.max_gaps``, reduced with ``detail``.
         detail: resolution of the merging in large programs; lower values solve faster and give a lower bound.
         families: constraint families, of ``FAMILIES``; omitting one can only lower the bound.
         seconds: approximate time limit of the solver; on a timeout the ideal time is returned. Building the program
@@ -105,18 +114,19 @@ def floor(
     """
     if unknown_families := set(families) - set(FAMILIES):
         raise ValueError(f"families: expected some of {', '.join(FAMILIES)}, got {min(unknown_families)!r}")
-    if unknown := [kind for kind in KINDS_OF[check_mode(mode)] if kind not in COVERS]:
+    if unknown := [kind for kind in KINDS_OF[check_mode(mode)] if kind not in ("swap", "recompute", "rerun")]:
         raise ValueError(f"the floor does not cover {unknown[0]!r} decisions of mode {mode!r}")
-    max_gaps = max(int(LARGEST[mode] * detail**0.5), 1) if max_gaps is None else max_gaps
+    options = OPTIONS[mode]
+    max_gaps = max(int(options.max_gaps * detail**0.5), 1) if max_gaps is None else max_gaps
     live_bytes = np.array(program.live_bytes, np.int64)
     nbytes = [t.nbytes for t in program.tensors]
     limits = RerunLimits(program)
-    n = len(program.kernels)
     candidates = [g for g in program.gaps(1) if mode != "recompute" or limits.absence(g)]
     ends = [g.before if mode != "recompute" else limits.absence(g).stop for g in candidates]
     size = np.array([nbytes[g.tensor] for g in candidates], np.int64)
     spans = np.array([(g.after, end) for g, end in zip(candidates, ends, strict=True)], np.int64).reshape(-1, 2)
     min_load = residency(live_bytes, spans, size)
+    # Gaps of small tensors are no variables. They are emptied at no cost, which no plan can improve on.
     cutoff = _threshold(sorted(size.tolist(), reverse=True), max_gaps)
     gaps = [g for g in candidates if nbytes[g.tensor] >= cutoff]
     is_small = size < cutoff
@@ -126,31 +136,32 @@ def floor(
     ideal = Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), zeros, zeros)
     if not ideal.feasible or live_bytes.max() <= limit or not detail:
         return ideal
-    copies = sum(machine.d2h_ns(nbytes[g.tensor]) + machine.h2d_ns(nbytes[g.tensor]) for g in gaps)
-    ratio = copies / max(program.ideal_ns, 1)
-    n = len(limits.rerun_until)
-    min_groups = MIN_GROUPS * min(1.0, LINK_RATIO / max(ratio, 1.0))
-    mergeable = max(min_groups, MAX_PAIRS / max(len(gaps), 1)) if mode == "joint" else n
-    max_groups = max(GROUPS.get(mode, 0), UNMERGED if n <= UNMERGED else 0)
-    cells = CELLS.get(mode, 0)
-    if ratio > HIGH_LINK and mode != "recompute":
-        max_groups = min(max_groups, LINK_GROUPS)
-        cells = min(cells, LIMIT_CELLS) if limit > HIGH_LIMIT * program.peak_bytes else cells
-    groups, swap_groups = (int(min(m, mergeable) * detail) + 1 for m in (max_groups, UNMERGED))
-    # If swaps alone cost nothing, the bound is the ideal time; the swap-only program is cheaper to solve.
-    swap_only = ("swap", swap_groups if n <= swap_groups else swap_groups // 2)
+    groups, swap_groups, cells = _resolution(options, program, machine, limit, mode, gaps, detail)
     deadline = np.inf if seconds is None else time.monotonic() + seconds
     try:
-        for kind, count in (swap_only, (mode, groups)) if mode == "joint" else ((mode, groups),):
+        # If swaps alone cost nothing, the bound is the ideal time; the swap-only program is cheaper to solve.
+        for kind, count in (("swap", swap_groups), (mode, groups)) if mode == "joint" else ((mode, groups),):
             problem = _Problem(
-                program, machine, limit, kind, gaps, live_bytes, min_load, cutoff, int(cells * detail), count, families
+                program,
+                machine,
+                limit,
+                kind,
+                gaps,
+                live_bytes,
+                min_load,
+                cutoff,
+                options.windows,
+                cells,
+                count,
+                families,
             )
             solver = Solver(problem.lp, deadline)
-            share = min(1.0, ROWS / len(problem.lp.rows)) if mode == "recompute" else 0.0
-            solution = solver.cut(problem.knapsacks, round(ROUNDS * share * ("cuts" in families)), WORK)
+            share = min(1.0, options.full_rows / len(problem.lp.rows)) if mode == "recompute" else 0.0
+            rounds = round(options.rounds * share * ("cuts" in families))
+            solution = solver.cut(problem.knapsacks, rounds, options.max_work)
             if solution is not None:
-                nodes = round(NODES * share * ("branching" in families))
-                solution = solver.branch(solution, problem.integer_sums, nodes, WORK)
+                nodes = round(options.nodes * share * ("branching" in families))
+                solution = solver.branch(solution, problem.integer_sums, nodes, options.max_work)
                 if solution.bound * problem.tick < 1:  # recomputation cannot reduce it further
                     break
     except TimeoutError:
@@ -158,10 +169,32 @@ def floor(
     if solution is None:
         return replace(ideal, feasible=False)
     delay = solution.bound * problem.tick if kind == mode else 0.0  # below 1 ns the swap-only bound is void
-    iteration = program.ideal_ns + max(0, int(np.ceil(delay - ROUNDING)))
+    # A thousandth of a ns is far above the rounding errors of the dual value. Iteration times are integers.
+    iteration = program.ideal_ns + max(0, int(np.ceil(delay - 1e-3)))
     overhead = iteration / program.ideal_ns - 1 if program.ideal_ns else 0.0
     swapped, recomputed = problem.fractions(solution.x)
     return Floor(True, least_bytes, iteration, overhead, tuple(gaps), swapped, recomputed)
+
+
+def _resolution(
+    options: FloorOptions, program: Program, machine: Machine, limit: int, mode: str, gaps: list[Gap], detail: float
+) -> tuple[int, int, int]:
+    """Returns the maximum numbers of groups, of groups of the swap-only program of joint mode, and of cells."""
+    n = len(program.kernels)
+    nbytes = [program.tensors[g.tensor].nbytes for g in gaps]
+    ratio = sum(machine.d2h_ns(b) + machine.h2d_ns(b) for b in nbytes) / max(program.ideal_ns, 1)
+    max_groups = max(options.max_groups, options.unmerged if n <= options.unmerged else 0)
+    cells = options.cells
+    if ratio > options.slower_link and mode != "recompute":
+        max_groups = min(max_groups, options.slower_link_groups)
+        if limit > options.loose_limit * program.peak_bytes:
+            cells = min(cells, options.slower_link_cells)
+    affordable: float = n
+    if mode == "joint":
+        min_groups = options.min_groups * min(1.0, options.slow_link / max(ratio, 1.0))
+        affordable = max(min_groups, options.max_pairs / max(len(gaps), 1))
+    groups, swap_groups = (int(min(m, affordable) * detail) + 1 for m in (max_groups, options.unmerged))
+    return groups, swap_groups if n <= swap_groups else swap_groups // 2, int(cells * detail)
 
 
 def _threshold(sizes: list[int], count: int) -> int:
@@ -197,6 +230,7 @@ class _Problem:
         live_bytes: NDArray[np.int64],
         min_load: NDArray[np.int64],
         min_nbytes: int,
+        windows: int,
         cells: int,
         max_groups: int,
         families: Collection[str],
@@ -214,8 +248,9 @@ class _Problem:
         self.knapsacks: list[Row] = []
         self.integer_sums: list[tuple[Terms, float]] = []
         if mode != "swap":
-            self.reruns = Reruns(self.lp, program, limit, live_bytes, min_nbytes, WINDOWS[mode], cells, byte, families)
+            self.reruns = Reruns(self.lp, program, limit, live_bytes, min_nbytes, windows, cells, byte, families)
         if mode == "recompute" and self.reruns is not None:
+            # Without swaps nothing waits: the delay is the time of the recomputed kernels.
             loads = self.reruns.load(set(np.flatnonzero(live_bytes > limit).tolist()))
             for terms, constant in loads.values():
                 self.lp.row(terms, limit / byte - constant)

@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:  # SciPy is slow to import, so it is imported when a program is solved
     from scipy.sparse import csr_matrix
 
-MIN_GAIN = 1e-4  # fraction of the bound: cutting stops below this gain per round
-VIOLATED = 1e-7  # violation tolerance of rows
-INTEGRAL = 1e-5  # integrality tolerance
-PENALTY = 20.0  # penalty of a violated sum, in units of the root bound
-DEVEX = 1  # simplex_dual_edge_weight_strategy
-TOLERANCES = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}
-OPTIONS = {"output_flag": False, "solver": "simplex", "simplex_dual_edge_weight_strategy": DEVEX, **TOLERANCES}
+MIN_GAIN = 1e-4  # fraction of the bound: below this gain, further rows are not worth another solve
+INTEGRAL = 1e-5  # integrality tolerance of a sum, above the solver's tolerance of its columns
+OPTIONS = {  # of HiGHS
+    "output_flag": False,
+    "solver": "simplex",  # a warm start needs a basis
+    "simplex_dual_edge_weight_strategy": 1,  # Devex
+    "primal_feasibility_tolerance": 1e-9,
+    "dual_feasibility_tolerance": 1e-9,
+}
 
 Terms = Sequence[tuple[int, float]]  # (column, coefficient)
 Row = tuple[Terms, float]  # sum of coefficient x column <= right side
@@ -132,7 +134,7 @@ class Solver:
         """
         solution = self._optimum()
         while solution is not None:
-            is_violated = self._lazy @ solution.x[: self._lazy.shape[1]] - self._lazy_right > VIOLATED
+            is_violated = self._lazy @ solution.x[: self._lazy.shape[1]] - self._lazy_right > 1e-7
             if not is_violated.any():
                 break
             self._rows(self._lazy[is_violated], self._lazy_right[is_violated])
@@ -184,6 +186,7 @@ class Solver:
         for _ in range(rounds):
             if solution is None or self.work > work:
                 break
+            # Each round cuts off the present optimum.
             cuts = [cut for row in knapsacks if (cut := rounding_cut(row, solution.x)) is not None]
             if not cuts:
                 break
@@ -210,7 +213,8 @@ class Solver:
 
         if nodes <= 0 or not integer_sums:
             return root
-        slack = self._column(1.0, PENALTY * max(1.0, root.bound))
+        # A violated sum costs 20 times the root's bound, which no optimum pays.
+        slack = self._column(1.0, 20.0 * max(1.0, root.bound))
         root = Solution(root.bound, np.append(root.x, 0.0))
         matrix, weight = matrix_of(integer_sums, len(self.cost))
         count = itertools.count()
@@ -223,10 +227,12 @@ class Solver:
             distance = np.abs(sums - np.round(sums))
             if distance.max() < INTEGRAL:
                 break
+            # Branches on the heaviest sum that is far from an integer: sum <= low, or sum >= low + 1.
             i = int((weight * np.where(distance < INTEGRAL, 0, distance)).argmax())
             terms = integer_sums[i][0]
             low = float(np.floor(sums[i]))
             if i not in pairs:
+                # The rows stay in the solver for all nodes. A right side of infinity turns a row off.
                 slack_term = (slack, -float(len(terms)) - 1)
                 pairs[i] = len(self.low)
                 rows: list[Row] = [([*((c, s * f) for c, f in terms), slack_term], np.inf) for s in (1.0, -1.0)]
@@ -244,6 +250,7 @@ class Solver:
                 self._highs.setBasis(basis)
                 solved = self.optimum()
                 child_basis = basis if solved is None else self._highs.getBasis()
+                # A child without an optimum keeps its parent's bound, which is valid for it too.
                 solved = solved or Solution(bound, parent.x)
                 heapq.heappush(leaves, (max(bound, solved.bound), next(count), child, solved, child_basis))
             nodes -= 2
@@ -273,6 +280,7 @@ def rounding_cut(row: Row, x: NDArray[np.float64]) -> Row | None:
     columns = np.array([c for c, _ in row[0]])
     a = np.array([v for _, v in row[0]])
     value = x[columns]
+    # Dividing by a fractional column's coefficient makes that coefficient an integer, which rounding leaves as it is.
     is_fractional = (value > 1e-6) & (value < 1 - 1e-6)
     is_flipped = value > 0.5
     b = row[1] - a[is_flipped].sum()
@@ -283,7 +291,7 @@ def rounding_cut(row: Row, x: NDArray[np.float64]) -> Row | None:
     for step in np.unique(np.abs(a[is_fractional])):
         for divisor in (step, step / 2, step / 4):
             fraction = b / divisor - np.floor(b / divisor)
-            if not divisor or not 0.01 < fraction < 0.99:
+            if not divisor or not 0.01 < fraction < 0.99:  # else f is large or the gain small
                 continue
             scaled = a / divisor
             floors = np.floor(scaled)

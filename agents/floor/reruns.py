@@ -25,9 +25,6 @@ from agents.floor.lp import Linear, Terms
 from simulator.program import Gap, Program
 from simulator.residency import residency
 
-MAX_VERSIONS = 1900  # versions above which the number of cells is reduced
-MAX_UNMERGED = 2000  # kernels x versions up to which each kernel has its own window
-
 
 class Version(NamedTuple):
     """Data that kernel ``writer`` wrote to tensor ``tensor``."""
@@ -142,12 +139,13 @@ class Reruns:
         self.versions = versions_of(program, min_nbytes)
         self.size = [program.tensors[v.tensor].nbytes / byte for v in self.versions]
         self.index = {(v.tensor, v.writer): i for i, v in enumerate(self.versions)}
+        # Larger windows until the program is small enough. Above 1,900 versions it gets fewer cells, in proportion.
         for count in range(parts, 0, -1):
             self.windows = self._windows(count)
             self.window_of = [-1] * self.windows[0][0]
             for j, (begin, end) in enumerate(self.windows):
                 self.window_of += [j] * (end - begin)
-            if self._cells() <= cells * min(1.0, MAX_VERSIONS / max(len(self.versions), 1)):
+            if self._cells() <= cells * min(1.0, 1_900 / max(len(self.versions), 1)):
                 break
         self.rerun: dict[tuple[int, int], int] = {}
         self.resident: dict[tuple[int, int], int] = {}
@@ -168,10 +166,12 @@ class Reruns:
         first = int(heavy[0])
         last = int(heavy[-1])
         users: dict[int, set[int]] = defaultdict(set)
+        # Kernels that use no version change nothing, so they join the window before them.
         for v in self.versions:
             for k in (v.writer, *v.uses):
                 users[k].add(v.tensor)
-        fine = (last - first) * len(self.versions) <= MAX_UNMERGED
+        # Small programs are exact: every kernel that uses a version begins a window.
+        fine = (last - first) * len(self.versions) <= 2_000
         max_bytes = 0.0 if fine else self.program.peak_bytes / parts
         windows = []
         begin = first
@@ -225,6 +225,7 @@ class Reruns:
         lp = self.lp
         begin = max(self.window_of[v.writer], 0)
         ends = self.window_of[v.ends]
+        # A version that cannot be recomputed in time is held until its last use in the program, without a column.
         fixed = not self.droppable[i]
         overwriter = self.window_of[v.overwritten] if v.overwritten < self.n else -1
         for j in range(begin, self.window_of[self._last_use(i, self.useful_until)]):
@@ -241,11 +242,13 @@ class Reruns:
                 terms, constant = self.held_at_start(j, i)
                 lp.row([(self.resident[j, i], 1), *((c, -x) for c, x in terms)], constant)
         if not fixed:
+            # Uses in a version's first window need no row: it is written there, or everything is held at its start.
             for j in sorted({self.window_of[k] for k in v.uses}):
                 if j > begin:
                     self._require(j, i, [], -1.0, partial(self._rerun_terms, j))
             for a, b in v.spans:
                 j = self.window_of[b]
+                # It may be absent just before use b if a kernel of the window lies between, and its writer runs there.
                 if j >= 0 and max(a + 1, self.windows[j][0]) < b and self.can_rerun(j, v.writer):
                     self.evicted[i, b] = lp.column()
                     lp.row([(self.evicted[i, b], 1), (self.rerun_column(j, v.writer), -1)], 0)
@@ -291,6 +294,7 @@ class Reruns:
         for x in dict.fromkeys(program.kernels[w].inputs):
             writer = program.version(x, w)
             if program.tensors[x].persistent:
+                # A persistent input that was overwritten before the window can only come from its writer.
                 if any(w <= k < self.windows[j][0] for k in program.writes[x]):
                     self.lp.row([(column, 1), *rerun(writer)], 0)
             elif (x, writer) in self.index:
@@ -341,6 +345,7 @@ class Reruns:
             heavy = [k for k in range(begin, end) if k in kernels]
             if not heavy:
                 continue
+            # One column per window for the sum that all of its kernels share keeps their rows sparse.
             total = self.lp.column(sum(size))
             resident = [(self.resident[j, i], size[i]) for i in of_window[j] if (j, i) in self.resident]
             self.lp.row([*resident, (total, -1.0)], 0)
@@ -353,9 +358,10 @@ class Reruns:
                     v = self.versions[i]
                     used = k == v.writer or k in v.uses
                     droppable = self.droppable[i]
+                    # Next use in the window, if kernel k lies between two uses: the version is then needed or evicted.
                     next_use = next((u for u in v.uses if k < u < end), -1) if not used and v.writer < k else -1
                     in_life = used or next_use >= 0 or k < v.writer or (not droppable and k <= v.ends)
-                    if (j, i) in self.resident and in_life:
+                    if (j, i) in self.resident and in_life:  # the constant counts it already
                         terms[self.resident[j, i]] = -size[i]
                     if next_use >= 0 and droppable:
                         constant += size[i]

@@ -1,8 +1,8 @@
-"""Transfers in the floor: bytes that leave and return while kernels run and while the compute stream waits.
+"""Transfers in the floor: bytes that are swapped out and in while kernels run and while the compute stream waits.
 
-Before each kernel k the compute stream waits, or recomputes kernels, for a time wait_k; then k runs for d_k. P_k are
-the bytes of swapped gaps open at kernel k, Q those of them that have not left yet, E those that returned before their
-use, A those that left before their gap opened, at the start (1) and the end (2) of the kernel:
+Before each kernel k the compute stream waits, or recomputes kernels, for a time wait_k; then k runs for d_k.
+P_k: bytes of the swapped gaps that are open at k. Bytes at the start (1) and the end (2) of k:
+Q: of P, not yet copied out. E: of P, swapped in before their use. A: copied out before their gap opens.
 
     load_k - P_k + Q + E <= limit                rule 2: queued and early returned bytes take memory
     Q_1 = Q_2(k-1) + opened at k-1 - out         rule 4: an early copy (A) may start after the last write
@@ -25,12 +25,6 @@ from agents.floor.reruns import Reruns
 from simulator.machine import ALONE, Machine
 from simulator.program import Gap, Program
 
-CLASSES = 3
-MAX_LOSS = 0.001  # fraction of the total transfer time: tolerated loss by too few classes
-MAX_SLOWDOWN = 2.0  # cap on time per byte, relative to the largest tensor's
-MIXTURES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of all resident and all evicted, at which the heaviest kernels are found
-MIN_COPY = 0.02  # fraction of the ideal time: faster transfers get no rows in ``_whole_tensors``
-
 
 class Groups:
     """Consecutive kernels merged into about ``max_groups`` groups, so that the floor of large programs takes seconds.
@@ -49,7 +43,7 @@ class Groups:
         fixed = set(singles)
         self.first = _begins(duration, -1.0, fixed)
         if len(self.first) > max_groups:
-            # maximum ns of a merged group
+            # Bisection for the duration up to which groups are merged.
             low = 0.0
             high = float(sum(duration))
             for _ in range(20):
@@ -77,8 +71,9 @@ class Groups:
         "Heaviest" is evaluated with everything evictable resident (``load``, int64[n] bytes), with everything evicted
         (``min_load``), and for mixtures of the two.
         """
+        # Which kernel of a group is the heaviest depends on the plan, so a single one would lose more of the bound.
         kernels: set[int] = set()
-        for weight in MIXTURES:
+        for weight in (1.0, 0.75, 0.5, 0.25, 0.0):
             mixture = weight * load + (1 - weight) * min_load
             kernels |= {a + int(mixture[a : b + 1].argmax()) for a, b in zip(self.first, self.last, strict=True)}
         return sorted(k for k in kernels if load[k] > limit)
@@ -152,6 +147,7 @@ class Transfers:
         self.byte = byte
         self.room = limit / byte
         nbytes = [program.tensors[g.tensor].nbytes for g in gaps]
+        # From here on bytes and times are in the program's units.
         self.size = np.array(nbytes) / byte
         self.duration = np.array([k.duration_ns for k in program.kernels]) / tick
         self.out_time = np.array([machine.d2h_ns(b) for b in nbytes]) / tick
@@ -219,6 +215,7 @@ class Transfers:
         self.swapped = lp.columns(count, total)  # P, at the last kernel of each group
         may_leave = lp.columns(count, total)  # bytes of the early copies that have begun and whose gaps have not opened
         klass = self._classes()
+        # Optimistic: every byte of a class moves as fast as in the class's fastest tensor.
         rates = [
             tuple(float((time / size)[klass == c].min()) for time in (self.out_time, self.in_time))
             for c in range(int(klass.max()) + 1)
@@ -243,7 +240,9 @@ class Transfers:
             early_opened = self._bytes(self.early, opened, 1.0)
             early_begun = self._bytes(self.early, self._in_range(self.starts, a - 1, b), -1.0)
             lp.equation([(may_leave[g], 1.0), (may_leave[g - 1], -1.0), *early_opened, *early_begun], 0)
+            # Of a single kernel, the wait and the run are two steps: what is copied in the wait is absent in the run.
             for wait, run in ((1, 0), (0, 1)) if groups.single(g) else ((1, 1),):
+                # The last step's level is the first step's predecessor, which closes the cycle.
                 level = last_level if g == count - 1 and run else lp.columns(width, total)
                 flow = lp.columns(width, total)
                 lp.equation([(level[0], 1), (level_before[0], -1), (flow[0], -1), *(early_opened if wait else [])], 0)
@@ -256,6 +255,7 @@ class Transfers:
                     returned_terms = self._bytes(self.swap, [i for i in closed if klass[i] == c], 1.0) if wait else []
                     lp.equation([(level[q], 1), (level_before[q], -1), (flow[q], 1), *queue_terms], 0)
                     lp.equation([(level[e], 1), (level_before[e], -1), (flow[e], -1), *returned_terms], 0)
+                # Early copies have no class, so they get the fastest rate of all.
                 outs = [(flow[0], fastest), *((flow[1 + 2 * c], rate) for c, (rate, _) in enumerate(rates))]
                 ins = [(flow[2 + 2 * c], rate) for c, (_, rate) in enumerate(rates)]
                 waits = [(self.wait[g], -1.0)] if wait else []
@@ -319,10 +319,10 @@ class Transfers:
                 lp.row([*load, *terms], self.room - constant)
 
     def _early_copies(self) -> None:
-        """Bounds early copies by the time between the last write and the opening of the gap.
+        """Limits early copies, which must start after a tensor's last write and end when its gap opens.
 
-        Copies that must begin and end within such an interval take no longer than it does. For each pair of groups,
-        only the most restrictive interval is added.
+        Copies within such an interval take at most its duration. Per pair of kernel groups only the tightest
+        constraint is added.
         """
         ids = [i for i in range(len(self.gaps)) if self.lp.upper[self.early[i]]]
         earliest = np.array([self.writer[i] for i in ids])
@@ -330,6 +330,7 @@ class Transfers:
         elapsed = np.concatenate([[0.0], np.cumsum(np.tile(self.duration, 2))])  # time before a kernel, from that at -n
         tightest: dict[tuple[int, int], tuple[float, Row]] = {}
         for a, b in sorted(set(zip(earliest.tolist(), latest.tolist(), strict=True))):
+            # The interval may cross the iteration boundary, so copies of the neighboring iterations count.
             is_within = np.zeros(len(ids), dtype=bool)
             for shift in (-self.n, 0, self.n):
                 is_within |= (earliest + shift >= a) & (latest + shift <= b)
@@ -350,6 +351,7 @@ class Transfers:
         """
         lp = self.lp
         host = self.machine.host_bytes / self.byte
+        # No rows if the host has room for everything.
         if sum(self.program.tensors[t].nbytes for t in {g.tensor for g in self.gaps}) <= self.machine.host_bytes:
             return
         permanent = {self.gaps[i].tensor: lp.column() for i, w in enumerate(self.writer) if w is None}
@@ -402,10 +404,12 @@ class Transfers:
         gaps = self.gaps
         size = self.size
         for i, g in enumerate(gaps):
-            if self.out_time[i] + self.in_time[i] < MIN_COPY * self.duration.sum():
+            # Copies of less than 2 % of the iteration raise the bound little, and there are many of them.
+            if self.out_time[i] + self.in_time[i] < 0.02 * self.duration.sum():
                 continue
             for side, transfer in ((0, self.out_time[i]), (1, self.in_time[i])):
                 k, step = (g.after, 1) if side == 0 else (g.before, -1)
+                # Walks into the gap, kernel by kernel, while the elapsed time is shorter than the copy.
                 time = 0.0
                 members = [i]
                 waits = dict[int, None]()
@@ -419,11 +423,11 @@ class Transfers:
                             time += self.duration[next_k]
                         if time >= transfer * (1 - 1e-9):
                             break
-                        if (next_k, end) not in self.in_transit:
+                        if (next_k, end) not in self.in_transit:  # memory is not constrained there
                             continue
                         rest_time = transfer - time
                         terms = [(self.swap[j], size[j]) for j in members]
-                        if side == 0:
+                        if side == 0:  # a valid host copy needs no transfer, and an early one has begun before
                             terms += [(self.free[j], -size[j]) for j in members]
                             terms += [(self.early[j], -size[j] * transfer / rest_time) for j in members]
                         total = float(size[members].sum())
@@ -437,18 +441,21 @@ class Transfers:
     def _classes(self) -> NDArray[np.int64]:
         """Returns int64[m], the size class of each gap; a class has the rate per byte of its largest member.
 
-        Chooses at most ``CLASSES`` classes that maximize the total transfer time of all gaps.
+        Chooses at most three classes that maximize the total transfer time of all gaps (dynamic programming over the
+        sorted sizes). Fewer suffice if they lose at most a thousandth of that time.
         """
         sizes, inverse, count = np.unique(self.size, return_inverse=True, return_counts=True)
         index = np.unique(inverse, return_index=True)[1]
         rate = (self.out_time + self.in_time)[index] / sizes
-        rate = np.minimum(rate, MAX_SLOWDOWN * rate[-1])
+        # Latency dominates small tensors: without a cap they would decide the classes, although they move few bytes.
+        rate = np.minimum(rate, 2.0 * rate[-1])
         total = np.concatenate([[0.0], np.cumsum(sizes * count)])
         time = np.cumsum(np.concatenate([[0.0], sizes * count * rate]))
-        # Of the sizes before each, what is lost when they are one class, and so on; and where the last class begins.
+        # best[j]: time lost by the first j sizes in as many classes as there are ``begins``; begins[c][j]: first size
+        # of the last of c + 1 classes.
         begins = [np.zeros(len(total), np.int64)]
         best = time - total * np.concatenate([[0.0], rate])
-        while len(begins) < min(CLASSES, len(sizes)) and best[-1] > MAX_LOSS * time[-1]:
+        while len(begins) < min(3, len(sizes)) and best[-1] > 1e-3 * time[-1]:
             costs = [best[:j] + time[j] - time[:j] - (total[j] - total[:j]) * rate[j - 1] for j in range(1, len(total))]
             begins.append(np.array([0, *(int(cost.argmin()) for cost in costs)]))
             best = np.array([0.0, *(cost.min() for cost in costs)])

@@ -25,8 +25,7 @@ from simulator.program import Gap, Program
 PAPER = '"Efficient Memory Management for GPU-based Deep Learning Systems", section'
 FAMILY: Family = "swap: AutoSwap"
 NAMES = ("doa", "aoa", "wdoa", "swdoa")
-BASIC = ("aoa", "doa", "wdoa", "swdoa")  # as in equation 3
-PROPOSALS = 2048  # random weight vectors over which expected improvement is maximized
+BASIC = ("aoa", "doa", "wdoa", "swdoa")  # in the order of equation 3
 
 Floats = NDArray[np.float64]
 
@@ -303,7 +302,7 @@ def propose(evaluated: Floats, overheads: Floats, rng: np.random.Generator) -> F
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a length scale at its bound means an irrelevant weight
         process.fit(evaluated, overheads)
-    proposals = rng.uniform(-1, 1, (PROPOSALS, 4))
+    proposals = rng.uniform(-1, 1, (2048, 4))  # among which the expected improvement is maximized
     mean, deviation = process.predict(proposals, return_std=True)
     gain = overheads.min() - mean
     z = gain / np.maximum(deviation, 1e-12)

@@ -8,7 +8,7 @@ run-time feedback corrects the triggers. A candidate is a gap, from an evicted-a
                  = (back-access - swap-in time) - (end of the evicted-access + swap-out time)
 
 Hidden swaps come first, by descending free time; further swaps compete with recomputation by MSPS, bytes saved per
-second. Implemented without access to the paper's text. Entry points: ``Capuchin.choose``, ``Policy.decide``.
+second. Implemented without access to the paper's text. Entry points: ``Capuchin.choose``, ``PolicyMaker.decide``.
 """
 # Numbered choices and deviations: README.md.
 
@@ -32,10 +32,6 @@ from simulator.program import Program
 from simulator.residency import is_available, reruns
 from simulator.timeline import Timeline
 
-PAPER = '"Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020'
-POLICIES = ("tensors", "layers")
-STEP = 0.05  # fraction of the swap-in time by which a late trigger moves earlier
-
 
 @dataclass(eq=False)
 class Capuchin(RowsPlanner):
@@ -47,11 +43,18 @@ class Capuchin(RowsPlanner):
         policy: "tensors": ASPLOS 2020; "layers": as HOME's authors describe it (``by_layer``), without feedback.
     """
 
-    facts = PlannerInfo("capuchin", "Capuchin", PAPER, family="swap and recompute", slot=1, place=120)
+    facts = PlannerInfo(
+        "capuchin",
+        "Capuchin",
+        '"Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020',
+        family="swap and recompute",
+        slot=1,
+        place=120,
+    )
 
     mode: str = one_of(MODES, "joint")
     rounds: int = at_least(1, 50)
-    policy: str = one_of(POLICIES, "tensors")
+    policy: str = one_of(("tensors", "layers"), "tensors")
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the policy maker's decisions after feedback; raises Infeasible if they cannot reach the limit."""
@@ -60,7 +63,7 @@ class Capuchin(RowsPlanner):
             if excess:
                 raise self.beyond_reach(engine, None)
             return rows
-        policy = Policy(engine, self.mode, self.min_bytes)
+        policy = PolicyMaker(engine, self.mode, self.min_bytes)
         if not policy.decide():
             raise self.beyond_reach(engine, policy.candidates.least_bytes if self.mode != "recompute" else None)
         rows = policy.rows()
@@ -68,7 +71,7 @@ class Capuchin(RowsPlanner):
             rows = self._feedback(policy, engine, collective(engine, rows, len(policy.swaps)))
         return rows
 
-    def _feedback(self, policy: Policy, engine: Engine, rows: Rows) -> Rows:
+    def _feedback(self, policy: PolicyMaker, engine: Engine, rows: Rows) -> Rows:
         """Returns ``rows`` (the swaps of ``policy`` first) with the in-triggers of the fastest round (choice 6)."""
         rows, best, best_ns = rows.copy(), rows, 0
         swaps = policy.swaps
@@ -82,7 +85,7 @@ class Capuchin(RowsPlanner):
             has_moved = False
             while late and not has_moved:  # a step may be shorter than a kernel
                 for i in late:
-                    in_start[i] -= max(1, int(STEP * policy.h2d[swaps[i]]))
+                    in_start[i] -= max(1, int(0.05 * policy.h2d[swaps[i]]))  # 5 % of the swap-in time
                     trigger = policy.trigger(swaps[i], in_start[i])
                     has_moved |= trigger != rows[i, EXTRA]
                     rows[i, EXTRA] = trigger
@@ -91,7 +94,7 @@ class Capuchin(RowsPlanner):
         return best
 
 
-class Policy:
+class PolicyMaker:
     """The policy maker: decisions made so far, and the costs of further ones.
 
     Attributes:

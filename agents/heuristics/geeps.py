@@ -17,13 +17,19 @@ from simulator.compiled.encoding import SWAP
 from simulator.compiled.engine import Engine
 from simulator.program import Gap, Program
 
-PAPER = '"GeePS: Scalable deep learning on distributed GPUs with a GPU-specialized parameter server", EuroSys 2016'
-
 
 class GeePS(RowsPlanner):
     """GeePS memory management as a swap plan; tensors smaller than ``min_bytes`` are pinned."""
 
-    facts = PlannerInfo("geeps", "GeePS", PAPER, family="swap: other heuristics", slot=3, place=150, moves="swap")
+    facts = PlannerInfo(
+        "geeps",
+        "GeePS",
+        '"GeePS: Scalable deep learning on distributed GPUs with a GPU-specialized parameter server", EuroSys 2016',
+        family="swap: other heuristics",
+        slot=3,
+        place=150,
+        moves="swap",
+    )
 
     def choose(self, engine: Engine) -> Rows:
         """Swaps all unpinned tensors; raises Infeasible if the limit is less than one kernel needs."""

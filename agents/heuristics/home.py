@@ -27,10 +27,8 @@ from simulator.modes import KEPT, MODES, RECOMPUTED, STAYS, SWAPPED, ways_to_emp
 from simulator.program import Gap, Program
 from simulator.residency import reruns
 
-PAPER = '"HOME: A Holistic GPU Memory Management Framework for Deep Learning", IEEE TC 2022'
 RETAINED = STAYS
 UPDATES = ("tensors", "whole")
-EVALUATORS = ("simulator", "stages")
 
 Placements = NDArray[np.int8]  # (feature maps,), or (particles, feature maps)
 Costs = NDArray[np.int64]  # (particles, 2): bytes over the limit, iteration_ns; compared in this order
@@ -64,7 +62,15 @@ class HOME(RowsPlanner):
         history: one ``Iteration`` per iteration of the last ``plan``.
     """
 
-    facts = PlannerInfo("home", "HOME", PAPER, family="search", slot=3, place=160, slow=3)
+    facts = PlannerInfo(
+        "home",
+        "HOME",
+        '"HOME: A Holistic GPU Memory Management Framework for Deep Learning", IEEE TC 2022',
+        family="search",
+        slot=3,
+        place=160,
+        slow=3,
+    )
 
     particles: int = at_least(1, 500)
     iterations: int = at_least(1, 500)
@@ -72,7 +78,7 @@ class HOME(RowsPlanner):
     mode: str = one_of(MODES, "joint")
     jobs: int | None = at_least(1, None)
     update: str = one_of(UPDATES, "tensors")
-    evaluator: str = one_of(EVALUATORS, "simulator")
+    evaluator: str = one_of(("simulator", "stages"), "simulator")
     history: list[Iteration] = field(init=False, default_factory=list)
 
     def choose(self, engine: Engine) -> Rows:
@@ -102,8 +108,7 @@ class HOME(RowsPlanner):
         x = np.stack([rng.choice(np.array(kinds, np.int8), particles) for kinds in allowed], axis=1)
         pending = np.arange(0)  # particles that the iteration could not update
         cost = evaluator.evaluate(x)
-        # each particle's own best
-        personal = x
+        personal = x  # each particle's own best
         personal_cost = cost
         while True:
             self.history.append(statistics(cost))
@@ -143,7 +148,7 @@ class Evaluator:
     Args:
         engine: the simulator.
         threads: number of scoring threads; None: one per core.
-        kind: one of EVALUATORS.
+        kind: "simulator" or "stages".
 
     Attributes:
         swaps: int64[feature maps, 6], the rows that swap them.

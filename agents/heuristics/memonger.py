@@ -25,8 +25,6 @@ from simulator.files import no_collections
 from simulator.modes import KEPT
 from simulator.program import Program
 
-PAPER = '"Training Deep Nets with Sublinear Memory Cost", 2016'
-
 
 @dataclass(eq=False)
 class Memonger(RowsPlanner):
@@ -36,7 +34,15 @@ class Memonger(RowsPlanner):
         trials: number of budgets in the grid.
     """
 
-    facts = PlannerInfo("memonger", "memonger", PAPER, family="recompute", slot=2, place=130, moves="recompute")
+    facts = PlannerInfo(
+        "memonger",
+        "memonger",
+        '"Training Deep Nets with Sublinear Memory Cost", 2016',
+        family="recompute",
+        slot=2,
+        place=130,
+        moves="recompute",
+    )
 
     trials: int = at_least(1, 64)
 

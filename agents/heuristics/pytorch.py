@@ -27,8 +27,6 @@ from simulator.compiled.engine import Engine
 from simulator.program import Program
 from simulator.residency import reruns
 
-MODULE = "torch.utils.checkpoint"
-BUDGET = "torch.compile, activation_memory_budget"
 SEGMENTS = {"sqrt": "checkpoints, √n segments", "all": "checkpoints, every block"}
 COMPUTE_INTENSIVE = frozenset({"conv", "matmul", "rnn"})
 ALLOWLIST = frozenset({"activation", "elementwise", "norm", "reduce", "copy"})
@@ -44,7 +42,16 @@ class Checkpoint(RowsPlanner):
     """
 
     facts = tuple(
-        PlannerInfo(f"checkpoint_{key}", label, MODULE, "recompute", i, 180 + 10 * i, "recompute", {"segments": key})
+        PlannerInfo(
+            f"checkpoint_{key}",
+            label,
+            "torch.utils.checkpoint",
+            "recompute",
+            i,
+            180 + 10 * i,
+            "recompute",
+            {"segments": key},
+        )
         for i, (key, label) in enumerate(SEGMENTS.items())
     )
 
@@ -112,7 +119,15 @@ class ActivationBudget(RowsPlanner):
         steps: number of budgets tried, minus one.
     """
 
-    facts = PlannerInfo("activation_budget", "activation budget", BUDGET, "recompute", 3, 210, "recompute")
+    facts = PlannerInfo(
+        "activation_budget",
+        "activation budget",
+        "torch.compile, activation_memory_budget",
+        "recompute",
+        3,
+        210,
+        "recompute",
+    )
 
     runtime: str = one_of(("flops", "profile"), "flops")
     steps: int = at_least(1, 100)

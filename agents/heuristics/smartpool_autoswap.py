@@ -28,10 +28,9 @@ from simulator.pool import allocator, run as pack, timeline_lifetimes
 from simulator.program import Gap, Program
 
 TUNED = ("bo", "random")  # weights per load limit: by Bayesian optimization, and its control of equal evaluations
-COMBINED = ("all", *TUNED)
 
 
-class _Run(NamedTuple):
+class _Execution(NamedTuple):
     """Swaps executed under the load limit of an engine."""
 
     iteration_ns: int
@@ -70,7 +69,7 @@ class SmartPoolAutoSwap(RowsPlanner):
         super().__post_init__()
         if allocator(self.pool).online:
             raise ValueError(f"pool: expected an offline packer, got {self.pool!r}, which is online")
-        scores = SCORES if self.score in COMBINED else (self.score,)
+        scores = SCORES if self.score in ("all", *TUNED) else (self.score,)
         self.autoswaps: list[AutoSwap | AutoSwapBO] = [AutoSwap(score) for score in scores]
         if self.score in TUNED:
             random = 4 if self.score == "bo" else self.evaluations
@@ -117,7 +116,7 @@ class SmartPoolAutoSwap(RowsPlanner):
 
     def _runs(
         self, candidates: Candidates, program: Program, machine: Machine, highest: int, lowest: int, steps: int
-    ) -> list[_Run]:
+    ) -> list[_Execution]:
         """Yields every selection for one of the load limits, executed under every load limit that it fits."""
         loads = np.unique(np.linspace(highest, lowest, steps, dtype=np.int64))[::-1].tolist()
         engines = [Engine(program, machine, load) for load in loads]
@@ -128,18 +127,18 @@ class SmartPoolAutoSwap(RowsPlanner):
                 options = [schedule] if isinstance(autoswap, AutoSwapBO) else []
                 selected = autoswap.select(candidates, engine, *options)
                 selections.setdefault(frozenset(selected.tolist()), selected)
-        runs: dict[tuple[int, int, int], _Run] = {}
+        runs: dict[tuple[int, int, int], _Execution] = {}
         for i, selected in enumerate(selections.values()):
             rows = schedule(candidates.rows[selected])
             for engine in engines:
                 score = engine.score(rows)
                 if score.feasible:  # same time and peak as under a higher load limit: identical run
-                    run = _Run(score.iteration_ns, score.peak_bytes, engine, rows)
+                    run = _Execution(score.iteration_ns, score.peak_bytes, engine, rows)
                     runs.setdefault((i, score.iteration_ns, score.peak_bytes), run)
         self.simulator_calls = sum(engine.calls for engine in engines)
         return list(runs.values())
 
-    def _footprint(self, run: _Run) -> int:
+    def _footprint(self, run: _Execution) -> int:
         """Returns the memory a run consumes: the footprint of its repeated iteration, or its peak if higher."""
         plan = Plan(decisions_of(run.rows))
         lives = timeline_lifetimes(run.engine.timeline(plan))
@@ -147,7 +146,7 @@ class SmartPoolAutoSwap(RowsPlanner):
         packing = pack(self.pool, lives.intervals, alignment, self.seconds)[1]
         return max(packing.footprint, run.peak_bytes)  # the first iteration may have more
 
-    def _finish(self, run: _Run) -> Plan:
+    def _finish(self, run: _Execution) -> Plan:
         calls = self.simulator_calls
         plan = self.finish(run.engine, run.rows)
         self.simulator_calls = calls + 1

@@ -27,14 +27,10 @@ from simulator.modes import MODES, RECOMPUTED, SWAPPED, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
-PAPER = '"Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks", PPoPP 2018'
 CONV = frozenset({"conv"})
 CHEAP = frozenset({"pool", "activation", "lrn", "norm", "dropout"})
-CHECKPOINTS = frozenset({"conv", "matmul"})
 JOINS = frozenset({"elementwise", "copy"})  # sums; concatenations
 STRATEGIES = ("cost", "speed", "memory")
-BEST = "best"
-CACHES = ("lru", "off")
 
 
 @dataclass(eq=False)
@@ -51,14 +47,21 @@ class SuperNeurons(RowsPlanner):
         workspace: plan with minimal workspaces, then give kernels the fastest algorithms that fit (section 3.5).
     """
 
-    facts = PlannerInfo("superneurons", "SuperNeurons", PAPER, family="swap and recompute", slot=0, place=80)
+    facts = PlannerInfo(
+        "superneurons",
+        "SuperNeurons",
+        '"Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks", PPoPP 2018',
+        family="swap and recompute",
+        slot=0,
+        place=80,
+    )
 
     mode: str = one_of(MODES, "joint")
-    recompute: str = one_of((BEST, *STRATEGIES), BEST)
+    recompute: str = one_of(("best", *STRATEGIES), "best")
     always: bool = False
     early: bool = False
     joins: bool = False
-    cache: str = one_of(CACHES, "lru")
+    cache: str = one_of(("lru", "off"), "lru")
     workspace: bool = False
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -81,7 +84,7 @@ class SuperNeurons(RowsPlanner):
 
     def settings(self) -> list[SuperNeurons]:
         """Returns a planner per setting, of which the fastest that fits is used (choice 8)."""
-        if self.recompute != BEST:
+        if self.recompute != "best":
             return [self]
         return [
             replace(self, mode=mode, recompute=strategy, early=early, always=always)
@@ -160,9 +163,8 @@ def tensor_cache(program: Program, kinds: Mapping[Gap, int], limit: int, forced:
     """
     emptied = list(forced)
     nbytes = [tensor.nbytes for tensor in program.tensors]
-    # bytes allocated and freed per kernel
-    evicted = 0
-    returned = [0] * (len(program.kernels) + 1)
+    evicted = 0  # bytes that are absent at the present kernel
+    returned = [0] * (len(program.kernels) + 1)  # per kernel, bytes swapped in less those swapped out
     for gap in forced:
         returned[gap.after + 1] -= nbytes[gap.tensor]
         returned[gap.before] += nbytes[gap.tensor]
@@ -180,7 +182,7 @@ def tensor_cache(program: Program, kinds: Mapping[Gap, int], limit: int, forced:
 
 def segments(program: Program) -> list[int]:
     """Returns, per tensor, the number of checkpoints before the layer that writes it (-1: never written)."""
-    checkpoints = [k for k, kernel in enumerate(program.kernels) if kernel.kind in CHECKPOINTS]
+    checkpoints = [k for k, kernel in enumerate(program.kernels) if kernel.kind in ("conv", "matmul")]
     return [bisect_right(checkpoints, writers[0]) if writers else -1 for writers in program.writes]
 
 

@@ -73,13 +73,13 @@ def run(program: Program, machine: Machine, limit: int, min_bytes: int = MIB) ->
     Raises:
         Infeasible: a kernel does not fit with everything offloadable evicted.
     """
-    state = _Run(program, machine, limit, layer_outputs(program, CONV, min_bytes))
+    state = _CacheState(program, machine, limit, layer_outputs(program, CONV, min_bytes))
     for k in range(len(program.kernels)):
         state.step(k)
     return state.result
 
 
-class _Run:
+class _CacheState:
     """State of the run: bytes in use, residency of tensors, and when the streams become free."""
 
     def __init__(self, program: Program, machine: Machine, limit: int, cached: frozenset[int]) -> None:

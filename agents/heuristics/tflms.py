@@ -22,8 +22,6 @@ from simulator.files import no_collections
 from simulator.modes import SWAPPED
 from simulator.program import Gap, Program
 
-PAPER = '"TFLMS: Large Model Support in TensorFlow by Graph Rewriting", 2018'
-
 
 @dataclass(eq=False)
 class TFLMS(RowsPlanner):
@@ -34,7 +32,15 @@ class TFLMS(RowsPlanner):
         lower_bound: kernels between the trigger of a swap-in and its consumer; None: the fastest.
     """
 
-    facts = PlannerInfo("tflms", "TFLMS", PAPER, family="swap: other heuristics", slot=4, place=140, moves="swap")
+    facts = PlannerInfo(
+        "tflms",
+        "TFLMS",
+        '"TFLMS: Large Model Support in TensorFlow by Graph Rewriting", 2018',
+        family="swap: other heuristics",
+        slot=4,
+        place=140,
+        moves="swap",
+    )
 
     n_tensors: int | None = at_least(0, None)
     lower_bound: int | None = at_least(1, None)

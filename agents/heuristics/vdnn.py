@@ -20,7 +20,6 @@ from simulator.compiled.encoding import SWAP, SYNC_SWAP
 from simulator.compiled.engine import Engine
 from simulator.program import Gap, Program
 
-PAPER = '"vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design", MICRO 2016'
 CONFIGURATIONS = {"all": ("all",), "conv": ("conv",), "dyn": ("none", "conv", "all")}
 
 
@@ -35,7 +34,14 @@ class VDNN(RowsPlanner):
 
     facts = tuple(
         PlannerInfo(
-            f"vdnn_{key}", f"vDNN {key}", PAPER, "swap: other heuristics", i, 90 + 10 * i, "swap", {"policy": key}
+            f"vdnn_{key}",
+            f"vDNN {key}",
+            '"vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design", MICRO 2016',
+            "swap: other heuristics",
+            i,
+            90 + 10 * i,
+            "swap",
+            {"policy": key},
         )
         for i, key in enumerate(CONFIGURATIONS)
     )

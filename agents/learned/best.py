@@ -26,17 +26,22 @@ from simulator.modes import MODES
 from simulator.program import Program
 
 LOADING = 6.0  # seconds below which PyTorch is not loaded for the network alone
-LP_S = 3.0  # seconds from which the LP solution is accurate enough to guide a search
 HUGE = 50_000  # kernels from which the network and restarted searches take too long
-# seconds of a search per kernel (at least 1 s in all); maximum number of searches
-SEARCH_S = 2e-3
-MAX_SEARCHES = 16
-HOT = (3e-3, 3e-2, 1e-2)  # initial temperatures of successive restarts
-# rerun_search: kicks without a time budget; no limit in practice
-KICKS = 60
-UNLIMITED_S = 1e6
-MAX_KICKS = 10**6
-SEED_STEP = 1_000  # difference between the seeds of two methods
+
+
+@dataclass(frozen=True)
+class PortfolioOptions:
+    """Division of the budget among the methods."""
+
+    lp_s: float = 3.0  # seconds from which the LP solution is accurate enough to guide a search
+    search_s: float = 2e-3  # seconds of a search per kernel, at least 1 s in all
+    max_searches: int = 16
+    hot: tuple[float, ...] = (3e-3, 3e-2, 1e-2)  # first temperatures of successive restarts
+    kicks: int = 60  # of rerun_search without a time budget
+    seed_step: int = 1_000  # difference between the seeds of two methods, which add small numbers to theirs
+
+
+OPTIONS = PortfolioOptions()
 
 
 class Share(NamedTuple):
@@ -44,7 +49,7 @@ class Share(NamedTuple):
 
     method: str
     fraction: float
-    hot: float = HOT[0]
+    hot: float = OPTIONS.hot[0]
 
 
 def shares(mode: str, kernels: int, seconds: float | None, network: bool) -> list[Share]:
@@ -52,13 +57,16 @@ def shares(mode: str, kernels: int, seconds: float | None, network: bool) -> lis
     search = "policy_search" if network else "annealing"
     if kernels >= HUGE:
         return [Share("annealing", 0.25), Share("lp_round", 0.75)]
-    solver = seconds is None or seconds >= LP_S
+    solver = seconds is None or seconds >= OPTIONS.lp_s
     if mode == "recompute":
         rounding = [Share("lp_round", 0.2)] if solver else []
         return [Share(search, 0.1), *rounding, Share("rerun_search", 0.7 if solver else 0.9)]
     fraction = 0.5 if solver else 1.0
-    rounds = 1 if seconds is None else min(max(int(fraction * seconds / max(SEARCH_S * kernels, 1.0)), 1), MAX_SEARCHES)
-    searches = [Share(search, fraction / rounds, HOT[i % len(HOT)]) for i in range(rounds)]
+    rounds = 1
+    if seconds is not None:
+        search_s = max(OPTIONS.search_s * kernels, 1.0)
+        rounds = min(max(int(fraction * seconds / search_s), 1), OPTIONS.max_searches)
+    searches = [Share(search, fraction / rounds, OPTIONS.hot[i % len(OPTIONS.hot)]) for i in range(rounds)]
     return [*searches, Share("lp_round", 0.5)] if solver else searches
 
 
@@ -140,10 +148,12 @@ class Best(RowsPlanner):
         seconds = None if remaining_s is None else max(remaining_s, 1e-2)
         min_bytes = small(program) if self.min_bytes is None else self.min_bytes
         if share.method == "rerun_search":
-            budget = (UNLIMITED_S, KICKS) if seconds is None else (seconds, MAX_KICKS)
-            return RerunSearch(*budget, min_bytes=min_bytes, seed=self.seed)
+            # Either the kicks or the seconds end the search; the other number is no limit in practice.
+            if seconds is None:
+                return RerunSearch(seconds=1e6, kicks=OPTIONS.kicks, min_bytes=min_bytes, seed=self.seed)
+            return RerunSearch(seconds, kicks=10**6, min_bytes=min_bytes, seed=self.seed)
         calls = None if self.calls is None else max(int(share.fraction * (self.calls - 1)), LEAST)
-        seed = self.seed + SEED_STEP * turn
+        seed = self.seed + OPTIONS.seed_step * turn
         budgets: dict[str, Any] = {"calls": calls, "seconds": seconds, "jobs": self.jobs}
         if share.method == "lp_round":
             return LPRound(mode=self.mode, min_bytes=min_bytes, seed=seed, **budgets)

@@ -41,7 +41,6 @@ from simulator.machine import Machine
 from simulator.program import Program
 
 Floats = NDArray[np.float32]
-ROUNDS = 2  # rounds of structure2vec
 CURVE_CALLS = 200  # simulator calls of the greedy policy per point of the learning curve
 
 
@@ -225,7 +224,7 @@ class DQN:
         if self.args.init == "pretrained":
             return read_weights(WEIGHTS[self.args.message_passing], EditNet, "the DQN")
         static = torch.from_numpy(np.concatenate([task.static for task in self.tasks]))
-        rounds = ROUNDS if self.args.message_passing else 0
+        rounds = 2 if self.args.message_passing else 0  # of structure2vec
         net = EditNet(static.shape[1], self.tasks[0].static_bins.shape[1], self.args.width, rounds)
         net.mean.copy_(static.mean(0))
         net.scale.copy_(static.std(0, unbiased=False).clamp(min=0.05))

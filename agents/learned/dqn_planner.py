@@ -1,7 +1,7 @@
 """Both DQNs as planners: DQN edits complete plans with pretrained weights, DQNPaper trains on the program it plans.
 
 Start plans are decoded from the policy; with more calls, the best heuristic's plan is added. A small budget goes to one
-walker. A larger one goes to ``WALKERS`` walkers with a start plan each, and then to the best of them. The Q-network
+walker. A larger one goes to several walkers with a start plan each, and then to the best of them. The Q-network
 soon ranks no edit high, so with many calls policy_search's annealing runs in between, starting from the walkers' plans.
 
 The network is evaluated once per accepted edit and ranks drawn neighbors in compiled code (edit_walk.py). Controls
@@ -36,27 +36,35 @@ if TYPE_CHECKING:  # PyTorch and Gymnasium take seconds to import
     from agents.learned.edit_walk import EditWalk
     from envs.edit.task import EditTask, Start
 
-HERE = Path(__file__).parent
-WEIGHTS = {True: HERE / "dqn.pt", False: HERE / "dqn_flat.pt"}  # with message passing, and without
-RANKS = ("q", "improves", "policy", "uniform")
-CALLS = 1_000  # simulator calls by default
-MANY_WALKERS_CALLS = 600  # calls from which several walkers are used
-HEURISTIC_CALLS = 1_000  # calls from which the best heuristic's plan is a start
-# plans drawn from the policy, for one walker and for several
-FEW_SAMPLES = 24
-MANY_SAMPLES = 64
-# walkers, their share of the calls, and maximum calls per walker
-WALKERS = 6
-WALKERS_SHARE = 0.4
-WALKER_CALLS = 300
-# minimum calls of the annealing in between, and calls of the last walk
-MIN_HALVING_CALLS = 1_000
-LAST_CALLS = 700
-LAST_DIVISOR = 5  # the last walk gets 1 / LAST_DIVISOR of the remaining calls under a time budget
-WARM_PROGRESS = 0.3  # progress of the temperature, in the exponent, at the start of the annealing and the last walk
-HEURISTIC_S = 10.0  # seconds from which a heuristic's plan is a start
-LOOK = 32  # calls between updates of clock and temperature
 TITLE = '"GPU memory management for neural networks using deep Q-network"'
+RANKS = ("q", "improves", "policy", "uniform")
+WEIGHTS = {  # with message passing, and without
+    True: Path(__file__).parent / "dqn.pt",
+    False: Path(__file__).parent / "dqn_flat.pt",
+}
+
+
+@dataclass(frozen=True)
+class DQNOptions:
+    """Division of the simulator calls among start plans, walkers, annealing and the last walk."""
+
+    calls: int = 1_000  # by default
+    heuristic_calls: int = 1_000  # calls from which the best heuristic's plan is a start, too
+    heuristic_s: float = 10.0  # the same under a time budget
+    few_samples: int = 24  # plans drawn from the policy for one walker
+    many_samples: int = 64  # plans drawn from the policy for several walkers
+    many_walkers_calls: int = 600  # calls from which several walkers are used
+    walkers: int = 6
+    walkers_share: float = 0.4  # of the calls, for all walkers
+    walker_calls: int = 300  # maximum per walker
+    min_halving_calls: int = 1_000  # of the annealing between the walkers and the last walk; with fewer it is omitted
+    last_calls: int = 700  # of the last walk
+    last_divisor: int = 5  # the last walk gets this part of the remaining time
+    warm_progress: float = 0.3  # progress of the temperature, in the exponent, after the walkers
+    clock_calls: int = 32  # between updates of clock and temperature
+
+
+OPTIONS = DQNOptions()
 
 
 @dataclass(eq=False)
@@ -64,8 +72,8 @@ class DQN(RowsPlanner):
     """Planner ``agents.make("dqn")``.
 
     Args:
-        calls: simulator calls, including those of the start plans and the final check; None: ``CALLS``, or as many as
-            fit into ``seconds``.
+        calls: simulator calls, including those of the start plans and the final check; None: ``DQNOptions.calls``, or
+            as many as fit into ``seconds``.
         mode: "swap", "recompute" or "joint".
         hot, cold: first and last temperature, as fractions of the ideal time.
         seconds: wall-clock budget on one core. The plan then depends on the computer.
@@ -94,7 +102,7 @@ class DQN(RowsPlanner):
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns the best plan found; raises Infeasible if no start plan fits, FormatError for ``weights``."""
         until = None if self.seconds is None else time.monotonic() + self.seconds
-        calls = CALLS if self.calls is None and until is None else self.calls
+        calls = OPTIONS.calls if self.calls is None and until is None else self.calls
         if program.peak_bytes <= limit:
             return self.finish(Engine(program, machine, limit), NO_ROWS)
         if not Moves(program, limit, self.mode, self.min_bytes, 0).gaps:
@@ -114,16 +122,17 @@ class DQN(RowsPlanner):
 
     def search(self, task: EditTask, net: EditNet | None, calls: int | None, until: float | None = None) -> Rows:
         """Returns the best rows that walkers find from the task's start plans within ``calls`` or ``until``."""
-        from agents.learned.edit_walk import IMPROVES, EditWalk, Q
+        from agents.learned.edit_walk import EditWalk, Ranking
 
         if task.starts[0].iteration_ns <= task.ideal_ns:
             return task.starts[0].rows
         if self.ranks == "uniform":
             task.moves.weights = np.where(task.moves.weights > 0, 1.0, 0.0)
-        many_walkers = calls is None or task.engine.calls + calls >= MANY_WALKERS_CALLS - 1
-        count, share = (WALKERS, WALKERS_SHARE) if many_walkers else (1, 1.0)
-        column = IMPROVES if self.ranks == "improves" else Q
-        walk = EditWalk(task, count, net, self.seed, column=column, hot=self.hot, cold=self.cold)
+        many_walkers = calls is None or task.engine.calls + calls >= OPTIONS.many_walkers_calls - 1
+        count = OPTIONS.walkers if many_walkers else 1
+        share = OPTIONS.walkers_share if many_walkers else 1.0
+        ranking = Ranking.IMPROVES if self.ranks == "improves" else Ranking.Q
+        walk = EditWalk(task, count, net, self.seed, ranking=ranking, hot=self.hot, cold=self.cold)
         plans = [task.starts[0], *(plan for plan in task.starts if plan.rows is self._heuristic), *task.starts[1:]]
         best_plans: list[Start] = []
         start_s = time.monotonic()
@@ -131,24 +140,30 @@ class DQN(RowsPlanner):
         for i in range(count):
             walk.begin(i, plans[i % len(plans)])
             deadline = None if until is None else start_s + share * (until - start_s) * (i + 1) / count
-            budget = WALKER_CALLS if calls is None else int(share * calls) // count
-            calls_made += self._run(walk, i, min(budget, WALKER_CALLS) if many_walkers else budget, deadline, 0.0)
+            walker_calls = OPTIONS.walker_calls
+            if calls is not None:
+                walker_calls = int(share * calls) // count
+            if many_walkers:
+                walker_calls = min(walker_calls, OPTIONS.walker_calls)
+            calls_made += self._run(walk, i, walker_calls, deadline, 0.0)
             best_plans.append(walk.best(i))
         best = min(best_plans, key=lambda plan: plan.iteration_ns)
         if many_walkers:
             now = time.monotonic()
             if calls is not None:
                 remaining_calls = calls - calls_made
-                last_calls = remaining_calls if remaining_calls < MIN_HALVING_CALLS + LAST_CALLS else LAST_CALLS
+                can_halve = remaining_calls >= OPTIONS.min_halving_calls + OPTIONS.last_calls
+                last_calls = OPTIONS.last_calls if can_halve else remaining_calls
             else:  # a call of the annealing takes a fraction of the time
                 assert until is not None
                 remaining_calls = int(calls_made * (until - now) / max(now - start_s, 1e-9))
-                last_calls = remaining_calls if remaining_calls < LAST_CALLS else remaining_calls // LAST_DIVISOR
+                can_halve = remaining_calls >= OPTIONS.last_calls
+                last_calls = remaining_calls // OPTIONS.last_divisor if can_halve else remaining_calls
             if last_calls < remaining_calls:
                 deadline = None if until is None else until - (until - now) * last_calls / remaining_calls
                 best = self._halve(task, best_plans, None if calls is None else remaining_calls - last_calls, deadline)
             walk.begin(0, best)
-            self._run(walk, 0, last_calls if calls is not None else None, until, WARM_PROGRESS)
+            self._run(walk, 0, last_calls if calls is not None else None, until, OPTIONS.warm_progress)
             best = min(best, walk.best(0), key=lambda plan: plan.iteration_ns)
         task.engine.calls += walk.simulated
         return best.rows
@@ -159,8 +174,9 @@ class DQN(RowsPlanner):
 
         plans = sorted(((plan.iteration_ns, plan.rows) for plan in starts), key=lambda plan: plan[0])
         guided = GuidedSearch(task.engine, task.moves, plans)
-        warm = self.hot * (self.cold / self.hot) ** WARM_PROGRESS
-        return Start(*successive_halving(guided, calls, until, 1, warm, self.cold, self.seed))
+        warm = self.hot * (self.cold / self.hot) ** OPTIONS.warm_progress
+        iteration_ns, rows = successive_halving(guided, calls, until, jobs=1, hot=warm, cold=self.cold, seed=self.seed)
+        return Start(iteration_ns, rows)
 
     def _run(self, walk: EditWalk, i: int, calls: int | None, deadline: float | None, first_progress: float) -> int:
         """Runs walker i while the temperature falls from ``first_progress`` to the end; returns the number of calls."""
@@ -173,7 +189,7 @@ class DQN(RowsPlanner):
             progress = calls_made / calls if calls else 0.0
             if deadline is not None:
                 progress = max(progress, (now - start_s) / max(deadline - start_s, 1e-9))
-            max_calls = LOOK if calls is None else min(LOOK, calls - calls_made)
+            max_calls = OPTIONS.clock_calls if calls is None else min(OPTIONS.clock_calls, calls - calls_made)
             calls_made += walk.walk(i, max_calls, first_progress + (1 - first_progress) * progress)
         return calls_made
 
@@ -181,10 +197,14 @@ class DQN(RowsPlanner):
         """Returns rows of the policy's plans, and of the best heuristic's if time allows or no other plan fits."""
         from envs.edit.starts import policy_plans
 
-        samples = FEW_SAMPLES if calls is not None and calls < MANY_WALKERS_CALLS else MANY_SAMPLES
-        plans = policy_plans(task, samples if calls is None else min(samples, calls // 3), self.seed, half_way(until))
-        has_time = until is None or (self.seconds is not None and self.seconds >= HEURISTIC_S)
-        if not plans or (has_time and (calls is None or calls >= HEURISTIC_CALLS)):
+        samples = OPTIONS.many_samples
+        if calls is not None and calls < OPTIONS.many_walkers_calls:
+            samples = OPTIONS.few_samples
+        if calls is not None:
+            samples = min(samples, calls // 3)
+        plans = policy_plans(task, samples, self.seed, half_way(until))
+        has_time = until is None or (self.seconds is not None and self.seconds >= OPTIONS.heuristic_s)
+        if not plans or (has_time and (calls is None or calls >= OPTIONS.heuristic_calls)):
             rows, _, required = start(
                 task.program, task.machine, task.limit, task.engine, self.mode, self.min_bytes, half_way(until)
             )

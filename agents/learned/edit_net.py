@@ -26,7 +26,6 @@ from envs.edit.task import EditTask
 from envs.edit.walkers import BIN_COLUMNS, MODES, WHOLE_COLUMNS
 from simulator.moves.gap_graph import GapGraph
 
-CLIP = 4.0  # standard deviations of a static column
 EDGES = 4  # kinds of edges: next and previous gap of a tensor, along and against a recomputation chain
 
 
@@ -100,7 +99,7 @@ class EditNet(nn.Module):
 
     def static_parts(self, graph: EditGraph) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the terms equal in all states of a task: two of the gaps (G, w), one of the bins (BINS, w)."""
-        x = ((graph.static - self.mean) / self.scale).clamp(-CLIP, CLIP)
+        x = ((graph.static - self.mean) / self.scale).clamp(-4, 4)  # outliers of other programs, in standard deviations
         return self.gap_static(x), self.change_of_static(x), self.bin_static(graph.bins)
 
     def encode(

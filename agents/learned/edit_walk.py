@@ -8,6 +8,7 @@ instead of a head, edits are tried in random order: the no-network ablation.
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,14 +22,22 @@ from envs.edit.walkers import BIN_COLUMNS, apply_edit, close_trial, draw, open_t
 from simulator.compiled.jit import stage
 from simulator.moves.plan_moves import rows_in_use, uniform
 
-Q, IMPROVES, RANDOM = range(3)  # ranking of edits
 EMPTY = -1e30  # score of an empty slot
-SLOT, FRESH, FILLED, METAS = range(4)
-# slots of the hash set (a power of two); number of keys at which it is cleared
-SEEN = 4096
-MAX_SEEN = 2000
-MAX_REDRAWS = 8  # maximum rounds of draws without a new edit
-NOTHING = np.zeros((1, 1), np.float32)
+PoolState = np.dtype(
+    [
+        ("slot", np.int64),  # slot on trial
+        ("is_stale", np.int64),  # whether to redraw the pool
+        ("seen", np.int64),  # number of keys in ``Pool.seen``
+    ]
+)
+
+
+class Ranking(IntEnum):
+    """Ranking of edits: by a head of the network, or none."""
+
+    Q = 0
+    IMPROVES = 1
+    RANDOM = 2
 
 
 class Head(NamedTuple):
@@ -46,8 +55,8 @@ class Pool(NamedTuple):
     """Untried neighbors of one walker's plan."""
 
     score: NDArray[np.float64]  # (M,) EMPTY: empty
-    seen: NDArray[np.uint64]  # (SEEN,) hashes of edits that are in the pool or were tried at this plan; 0: free
-    meta: NDArray[np.int64]  # (METAS,) slot on trial; whether to redraw the pool; number of keys in ``seen``
+    seen: NDArray[np.uint64]  # hash set of edits that are in the pool or were tried at this plan; 0: free
+    state: NDArray[np.void]  # PoolState[1]
 
 
 def head_of(net: EditNet | None) -> Head:
@@ -62,14 +71,15 @@ def head_of(net: EditNet | None) -> Head:
 
 def make_pool(neighbors: int) -> Pool:
     """Returns an empty pool."""
-    meta = np.zeros(METAS, np.int64)
-    meta[FRESH] = 1
-    return Pool(np.full(neighbors, EMPTY), np.zeros(SEEN, np.uint64), meta)
+    state = np.zeros(1, PoolState)
+    state["is_stale"] = 1
+    return Pool(np.full(neighbors, EMPTY), np.zeros(4096, np.uint64), state)  # a power of two, for the mask
 
 
 @stage
-def rank(h, base, head, codes, count, column):
+def rank(h, base, head, codes, count, ranking):
     """Returns the score of an edit from the encoding h (G * MODES, w) and base (w,) of the network."""
+    # ``EditNet.score`` of one edit, without the state's value and the mean advantage, which are equal for all edits.
     w = base.shape[0]
     first = head.hidden[0]
     second = head.hidden[1]
@@ -88,7 +98,7 @@ def rank(h, base, head, codes, count, column):
     for y in range(w):
         advantage += head.out_weight[0, y] * second[y]
         improves += head.out_weight[2, y] * second[y]
-    if column == IMPROVES:
+    if ranking == Ranking.IMPROVES:
         return np.float64(improves)
     return np.float64(advantage + head.lift[0] / (np.float32(1) + np.float32(math.exp(-improves))))
 
@@ -96,22 +106,25 @@ def rank(h, base, head, codes, count, column):
 @stage
 def _is_new(pool, codes, rows, count):
     """Adds an edit's hash to the pool's set; returns False if it was already there."""
+    # FNV-1a over the changes and their rows; an odd key is never 0, which marks a free slot.
     key = np.uint64(1469598103934665603)
     for c in range(count):
         key = (key ^ np.uint64(codes[c])) * np.uint64(1099511628211)
         for x in range(rows.shape[1]):
             key = (key ^ np.uint64(rows[c, x] + 7)) * np.uint64(1099511628211)
     key |= np.uint64(1)
-    if pool.meta[FILLED] >= MAX_SEEN:
+    state = pool.state[0]
+    if state.seen >= 2_000:  # half full: probes would become long, and trying an edit again does no harm
         pool.seen[:] = 0
-        pool.meta[FILLED] = 0
-    slot: Any = np.int64(key & np.uint64(SEEN - 1))
+        state.seen = 0
+    mask = pool.seen.shape[0] - 1
+    slot: Any = np.int64(key & np.uint64(mask))
     while pool.seen[slot] != np.uint64(0):
         if pool.seen[slot] == key:
             return False
-        slot = (slot + 1) & (SEEN - 1)
+        slot = (slot + 1) & mask
     pool.seen[slot] = key
-    pool.meta[FILLED] += 1
+    state.seen += 1
     return True
 
 
@@ -126,7 +139,7 @@ def _extreme(score, sign):
 
 
 @stage
-def _refill_pool(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch):
+def _refill_pool(walkers, i, count, pool, h, base, head, ranking, limit, gaps, new, scratch):
     """Draws ``count`` neighbors into the slots of the lowest scores."""
     for _ in range(count):
         slot = _extreme(pool.score, -1.0)
@@ -135,10 +148,10 @@ def _refill_pool(walkers, i, count, pool, h, base, head, column, limit, gaps, ne
         codes = walkers.codes[i, slot]
         pool.score[slot] = EMPTY
         if n_changes > 0 and _is_new(pool, codes, walkers.changed_rows[i, slot], n_changes):
-            if column == RANDOM:
+            if ranking == Ranking.RANDOM:
                 pool.score[slot] = uniform(walkers.rng[i])
             else:
-                pool.score[slot] = rank(h, base, head, codes, n_changes, column)
+                pool.score[slot] = rank(h, base, head, codes, n_changes, ranking)
 
 
 @stage(entry=True)
@@ -152,7 +165,7 @@ def try_best_edits(
     h,
     base,
     head,
-    column,
+    ranking,
     accept,
     hot,
     cold,
@@ -169,47 +182,48 @@ def try_best_edits(
         calls: maximum number of simulator calls.
         draws: neighbors drawn per call.
         answer_ns: see ``walkers.step``.
-        column: Q, IMPROVES or RANDOM.
+        ranking: a ``Ranking``.
 
     Returns:
         The number of calls, whether the last edit was accepted, and whether ``Engine.score`` is needed.
     """
     state = walkers.state[i]
-    meta = pool.meta
+    pool_state = pool.state[0]
+    # After a call of ``Engine.score``, the first trial is the one that it simulated.
     has_answer = answer_ns >= 0
     for call in range(calls):
-        slot = meta[SLOT]
+        slot = pool_state.slot
         ns = answer_ns
         if not has_answer:
-            scratch.differ[0] = -1
+            scratch.differ[0] = -1  # ``new`` may hold another walker's plan
             count = draws
-            if meta[FRESH] != 0:
+            if pool_state.is_stale != 0:
                 pool.score[:] = EMPTY
                 pool.seen[:] = 0
-                meta[FRESH] = 0
-                meta[FILLED] = 0
+                pool_state.is_stale = 0
+                pool_state.seen = 0
                 count = pool.score.shape[0]
-            for _ in range(MAX_REDRAWS):
-                _refill_pool(walkers, i, count, pool, h, base, head, column, limit, gaps, new, scratch)
+            for _ in range(8):  # near a local optimum most draws were tried before
+                _refill_pool(walkers, i, count, pool, h, base, head, ranking, limit, gaps, new, scratch)
                 slot = _extreme(pool.score, 1.0)
                 if pool.score[slot] > EMPTY:
                     break
-            meta[SLOT] = slot
+            pool_state.slot = slot
             open_trial(state, walkers.rng[i], accept, hot, cold, ideal)
             if pool.score[slot] == EMPTY:  # every neighbor was tried: allow them again
-                meta[FRESH] = 1
+                pool_state.is_stale = 1
                 continue
             apply_edit(walkers, i, slot, gaps, new, scratch)
         rows = rows_in_use(new, scratch.plan)
         if not has_answer:
             ns = score_trial(state, rows, ideal, scratch, engine)
-            if ns < 0:
+            if ns < 0:  # the answer comes with the next call; until then the state holds the number of rows
                 state.time_ns = rows
                 return call, False, True
         has_answer = False
         pool.score[slot] = EMPTY
         if close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
-            meta[FRESH] = 1
+            pool_state.is_stale = 1
             return call + 1, True, False
     return calls, False, False
 
@@ -224,7 +238,7 @@ class EditWalk(EditBatch):
         seed: random seed of the first walker.
         neighbors: size of a pool.
         draws: neighbors drawn per call.
-        column: Q, IMPROVES or RANDOM.
+        ranking: a ``Ranking``.
         hot, cold: first and last temperature, as fractions of the ideal time.
     """
 
@@ -236,7 +250,7 @@ class EditWalk(EditBatch):
         seed: int,
         neighbors: int = 64,
         draws: int = 8,
-        column: int = Q,
+        ranking: Ranking = Ranking.Q,
         hot: float = 1e-3,
         cold: float = 3e-5,
     ) -> None:
@@ -247,10 +261,11 @@ class EditWalk(EditBatch):
             self.seed(i, seed + i)
         self.net = net
         self.draws = draws
-        self.column = RANDOM if net is None else column
+        self.ranking = int(Ranking.RANDOM if net is None else ranking)
         self._head = head_of(net)
         self._pools = [make_pool(neighbors) for _ in range(count)]
-        self._bases = [(NOTHING, NOTHING[0])] * count
+        no_encoding = np.zeros((1, 1), np.float32)
+        self._bases = [(no_encoding, no_encoding[0])] * count
         self.simulated = 0
         if net is not None:
             with torch.no_grad():
@@ -260,7 +275,7 @@ class EditWalk(EditBatch):
     def begin(self, i: int, start: Start) -> None:
         """Starts walker i from a plan."""
         self._begin(i, 0, start)
-        self._pools[i].meta[FRESH] = 1
+        self._pools[i].state["is_stale"] = 1
 
     def walk(self, i: int, calls: int, progress: float) -> int:
         """Tries edits with walker i under one encoding of its plan; returns the simulator calls made.
@@ -273,8 +288,9 @@ class EditWalk(EditBatch):
         task = self.tasks[0]
         walkers = self._walkers[0]
         state = walkers.state[i : i + 1]
+        # The temperature depends on steps / budget, so a budget is chosen that gives the progress.
         state["budget"] = round(min((int(state["steps"][0]) + 1) / max(progress, 1e-9), 1e12))
-        if self.net is not None and self._pools[i].meta[FRESH]:
+        if self.net is not None and self._pools[i].state["is_stale"][0]:
             self._encode(i)
         h, base = self._bases[i]
         calls_made = 0
@@ -293,7 +309,7 @@ class EditWalk(EditBatch):
                 h,
                 base,
                 self._head,
-                self.column,
+                self.ranking,
                 self.accept,
                 self.hot,
                 self.cold,

@@ -41,28 +41,37 @@ from simulator.program import Program
 
 Plans = list[tuple[int, Rows]]  # iteration time in ns and rows, fastest first
 
-ROOM = 1.15
-MOST_LIMIT = 0.9
-# calls of a teacher's search: WORK / kernels, clipped
-LEAST_CALLS = 2_000
-MOST_CALLS = 12_000
-WORK = 12_000_000
-HOT = 1e-2
-MILD = 3e-3
-WARM = 1e-3
-COLD = 3e-5
-RUNS = ((0, HOT), (1, HOT), (2, MILD))  # seed and first temperature of the first teacher's runs
-EXTRA_RUNS = 2  # further runs from its best plan, with half the calls
-MAX_PLANS = 5  # plans of a lesson
-MAX_OVERHEAD = 0.6  # overhead above which a plan is not used for training
-SPREAD = 0.004  # fraction of the ideal time by which a plan is slower if its weight is 1/e
-MIN_WEIGHT = 0.1  # minimum weight of a gap
-MIN_LOG_PROB = -12.0  # lower clip of log-probabilities
-MIN_SCALE = 0.05  # minimum scale of a column
-# validation: simulator calls, and upper clip of a task's points
-CALLS = 1_000
-CLIP = 3.0
-EMA_DECAY = 0.995  # decay of the weight average, which is validated and kept
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Parameters of the teachers, the training data and the validation; temperatures as fractions of the ideal time."""
+
+    # Tasks.
+    room: float = 1.15  # an infeasible limit is raised to that multiple of the emptied plan's need
+    max_limit: float = 0.9  # but at most to that fraction of the peak
+    max_overhead: float = 0.6  # of the best plan; a task above it is not used
+    max_plans: int = 5  # of a lesson
+    # Calls of a teacher's search: those that simulate ``kernels`` kernels, within bounds.
+    kernels: int = 12_000_000
+    min_calls: int = 2_000
+    max_calls: int = 12_000
+    runs: tuple[tuple[int, float], ...] = ((0, 1e-2), (1, 1e-2), (2, 3e-3))  # seeds and first temperatures
+    more_runs: int = 2  # from the best plan of these, with half the calls
+    mild: float = 3e-3  # first temperature from a decoded plan
+    warm: float = 1e-3  # first temperature from the best plan
+    cold: float = 3e-5  # last temperature
+    # Training.
+    spread: float = 4e-3  # fraction of the ideal time by which a plan is slower if its weight is 1/e
+    min_weight: float = 0.1  # of a gap
+    min_log_prob: float = -12.0  # clip of log-probabilities, so that one gap cannot dominate a batch
+    min_scale: float = 0.05  # of an input column, so that one that hardly varies is not blown up
+    ema_decay: float = 0.995  # of the weight average, which is validated and kept
+    # Validation.
+    validation_calls: int = 1_000
+    max_points: float = 3.0  # of a task: one without a plan must not decide the mean
+
+
+OPTIONS = ExpertOptions()
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,8 @@ class Lesson:
 
     @property
     def is_useful(self) -> bool:
-        """Whether the lesson is useful: it has plans, and the best one's overhead is above 0 and below MAX_OVERHEAD."""
-        return bool(self.plans) and 0 < self.overhead < MAX_OVERHEAD
+        """Whether the lesson is useful: it has plans, and the best one's overhead is above 0 and not too large."""
+        return bool(self.plans) and 0 < self.overhead < OPTIONS.max_overhead
 
 
 @dataclass(frozen=True)
@@ -113,9 +122,11 @@ class Training:
 
 
 def reachable(program: Program, machine: Machine, limit: int, mode: str) -> int:
-    """Returns the limit, raised to ``ROOM`` times the need of the fully emptied plan if that plan does not fit."""
+    """Returns the limit, raised to what the fully emptied plan needs, with some room, if that plan does not fit."""
     score = Engine(program, machine, limit).score(everything(program, mode, MIB))
-    return limit if score.feasible else min(int(ROOM * score.required_bytes), int(MOST_LIMIT * program.peak_bytes))
+    if score.feasible:
+        return limit
+    return min(int(OPTIONS.room * score.required_bytes), int(OPTIONS.max_limit * program.peak_bytes))
 
 
 def first_plans(program: Program, machine: Machine, limit: int, mode: str) -> Plans:
@@ -128,19 +139,21 @@ def first_plans(program: Program, machine: Machine, limit: int, mode: str) -> Pl
     moves = Moves(program, limit, mode, MIB, 0)
     calls = teacher_calls(program)
     plans: Plans = []
-    for seed, hot in RUNS:
-        plans.append(_time_first(anneal(moves, engine, rows, score.iteration_ns, calls, hot, COLD, seed)))
+    for seed, hot in OPTIONS.runs:
+        result = anneal(moves, engine, rows, score.iteration_ns, calls, hot, OPTIONS.cold, seed)
+        plans.append(_time_first(result))
         if plans[-1][0] <= program.ideal_ns:
             break
-    for seed in range(EXTRA_RUNS):
+    for seed in range(len(OPTIONS.runs), len(OPTIONS.runs) + OPTIONS.more_runs):
         best_ns, best = min(plans, key=itemgetter(0))
         if best_ns > program.ideal_ns:
-            plans.append(_time_first(anneal(moves, engine, best, best_ns, calls // 2, WARM, COLD, len(RUNS) + seed)))
+            result = anneal(moves, engine, best, best_ns, calls // 2, OPTIONS.warm, OPTIONS.cold, seed)
+            plans.append(_time_first(result))
     return sorted(plans, key=itemgetter(0))
 
 
 def better_plans(net: PolicyNet, lesson: Lesson, seed: int) -> Plans:
-    """Returns the fastest of the lesson's plans and two that the guided search finds, at most MAX_PLANS.
+    """Returns the fastest of the lesson's plans and two that the guided search finds, up to ``max_plans``.
 
     The guided search starts from the lesson's best plan and from the best decoded one.
     """
@@ -151,18 +164,18 @@ def better_plans(net: PolicyNet, lesson: Lesson, seed: int) -> Plans:
     decode_plans(net, guided, lesson.mode)
     calls = teacher_calls(lesson.program)
     (best_ns, best) = lesson.plans[0]
-    starts = [(best, best_ns, WARM)]
-    starts += [(rows, ns, MILD) for ns, rows in guided.plans[:1]]
+    starts = [(best, best_ns, OPTIONS.warm)]
+    starts += [(rows, ns, OPTIONS.mild) for ns, rows in guided.plans[:1]]
     improved = [
-        _time_first(anneal(guided.moves, guided.engine, rows, ns, calls, hot, COLD, seed + i))
+        _time_first(anneal(guided.moves, guided.engine, rows, ns, calls, hot, OPTIONS.cold, seed + i))
         for i, (rows, ns, hot) in enumerate(starts)
     ]
-    return sorted([*improved, *lesson.plans], key=itemgetter(0))[:MAX_PLANS]
+    return sorted([*improved, *lesson.plans], key=itemgetter(0))[: OPTIONS.max_plans]
 
 
 def teacher_calls(program: Program) -> int:
     """Returns the simulator calls of one search of the teacher."""
-    return max(LEAST_CALLS, min(MOST_CALLS, WORK // len(program.kernels)))
+    return max(OPTIONS.min_calls, min(OPTIONS.max_calls, OPTIONS.kernels // len(program.kernels)))
 
 
 def _time_first(result: tuple[Rows, int]) -> tuple[int, Rows]:
@@ -190,9 +203,10 @@ class Example:
             for row in rows.tolist():
                 kinds[moves.index[row[TENSOR], row[BEFORE]]] = way_of(row)
         times = np.array([ns for ns, _ in lesson.plans], np.float64)
-        weights = np.exp(-(times - times[0]) / (SPREAD * lesson.program.ideal_ns))
+        weights = np.exp(-(times - times[0]) / (OPTIONS.spread * lesson.program.ideal_ns))
         self.shares: NDArray[np.float64] = weights / weights.sum()
-        self.counts = (MIN_WEIGHT + np.minimum(1, self.graph.nbytes / self.graph.excess)).astype(np.float32)
+        share = np.minimum(1, self.graph.nbytes / self.graph.excess)
+        self.counts = (OPTIONS.min_weight + share).astype(np.float32)
 
     def item(self, rng: np.random.Generator, undecided: float) -> HeteroData:
         """Returns a training item with ``target`` (G, 4) and ``count`` (G,).
@@ -218,7 +232,7 @@ class Example:
 
 def loss(net: PolicyNet, data: HeteroData) -> Tensor:
     """Returns the cross-entropy with the targets: weighted mean over a task's gaps, then mean over tasks."""
-    log_probs = net(data).log_softmax(-1).clamp(min=MIN_LOG_PROB)
+    log_probs = net(data).log_softmax(-1).clamp(min=OPTIONS.min_log_prob)
     counts = data["gap"].count
     task_index = data["gap"].batch
     gap_losses = -(data["gap"].target * log_probs).sum(-1) * counts
@@ -236,7 +250,7 @@ def network(examples: Sequence[Example], settings: Training, seed: int) -> Polic
     net = PolicyNet(columns.shape[1], items[0]["bin"].x.shape[1], settings.width, settings.layers)
     fixed = columns.shape[1] - STATE  # columns of decisions are not normalized
     net.mean[:fixed] = columns.mean(0)[:fixed]
-    net.scale[:fixed] = columns.std(0).clamp(min=MIN_SCALE)[:fixed]
+    net.scale[:fixed] = columns.std(0).clamp(min=OPTIONS.min_scale)[:fixed]
     return net
 
 
@@ -248,10 +262,11 @@ def validate(net: PolicyNet, lessons: Sequence[Lesson]) -> float:
         guided = GuidedSearch(engine, Moves(lesson.program, lesson.limit, lesson.mode, MIB, 0))
         decode_plans(net, guided, lesson.mode)
         if not guided.plans:
-            points.append(CLIP)
+            points.append(OPTIONS.max_points)
             continue
-        ns, _ = successive_halving(guided, max(CALLS - engine.calls, 0), None, 1, MILD, COLD, 0)
-        points.append(min(CLIP, 100 * (ns / lesson.program.ideal_ns - 1 - lesson.overhead)))
+        calls = max(OPTIONS.validation_calls - engine.calls, 0)
+        ns, _ = successive_halving(guided, calls, None, jobs=1, hot=OPTIONS.mild, cold=OPTIONS.cold, seed=0)
+        points.append(min(OPTIONS.max_points, 100 * (ns / lesson.program.ideal_ns - 1 - lesson.overhead)))
     return float(np.mean(points))
 
 
@@ -283,7 +298,7 @@ def train(
         optimizer,
         lambda step: min(1.0, (step + 1) / settings.warm_up) * max(0.02, 1 - step / (steps * settings.epochs)),
     )
-    ema = swa_utils.get_ema_multi_avg_fn(EMA_DECAY)
+    ema = swa_utils.get_ema_multi_avg_fn(OPTIONS.ema_decay)
     average = swa_utils.AveragedModel(net, multi_avg_fn=ema)
     averaged = cast(PolicyNet, average.module)
     best = float("inf")

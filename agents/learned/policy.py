@@ -31,18 +31,25 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import
     from agents.learned.policy_net import PolicyNet
 
 WEIGHTS = Path(__file__).parent / "policy.pt"
-# default simulator calls; maximum of calls times kernels
-CALLS = 5_000
-WORK = 12_000_000
 SAMPLES = 128  # sampled plans in addition to the most likely one
-STARTS = 6
-FALL = (0.0, 0.25, 0.5, 1.0)  # progress of the temperature, in the exponent, at the start of 6, 3 and 1 runs; the end
-MIN_SMOOTHING = 0.03  # added to every probability, so that the search can make unlikely moves
-# approximate seconds of the network per gap and per gap times kernel
-GAP_S = 1e-4
-PAIR_S = 1e-8
-MAX_SMOOTHING = 1.0  # added instead of MIN_SMOOTHING in the run that trusts the network least
 
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Parameters of the guided search."""
+
+    calls: int = 5_000  # by default
+    max_kernels: int = 12_000_000  # kernels that the default calls simulate at most
+    starts: int = 6
+    # Progress of the temperature, in the exponent, at the start of each rung of successive halving, and at the end.
+    fall: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
+    min_smoothing: float = 0.03  # added to every probability, so that the search can make unlikely moves
+    max_smoothing: float = 1.0  # the same in the run that trusts the network least
+    gap_s: float = 1e-4  # approximate seconds of the network per gap
+    pair_s: float = 1e-8  # and per gap times kernel
+
+
+OPTIONS = PolicyOptions()
 
 Run = tuple[int, Rows, Moves]  # iteration time and rows of its best plan, and its moves
 
@@ -54,7 +61,7 @@ class GuidedSearch:
     Attributes:
         engine: simulator of the task.
         moves: moves weighted by the network's probabilities.
-        plans: iteration time and rows of the fastest feasible plans, at most ``STARTS``, fastest first.
+        plans: iteration time and rows of the fastest feasible plans, at most ``PolicyOptions.starts``, fastest first.
     """
 
     engine: Engine
@@ -65,7 +72,7 @@ class GuidedSearch:
         """Adds a plan to the starts if it is feasible, fast enough, and no start has the same time."""
         score = self.engine.score(rows)
         if score.feasible and all(score.iteration_ns != ns for ns, _ in self.plans):
-            self.plans = sorted([*self.plans, (score.iteration_ns, rows)], key=lambda plan: plan[0])[:STARTS]
+            self.plans = sorted([*self.plans, (score.iteration_ns, rows)], key=lambda plan: plan[0])[: OPTIONS.starts]
 
 
 def decode_plans(
@@ -102,15 +109,15 @@ def decode_plans(
         rows = fit(engine, graph, candidate, likely)
         if rows is not None:
             search.offer(rows)
-    moves.weights = np.where(moves.weights > 0, priors.astype(np.float64) + MIN_SMOOTHING, 0.0)
+    moves.weights = np.where(moves.weights > 0, priors.astype(np.float64) + OPTIONS.min_smoothing, 0.0)
 
 
 def successive_halving(
     search: GuidedSearch, calls: int | None, until: float | None, jobs: int, hot: float, cold: float, seed: int
 ) -> tuple[int, Rows]:
-    """Runs annealing from ``STARTS`` starts with successive halving until one run is left.
+    """Runs annealing from several starts with successive halving until one run is left.
 
-    The runs trust the network to different degrees, from ``MIN_SMOOTHING`` to ``MAX_SMOOTHING``.
+    The runs trust the network to different degrees (``min_smoothing`` to ``max_smoothing``).
 
     Args:
         search: start plans and weighted moves.
@@ -127,19 +134,21 @@ def successive_halving(
     """
     main = search.engine
     moves = search.moves
-    engines = [main, *(Engine(main.program, main.machine, main.limit) for _ in range(1, min(jobs, STARTS)))]
+    count = OPTIONS.starts
+    engines = [main, *(Engine(main.program, main.machine, main.limit) for _ in range(1, min(jobs, count)))]
     runs = []
-    for i, smoothing in enumerate(np.geomspace(MIN_SMOOTHING, MAX_SMOOTHING, STARTS).tolist()):
+    least = OPTIONS.min_smoothing  # the weights contain it already
+    for i, smoothing in enumerate(np.geomspace(least, OPTIONS.max_smoothing, count).tolist()):
         run_moves = moves.fork(seed + i)
-        run_moves.weights = np.where(moves.weights > 0, moves.weights + smoothing - MIN_SMOOTHING, 0.0)
+        run_moves.weights = np.where(moves.weights > 0, moves.weights + smoothing - least, 0.0)
         runs.append((*search.plans[i % len(search.plans)], run_moves))
-    rungs = len(FALL) - 1
-    heat = [hot * (cold / hot) ** share for share in FALL]
+    rungs = len(OPTIONS.fall) - 1
+    heat = [hot * (cold / hot) ** share for share in OPTIONS.fall]
     for rung in range(rungs):
         run_calls = None if calls is None else calls // rungs // len(runs)
         now = time.monotonic()
         deadline = None if until is None else now + (until - now) / (rungs - rung)
-        runs = _anneal_runs(engines, runs, run_calls, now, deadline, heat[rung], heat[rung + 1], seed + rung * STARTS)
+        runs = _anneal_runs(engines, runs, run_calls, now, deadline, heat[rung], heat[rung + 1], seed + rung * count)
         runs = sorted(runs, key=lambda run: run[0])[: max(len(runs) // 2, 1)]
     main.calls = sum(engine.calls for engine in engines)
     return runs[0][:2]
@@ -172,7 +181,7 @@ def _anneal_runs(
 
 def _too_large(moves: Moves, until: float | None) -> bool:
     """Returns whether the network would take more than half of the remaining time."""
-    network_s = GAP_S * len(moves.gaps) + PAIR_S * len(moves.gaps) * len(moves.load)
+    network_s = OPTIONS.gap_s * len(moves.gaps) + OPTIONS.pair_s * len(moves.gaps) * len(moves.load)
     return until is not None and 2 * network_s > until - time.monotonic()
 
 
@@ -222,8 +231,8 @@ class PolicySearch(Policy):
     """Local search from the decoded plans, guided by the network's probabilities.
 
     Args:
-        calls: simulator calls, including those of the start and the final check; None: ``CALLS``, fewer for programs
-            with many kernels (``WORK``), or as many as fit into ``seconds``.
+        calls: simulator calls, including those of the start and the final check; None: ``PolicyOptions.calls``, fewer
+            for programs with many kernels, or as many as fit into ``seconds``.
         hot, cold: first and last temperature, as fractions of the ideal time.
         seconds: wall-clock budget. The plan then depends on the computer.
         jobs: parallel runs, one per core; None: all cores.
@@ -248,7 +257,9 @@ class PolicySearch(Policy):
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Returns the best plan found; raises as in ``Policy.choose``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None
-        max_calls = min(CALLS, WORK // max(len(program.kernels), 1)) if self.calls is None else self.calls
+        max_calls = self.calls
+        if max_calls is None:
+            max_calls = min(OPTIONS.calls, OPTIONS.max_kernels // max(len(program.kernels), 1))
         # The most likely plan and the final check take a call each.
         samples = self.samples if self.calls is None else min(self.samples, max(self.calls - 2, 0))
         engine = Engine(program, machine, limit)

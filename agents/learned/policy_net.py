@@ -33,8 +33,6 @@ from simulator.moves.gap_graph import BINS, UNDECIDED, Choices, GapGraph
 from simulator.moves.plan_moves import add_between
 
 KINDS = KEPT + 1
-TINY = 1e-30
-MAX_REFITS = 8  # maximum refits of a plan to the memory of its recomputation chains
 
 Probabilities = NDArray[np.float32]  # (G, 4): probability of each eviction kind of each gap
 
@@ -172,7 +170,7 @@ def decode(net: PolicyNet, graph: GapGraph, rounds: int = 1) -> tuple[Choices, P
 
 def sample(likely: Probabilities, rng: np.random.Generator) -> Choices:
     """Samples a kind for every gap independently."""
-    kinds: Choices = (np.log(likely + TINY) + rng.gumbel(size=likely.shape)).argmax(1)
+    kinds: Choices = (np.log(likely + 1e-30) + rng.gumbel(size=likely.shape)).argmax(1)
     return kinds
 
 
@@ -188,7 +186,7 @@ def fit(engine: Engine, graph: GapGraph, kinds: Choices, likely: Probabilities) 
     kind = likely[:, STAYS + 1 :].argmax(1) + 1
     order = np.argsort(eviction, kind="stable")
     room = np.full(graph.count, graph.limit, np.int64)
-    for _ in range(MAX_REFITS):
+    for _ in range(8):  # a refit changes the chains, and so their memory
         load = graph.load(fitted > STAYS)
         if not _repair(fitted, kind, graph.ways, eviction, order, graph.after, graph.before, graph.nbytes, load, room):
             return None

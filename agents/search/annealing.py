@@ -46,16 +46,13 @@ from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
 
-CALLS = 20_000
-LONGEST_S = 10.0  # seconds: heuristics expected to take longer are skipped
-
 
 @dataclass(eq=False)
 class Annealing(RowsPlanner):
     """Simulated annealing.
 
     Args:
-        calls: simulator calls, including those of the start and the final check; None: ``CALLS``, or as many as fit
+        calls: simulator calls, including those of the start and the final check; None: 20,000, or as many as fit
             into ``seconds``.
         mode: swap, recompute or joint.
         hot: initial temperature, as a fraction of the ideal time.
@@ -96,7 +93,7 @@ class Annealing(RowsPlanner):
 
     def _remaining_calls(self, calls: int) -> int:
         """Returns the remaining calls after ``calls``, with one reserved for the final check."""
-        return max((CALLS if self.calls is None else self.calls) - 1 - calls, 0)
+        return max((20_000 if self.calls is None else self.calls) - 1 - calls, 0)
 
     def _on_all_cores(self, engine: Engine, best: Rows, best_ns: int, deadline: float) -> Rows:
         """Returns the best plan of parallel chains, one per core."""
@@ -155,7 +152,7 @@ def start(
     mode: str,
     min_bytes: int,
     deadline: float | None = None,
-    longest_s: float = LONGEST_S,
+    longest_s: float = 10.0,
 ) -> tuple[Rows | None, int, int]:
     """Finds the initial plan: the best heuristic plan, or every gap emptied if no heuristic finds one.
 
@@ -163,7 +160,7 @@ def start(
 
     Args:
         deadline: deadline on time.monotonic(): once a plan is found, heuristics expected to finish later are skipped.
-        longest_s: maximum expected duration of one heuristic, in s.
+        longest_s: seconds; heuristics expected to take longer are skipped.
 
     Returns:
         Rows (None if even the fallback does not fit), iteration time in ns, and required bytes.

@@ -19,9 +19,7 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 LARGE = 5_000  # kernels: setup of the search is negligible for smaller programs
-# share of the remaining time for the search; grace period in seconds
-SHARE = 0.95
-SLACK = 0.5
+SLACK = 0.5  # seconds by which a search may exceed its budget before it is interrupted
 
 Search = Callable[[Any, Program, Machine, int], Plan]
 
@@ -44,7 +42,7 @@ def budgeted(plan: Search) -> Search:
         if fallback is not None and remaining <= 0:
             self.simulator_calls = calls
             return fallback
-        search.seconds = max(SHARE * remaining, 1e-2)
+        search.seconds = max(0.95 * remaining, 1e-2)  # it may look at the clock a little late
         try:
             with within(max(remaining, 0) + SLACK):
                 return plan(search, program, machine, limit)

@@ -20,16 +20,23 @@ from simulator.compiled.scoring import score_one
 from simulator.moves.moves import Moves
 from simulator.moves.plan_moves import propose
 
-CLOCK = 8  # calls before the first clock check; then doubled if they took less than TICK, else halved
-# seconds; fewer than CLOCK calls only if those take longer than LATE
+# The number of calls between clock checks is adapted, because a check leaves compiled code.
+CLOCK = 8  # calls before the first check; doubled after less than TICK seconds, else halved
 TICK = 2e-3
-LATE = 1.0
-# Entries of ``state``. STEP: next step. SCORED: simulated plans. NOW_NS, BEST_NS: times of the current and best plan.
-# ROWS: rows of the last proposal; BEST_ROWS: rows of the best plan, -1 if it is the start. CUTOFF_NS: proposals below
-# it are accepted. ANSWER_NS: time of the last proposal if the caller supplied it, else -1.
-STEP, SCORED, NOW_NS, BEST_NS, ROWS, BEST_ROWS, CUTOFF_NS, ANSWER_NS, STATE = range(9)
-# Reasons for returning. END: the best plan is good enough, or no move was found. ASK: ANSWER_NS is needed.
-DONE, END, ASK = range(3)
+LATE = 1.0  # seconds: there are fewer than CLOCK calls only if those took longer
+
+WalkState = np.dtype(
+    [
+        ("step", np.int64),  # next step
+        ("scored", np.int64),  # plans simulated in compiled code
+        ("now_ns", np.int64),  # time of the current plan
+        ("best_ns", np.int64),  # time of the best plan
+        ("rows", np.int64),  # rows of the last proposal
+        ("best_rows", np.int64),  # rows of the best plan; -1: the start
+        ("cutoff_ns", np.int64),  # proposals below it are accepted
+        ("answer_ns", np.int64),  # time of the last proposal if the caller supplied it, else -1
+    ]
+)
 
 
 def check_heat(hot: float, cold: float) -> None:
@@ -55,7 +62,7 @@ class Cooling(NamedTuple):
 
 
 @stage(entry=True)
-def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, state, enough_ns):
+def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, states, enough_ns):
     """Executes steps of ``anneal``, at most one per entry of ``chances``, until a plan reaches ``enough_ns``.
 
     Args:
@@ -64,44 +71,48 @@ def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, st
         cooling: schedule of the whole walk.
         chances: float64, uniform in [0, 1).
         best: output, rows of the best plan unless it is the start.
-        state: int64[STATE], updated (entries: above).
+        states: WalkState[1], updated.
         enough_ns: iteration time in ns at which the walk ends.
 
     Returns:
-        The reason for returning, and whether ``now`` and ``new`` are swapped.
+        Whether the walk has ended (the best plan is good enough, or no move was found), whether it needs ``answer_ns``,
+        and whether ``now`` and ``new`` are swapped.
     """
+    state = states[0]
     swapped = False
     plan = scratch.plan
     for i in range(chances.shape[0]):
-        if state[BEST_NS] <= enough_ns:
-            return END, swapped
-        ns = state[ANSWER_NS]
-        state[ANSWER_NS] = -1
+        if state.best_ns <= enough_ns:
+            return True, False, swapped
+        # With an answer the proposal and its cutoff exist already: random numbers must not be drawn twice.
+        ns = state.answer_ns
+        state.answer_ns = -1
         if ns < 0:
             count = propose(rng, limit, gaps, now, new, scratch)
             if count < 0:
-                return END, swapped
-            progress = max(cooling.spent, state[STEP] / cooling.calls) if cooling.calls else cooling.spent
+                return True, False, swapped
+            progress = max(cooling.spent, state.step / cooling.calls) if cooling.calls else cooling.spent
             increase = -(cooling.hot_ns * cooling.fall**progress) * math.log(1.0 - chances[i])
             # Plans slower than the cutoff are rejected, so their simulation can stop there.
-            cutoff = min(state[NOW_NS] + math.ceil(increase), NEVER) if increase < NEVER else NEVER
-            state[ROWS] = count
-            state[CUTOFF_NS] = cutoff
+            cutoff = min(state.now_ns + math.ceil(increase), NEVER) if increase < NEVER else NEVER
+            state.rows = count
+            state.cutoff_ns = cutoff
             ns = score_one(*engine, plan, count, cutoff)
-            if ns < 0:
-                return ASK, swapped
-            state[SCORED] += 1
-        state[STEP] += 1
-        if ns < state[CUTOFF_NS]:
+            if ns < 0:  # only ``Engine.score`` can simulate it
+                return False, True, swapped
+            state.scored += 1
+        state.step += 1
+        if ns < state.cutoff_ns:  # accepted: ``now`` and ``new`` change places instead of being copied
             now, new = new, now
             swapped = not swapped
-            state[NOW_NS] = ns
-            if ns < state[BEST_NS]:
-                state[BEST_NS], state[BEST_ROWS] = ns, state[ROWS]
-                for j in range(state[ROWS]):
+            state.now_ns = ns
+            if ns < state.best_ns:
+                state.best_ns = ns
+                state.best_rows = state.rows
+                for j in range(state.rows):
                     for c in range(plan.shape[1]):
                         best[j, c] = plan[j, c]
-    return DONE, swapped
+    return False, False, swapped
 
 
 def anneal(
@@ -129,18 +140,20 @@ def anneal(
         Rows and iteration time of the best plan.
     """
     ideal = max(engine.program.ideal_ns, 1)
+    # No plan is faster than the ideal time.
     enough = max(enough_ns, engine.program.ideal_ns)
     random = np.random.default_rng(seed)
     moves.reset(start)
     best = np.empty_like(moves.rows)
-    state = np.zeros(STATE, dtype=np.int64)
-    state[[NOW_NS, BEST_NS]] = start_ns
-    state[[BEST_ROWS, ANSWER_NS]] = -1
+    states = np.zeros(1, WalkState)
+    states["now_ns"] = states["best_ns"] = start_ns
+    states["best_rows"] = states["answer_ns"] = -1
+    state = states[0]
     start_time = now = time.monotonic()
     spent = 0.0
     count = CLOCK // 2
-    code = DONE
-    while code == DONE and (calls is None or state[STEP] < calls):
+    has_ended = False
+    while not has_ended and (calls is None or state["step"] < calls):
         last = now
         now = time.monotonic()
         count = 2 * count if now - last < TICK else max(count // 2, 1 if now - last > LATE else CLOCK)
@@ -148,17 +161,19 @@ def anneal(
             spent = (now - start_time) / max(deadline - start_time, 1e-9)
             if spent >= 1:
                 break
-        begin = state[STEP]
-        chances = random.random(count if calls is None else min(count, calls - int(begin)))
+        begin = int(state["step"])
+        chances = random.random(count if calls is None else min(count, calls - begin))
         cooling = Cooling(ideal * hot, cold / hot, spent, calls or 0)
-        while True:
-            draws = chances[state[STEP] - begin :]
-            code, swapped = walk(*moves.arrays, engine.direct(len(best)), cooling, draws, best, state, enough)
+        needs_answer = True
+        while needs_answer:
+            draws = chances[state["step"] - begin :]
+            has_ended, needs_answer, swapped = walk(
+                *moves.arrays, engine.direct(len(best)), cooling, draws, best, states, enough
+            )
             if swapped:
                 moves.accept()
-            if code != ASK:
-                break
-            rows = moves.proposed(state[ROWS])
-            state[ANSWER_NS] = engine.score(rows, None, int(state[CUTOFF_NS])).iteration_ns
-    engine.calls += int(state[SCORED])
-    return start if state[BEST_ROWS] < 0 else best[: state[BEST_ROWS]], int(state[BEST_NS])
+            if needs_answer:
+                rows = moves.proposed(state["rows"])
+                state["answer_ns"] = engine.score(rows, None, int(state["cutoff_ns"])).iteration_ns
+    engine.calls += int(state["scored"])
+    return start if state["best_rows"] < 0 else best[: state["best_rows"]], int(state["best_ns"])

@@ -3,9 +3,10 @@
 Three steps (reasons in README.md); entry point: ``LPRound.plan``.
 
 1. Solve the linear program of the floor. Few fractions of its optimum are neither 0 nor 1.
-2. Round: recompute gaps with a recomputed fraction above ``DROP``, swap all other emptied gaps. For
-   programs of more than FEW kernels, drop decisions that the limit does not need, smallest fractions first.
-3. Repair by annealing with moves weighted by the fractions: ``RUNS``, then kicks of the best plan, then cooling.
+2. Round: recompute gaps with a recomputed fraction above ``drop``, swap all other emptied gaps. For
+   programs of more than ``few_kernels`` kernels, remove decisions that the limit does not need, smallest fractions
+   first.
+3. Repair by annealing with moves weighted by the fractions: ``runs``, then kicks of the best plan, then cooling.
    With ``seconds``, runs of large programs use all cores, in threads.
 """
 
@@ -33,21 +34,29 @@ from simulator.moves.moves import Moves, since_write
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
-DROP = 0.3
-RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: fraction of the ideal time
-KICK = 4000  # simulator calls
-KERNELS = 10**8
-MAX_CALLS = 300_000
-# temperatures, as fractions of the ideal time
-HOT = 1e-3
-WARM = 3e-4
-COLD = 1e-5
-QUICK = 3.0  # seconds: maximum duration of a fallback heuristic if the rounded plan does not fit
-LINEAR = (0.5, 10.0, 2000)  # floor: share of the time, seconds at full detail, minimum number of kernels
-# maximum gaps of the linear program for up to FEW kernels (tuned)
-GUIDES = 400
-FEW = 2000
-ROUGH = 0.1  # below this detail no floor is computed
+
+@dataclass(frozen=True)
+class RoundingOptions:
+    """Parameters of rounding and repair. Temperatures are fractions of the ideal time."""
+
+    drop: float = 0.3  # recomputed fraction above which a gap is recomputed
+    # Explorations: the number added to every fraction as the weight of its move, and the first temperature.
+    runs: tuple[tuple[float, float], ...] = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))
+    kick_calls: int = 4_000
+    kick_hot: float = 1e-3
+    warm: float = 3e-4  # first temperature of the last run
+    cold: float = 1e-5  # last temperature of all runs
+    kernels: int = 10**8  # kernels that all simulator calls simulate by default
+    max_calls: int = 300_000
+    fallback_s: float = 3.0  # maximum duration of a fallback heuristic if the rounded plan does not fit
+    few_kernels: int = 2_000  # up to this size the next value applies, and a floor is faster in proportion
+    max_gaps: int = 400  # gaps of the linear program in joint mode (tuned)
+    floor_share: float = 0.5  # of the time budget
+    floor_s: float = 10.0  # approximate seconds of a floor in full detail
+    min_detail: float = 0.1  # below it the floor would say little, so none is computed
+
+
+OPTIONS = RoundingOptions()
 
 _Task = tuple[NDArray[np.float64], Rows, int, float]
 
@@ -57,8 +66,8 @@ class LPRound(RowsPlanner):
     """Rounding and repair of the floor's linear program.
 
     Args:
-        calls: simulator calls; None: as many as simulate ``KERNELS`` kernels, at most ``MAX_CALLS``, or as many as fit
-            into ``seconds``.
+        calls: simulator calls; None: as many as simulate ``RoundingOptions.kernels`` kernels, at most ``max_calls``, or
+            as many as fit into ``seconds``.
         mode: swap, recompute or joint.
         seconds: wall-clock budget; a small budget gives a coarse floor, or the ideal time. If set, the plan depends on
             the speed of the computer.
@@ -89,7 +98,7 @@ class LPRound(RowsPlanner):
         rounded = self._rounded(gaps, swapped, recomputed)
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
         plans = [rounded]
-        if len(program.kernels) > FEW:
+        if len(program.kernels) > OPTIONS.few_kernels:
             plans += _variants(program, pruned(program, limit, rounded))
         scores = engine.scores(plans)
         best_index = min(range(len(plans)), key=lambda i: scores[i].iteration_ns)
@@ -100,7 +109,7 @@ class LPRound(RowsPlanner):
             best_ns = engine.score(self.first).iteration_ns
         elif best_ns == NEVER:
             fallback, best_ns, required = start(
-                program, machine, limit, engine, self.mode, self.min_bytes, half_way(deadline), QUICK
+                program, machine, limit, engine, self.mode, self.min_bytes, half_way(deadline), OPTIONS.fallback_s
             )
             if fallback is None:
                 raise self.beyond_reach(engine, required if self.mode == "swap" else None)
@@ -109,10 +118,10 @@ class LPRound(RowsPlanner):
             fractions = np.stack([np.zeros_like(swapped), swapped, recomputed / 2, recomputed / 2], 1)
             calls = self.calls
             if calls is None and deadline is None:
-                calls = min(KERNELS // len(program.kernels), MAX_CALLS)
+                calls = min(OPTIONS.kernels // len(program.kernels), OPTIONS.max_calls)
             if calls is not None:
                 calls = max(calls - 1 - engine.calls, 0)  # one call is reserved for the final check
-            search = _Search(self, engine, moves, calls, deadline, fractions, best, best_ns)
+            search = _Repair(self, engine, moves, calls, deadline, fractions, best, best_ns)
             search.run()
             best = search.best
             engine.calls = sum(e.calls for e in search.engines)
@@ -123,13 +132,13 @@ class LPRound(RowsPlanner):
 
         A coarse solve comes first; the detail of the second assumes that time grows with its square.
         """
-        gaps = GUIDES if self.mode == "joint" and len(program.kernels) < FEW else None
+        relative_size = len(program.kernels) / OPTIONS.few_kernels
+        gaps = OPTIONS.max_gaps if self.mode == "joint" and relative_size < 1 else None
         if self.seconds is None:
             return floor(program, machine, limit, self.mode, gaps, 1.0, UNPROVEN)
-        part, seconds, kernels = LINEAR
-        remaining = part * self.seconds
-        detail = min(0.5 * remaining / (seconds * min(1.0, len(program.kernels) / kernels)), 1.0)
-        detail = detail if detail > ROUGH else 0.0
+        remaining = OPTIONS.floor_share * self.seconds
+        detail = min(0.5 * remaining / (OPTIONS.floor_s * min(1.0, relative_size)), 1.0)
+        detail = detail if detail > OPTIONS.min_detail else 0.0
         start_time = time.monotonic()
         coarse = floor(program, machine, limit, self.mode, gaps, detail, UNPROVEN, remaining)
         elapsed = time.monotonic() - start_time
@@ -155,9 +164,9 @@ class LPRound(RowsPlanner):
     def _rounded(self, gaps: list[Gap], swapped: NDArray[np.float64], recomputed: NDArray[np.float64]) -> Rows:
         """Rounds the fractions (step 2), smallest first."""
         evicted = swapped + recomputed
-        chosen = np.flatnonzero((recomputed > DROP) | ((evicted > 1e-3) & (self.mode != "recompute")))
+        chosen = np.flatnonzero((recomputed > OPTIONS.drop) | ((evicted > 1e-3) & (self.mode != "recompute")))
         order = chosen[np.argsort(evicted[chosen], kind="stable")].tolist()
-        rows = [row_of(gaps[i], RECOMPUTED if recomputed[i] > DROP else SWAPPED) for i in order]
+        rows = [row_of(gaps[i], RECOMPUTED if recomputed[i] > OPTIONS.drop else SWAPPED) for i in order]
         return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
 
@@ -191,7 +200,7 @@ def _variants(program: Program, plan: Rows) -> list[Rows]:
     return [plan, early, *keeping]
 
 
-class _Search:
+class _Repair:
     """Search state: the best plan so far and the weights that found it, with an engine and moves per thread.
 
     Attributes:
@@ -225,7 +234,7 @@ class _Search:
         index = {(g.tensor, g.before): i for i, g in enumerate(program.gaps(planner.min_bytes))}
         is_possible = moves.weights > 0
         fractions = fractions[[index[g.tensor, g.before] for g in moves.gaps]]
-        self.guides = [is_possible * (fractions + explore) for explore, _ in RUNS]
+        self.guides = [is_possible * (fractions + explore) for explore, _ in OPTIONS.runs]
         self.weights = self.guides[0]
         self.first = planner.first if moves.accepts(planner.first) else None
 
@@ -237,24 +246,27 @@ class _Search:
         explore_calls, kick_calls, cool_calls = (None if self.calls is None else self.calls // n for n in (3, 2, 6))
         with ThreadPoolExecutor(chains) as pool:
             start = (self.best, self.best_ns)
-            waves = -(-len(RUNS) // chains)
+            count_runs = len(OPTIONS.runs)
+            waves = -(-count_runs // chains)
             for wave in range(waves):
-                runs = range(wave * chains, min((wave + 1) * chains, len(RUNS)))
+                runs = range(wave * chains, min((wave + 1) * chains, count_runs))
                 deadline = ends[0] and begin + (ends[0] - begin) * (wave + 1) / waves
-                jobs = [(self.guides[i], *start, RUNS[i][1]) for i in runs]
-                winner = self._wave(pool, jobs, explore_calls and explore_calls // len(RUNS), deadline)
+                jobs = [(self.guides[i], *start, OPTIONS.runs[i][1]) for i in runs]
+                winner = self._wave(pool, jobs, explore_calls and explore_calls // count_runs, deadline)
                 if winner is not None:
                     self.weights = jobs[winner][0]
             if self.first is not None and (ns := self.engines[0].score(self.first).iteration_ns) < self.best_ns:
                 self.best = self.first
                 self.best_ns = ns
-            kicks = max((kick_calls or 0) // (KICK * chains), 1)
-            max_calls = KICK if kick_calls is None else min(KICK, kick_calls // (kicks * chains))
+            kicks = max((kick_calls or 0) // (OPTIONS.kick_calls * chains), 1)
+            max_calls = (
+                OPTIONS.kick_calls if kick_calls is None else min(OPTIONS.kick_calls, kick_calls // (kicks * chains))
+            )
             for _ in count() if kick_calls is None else range(kicks):
                 if (ends[1] is not None and time.monotonic() >= ends[1]) or self.best_ns <= self.enough_ns:
                     break
                 self._wave(pool, [self._kick(chain) for chain in range(chains)], max_calls, ends[1])
-            jobs = [(self.weights, self.best, self.best_ns, WARM)] * chains
+            jobs = [(self.weights, self.best, self.best_ns, OPTIONS.warm)] * chains
             self._wave(pool, jobs, cool_calls and cool_calls // chains, ends[2])
 
     def _wave(self, pool: Executor, jobs: Sequence[_Task], calls: int | None, deadline: float | None) -> int | None:
@@ -279,18 +291,18 @@ class _Search:
         seed = int(np.random.default_rng([self.seed, self.runs + chain]).integers(2**31))
         moves = self.moves[chain]
         moves.weights = weights
-        return anneal(moves, self.engines[chain], rows, ns, calls, hot, COLD, seed, self.enough_ns, deadline)
+        return anneal(moves, self.engines[chain], rows, ns, calls, hot, OPTIONS.cold, seed, self.enough_ns, deadline)
 
     def _kick(self, chain: int) -> _Task:
         """Perturbs the best plan: restores a recomputed (else swapped) gap and forbids that eviction kind for it."""
         rng = np.random.default_rng([self.seed, self.runs, chain])
         dropped = np.flatnonzero(self.best[:, KIND] == RECOMPUTE)
         if not len(self.best):
-            return self.weights, self.best, self.best_ns, HOT
+            return self.weights, self.best, self.best_ns, OPTIONS.kick_hot
         removed = int(rng.choice(dropped if len(dropped) else len(self.best)))
         row = self.best[removed]
         i = self.moves[chain].index[int(row[TENSOR]), int(row[BEFORE])]
         weights = self.weights.copy()
         swapped = np.arange(weights.shape[1]) == SWAPPED
         weights[i] = np.where(swapped == (row[KIND] == SWAP), 0.0, weights[i])
-        return weights, np.delete(self.best, removed, 0), NEVER, HOT
+        return weights, np.delete(self.best, removed, 0), NEVER, OPTIONS.kick_hot

@@ -11,6 +11,7 @@ exceeds the limit, further lifetimes are split at its worst step.
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -21,48 +22,61 @@ from simulator.compiled.jit import jit
 from simulator.moves.plan_moves import uniform
 from simulator.program import Program
 
-# probabilities of the moves; the rest are splits
-REMOVE = 0.35
-SHIFT = 0.4
-SECOND = 0.3  # probability that a removal removes a second run
-# shifts: to a near kernel; else past the use, not before; a single run
-NEAR = 0.4
-AFTER_USE = 0.4
-ALONE = 0.7
-STEP = 4.0  # kernels, mean of a near shift
-# splits: at a random step; at an earlier kernel; one more link
-ANYWHERE = 0.3
-EARLY = 0.3
-CHAIN = 0.8
-LONGEST = 12
-REPAIRS = 2.0  # mean number of splits after a move
-# change of the price per move (up above the limit, down below it), and its range
-RATE = 3e-4
-RANGE = 1e3
-# what the search may do with the runs of a node
-FREE = 0
-BANNED = 1
-LOCKED = 2
-ROOM = 64  # maximum runs that a move adds beyond the members of its nodes
 
-# Rows of Tables.kernels, .nodes, .tensors.
-DURATION, WORKSPACE, RERUN_WORKSPACE, NODE = range(4)  # RERUN_WORKSPACE: including unused outputs
-FROM, TO = range(2)
-SIZE, OWNER = range(2)
+class MoveOptions(NamedTuple):
+    """Parameters of the moves. Numbers without a unit are probabilities."""
+
+    remove: float = 0.35  # a move removes a run
+    remove_second: float = 0.3  # a removal removes another run
+    shift: float = 0.4  # a move shifts runs; the rest are splits
+    near: float = 0.4  # a shift goes to a near kernel, else to a kernel that uses one of the tensors
+    mean_distance: float = 4.0  # kernels, of a near shift
+    after_use: float = 0.4  # a shift to a use goes past it, else before it
+    alone: float = 0.7  # a shift moves a single run, else all runs of the pass
+    anywhere: float = 0.3  # a split is at a random step, else at the worst
+    early: float = 0.3  # a split's run goes to an earlier kernel than the tensor's next use
+    chain: float = 0.8  # a split continues with a tensor that must be retained because of it
+    max_chain: int = 12  # splits in a chain
+    mean_repairs: float = 2.0  # splits after a move, while the limit is exceeded
+    price_rate: float = 3e-4  # relative change of the price per move: up above the limit, down below it
+    price_range: float = 1e3  # maximum ratio of the price to its initial value, or the reverse
+    spare_runs: int = 64  # capacity for runs that a move adds beyond the members of its nodes
+
+
+OPTIONS = MoveOptions()
+
+
+class Rule(IntEnum):
+    """What the search may do with the runs of a node."""
+
+    FREE = 0
+    BANNED = 1  # adds none
+    LOCKED = 2  # removes none
+
+
+# Rows of Tables.kernels, .nodes and .tensors.
+KernelRow = np.dtype([("ns", np.int64), ("workspace", np.int64), ("rerun_workspace", np.int64), ("node", np.int64)])
+NodeRow = np.dtype([("first", np.int64), ("last", np.int64)])
+TensorRow = np.dtype([("nbytes", np.int64), ("owner", np.int64)])
 
 
 class Tables(NamedTuple):
     """A program as arrays. A node is a kernel, or kernels that must be recomputed together (``nodes_of``).
 
-    graph (ragged): per kernel, the tensors it uses but does not create, those it creates, and those it writes; per
-    node, its kernels; per tensor, the kernels that use it. Persistent tensors are omitted.
+    ``graph`` is ragged (``encoding.ragged``). Its first lists are the tensors that each kernel uses but does not
+    create. Fields ``creates`` to ``users`` are the indices of the first list of each further table. Persistent tensors
+    are omitted.
     """
 
-    kernels: Ints  # (4, n)
-    nodes: Ints  # (2, nodes): a node can be recomputed before kernels FROM to TO
-    tensors: Ints  # (2, tensors): bytes; the node that writes it, or -1
+    kernels: NDArray[np.void]  # KernelRow (n,); ``rerun_workspace`` includes the persistent outputs
+    nodes: NDArray[np.void]  # NodeRow (nodes,): first and last kernel before which it can be recomputed
+    tensors: NDArray[np.void]  # TensorRow (tensors,): bytes; the node that writes it, or -1
     worth: NDArray[np.float64]  # (tensors,), weight of splitting its lifetime; 0: never
     graph: Ints
+    creates: int  # per kernel, the tensors that it creates
+    writes: int  # per kernel, the tensors that it writes
+    members: int  # per node, its kernels
+    users: int  # per tensor, the kernels that use it
     base: int  # bytes of persistent tensors
     room: int  # extra capacity of run arrays
 
@@ -71,45 +85,46 @@ def tables(program: Program, min_bytes: int) -> Tables:
     """Returns the arrays of a program; tensors smaller than ``min_bytes`` are never evicted."""
     n = len(program.kernels)
     tensors = program.tensors
-    writes = program.writes
     nodes = nodes_of(program)
     node = {k: g for g, members in enumerate(nodes) for k in members}
     spans = [rerun_span(program, members) for members in nodes]
-    first = [w[0] if w else -1 for w in writes]
-    accessed = [[x for x in k.accesses if not tensors[x].persistent] for k in program.kernels]
-    created = [[x for x in xs if first[x] == k] for k, xs in enumerate(accessed)]
-    written = [[tensors[x] for x in dict.fromkeys(k.outputs)] for k in program.kernels]
-    persistent = [sum(t.nbytes for t in out if t.persistent) for out in written]
+    first = [w[0] if w else -1 for w in program.writes]
     owner = [-1 if t.persistent or w < 0 else node[w] for t, w in zip(tensors, first, strict=True)]
-    cost = [sum(program.kernels[k].duration_ns for k in members) for members in nodes]
+
+    accessed = [[x for x in k.accesses if not tensors[x].persistent] for k in program.kernels]
+    used = [[x for x in xs if first[x] != k] for k, xs in enumerate(accessed)]
+    created = [[x for x in xs if first[x] == k] for k, xs in enumerate(accessed)]
+    outputs = [dict.fromkeys(k.outputs) for k in program.kernels]
+    written = [[x for x in xs if not tensors[x].persistent] for xs in outputs]
+    users = [[] if t.persistent else uses for t, uses in zip(tensors, program.accesses, strict=True)]
+
+    # Nothing reads the persistent outputs of a rerun, so they go to scratch memory.
+    scratch = [sum(tensors[x].nbytes for x in xs if tensors[x].persistent) for xs in outputs]
+    kernels = [
+        (k.duration_ns, k.workspace, k.workspace + b, node[i])
+        for i, (k, b) in enumerate(zip(program.kernels, scratch, strict=True))
+    ]
+
+    # Bytes per ns of recomputation; with the unit, tensors of kernels without duration are not the only ones drawn.
     unit = 1e-3 * max(program.ideal_ns, 1)
-    room = (LONGEST + 2) * max(map(len, nodes)) + ROOM
+    cost = [sum(program.kernels[k].duration_ns for k in members) for members in nodes]
+    can_rerun = [g >= 0 and spans[g][0] <= spans[g][1] for g in owner]
     worth = [
-        t.nbytes / (cost[g] + unit) if g >= 0 and spans[g][0] <= spans[g][1] and t.nbytes >= max(min_bytes, 1) else 0.0
-        for t, g in zip(tensors, owner, strict=True)
+        t.nbytes / (cost[g] + unit) if ok and t.nbytes >= max(min_bytes, 1) else 0.0
+        for t, g, ok in zip(tensors, owner, can_rerun, strict=True)
     ]
     return Tables(
-        np.array(
-            [
-                [k.duration_ns for k in program.kernels],
-                [k.workspace for k in program.kernels],
-                [k.workspace + b for k, b in zip(program.kernels, persistent, strict=True)],
-                [node[k] for k in range(n)],
-            ],
-            np.int64,
-        ),
-        np.array(spans, np.int64).T.copy(),
-        np.array([[t.nbytes for t in tensors], owner], np.int64).reshape(2, -1),
+        np.array(kernels, KernelRow),
+        np.array(spans, NodeRow),
+        np.array([(t.nbytes, g) for t, g in zip(tensors, owner, strict=True)], TensorRow),
         np.array(worth),
-        ragged(
-            [[x for x in xs if first[x] != k] for k, xs in enumerate(accessed)],
-            created,
-            [[x for x in dict.fromkeys(k.outputs) if not tensors[x].persistent] for k in program.kernels],
-            nodes,
-            [[] if t.persistent else uses for t, uses in zip(tensors, program.accesses, strict=True)],
-        ),
-        sum(t.nbytes for t in tensors if t.persistent),
-        room,
+        ragged(used, created, written, nodes, users),
+        creates=n + 1,  # each table has one offset more than lists
+        writes=2 * n + 2,
+        members=3 * n + 3,
+        users=3 * n + 4 + len(nodes),
+        base=sum(t.nbytes for t in tensors if t.persistent),
+        room=(OPTIONS.max_chain + 2) * max(map(len, nodes)) + OPTIONS.spare_runs,
     )
 
 
@@ -167,7 +182,9 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
     kernels = table.kernels
     tensors = table.tensors
     graph = table.graph
-    n = table.kernels.shape[1]
+    n = table.kernels.shape[0]
+    # Backward, a tensor is live from its last use to its creation, and a run of a tensor that is not live is unused.
+    # Removed runs leave a hole: runs[w:m] are the remaining ones so far, runs[:j + 1] those still to be visited.
     live[:] = 0
     stamp[:] = -1
     memory = table.base
@@ -185,33 +202,36 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
         while True:
             needed = not is_rerun
             if is_rerun:
-                for i in range(graph[2 * n + 2 + k], graph[2 * n + 3 + k]):
+                for i in range(graph[table.writes + k], graph[table.writes + k + 1]):
                     needed = needed or live[graph[i]] == 1
-                group = graph[3 * n + 3 + kernels[NODE, k] + 1] - graph[3 * n + 3 + kernels[NODE, k]] > 1
+                node = table.members + kernels[k].node
+                # Members of a node are removed together or not at all, which is known only after its first member.
+                group = graph[node + 1] - graph[node] > 1
                 if needed or group:
                     w -= 1
                     runs[w] = b * n + k
                     counted[w] = needed
                     has_unused = has_unused or not needed
             if needed:
-                for part in (k, n + 1 + k):  # tensors it uses, and tensors it creates
-                    for i in range(graph[part], graph[part + 1]):
+                for row in (k, table.creates + k):  # tensors that it uses, and tensors that it creates
+                    for i in range(graph[row], graph[row + 1]):
                         x = graph[i]
                         if live[x] == 0:
                             live[x] = 1
-                            memory += tensors[SIZE, x]
-                used = memory + kernels[RERUN_WORKSPACE if is_rerun else WORKSPACE, k]
+                            memory += tensors[x].nbytes
+                used = memory + (kernels[k].rerun_workspace if is_rerun else kernels[k].workspace)
                 if used > limit:
                     excess += used - limit
                 if used > peak:
                     peak = used
                     worst = b * (n + 1) + (k if is_rerun else n)
-                for i in range(graph[n + 1 + k], graph[n + 2 + k]):
+                # Before the kernel, the tensors that it creates take no memory.
+                for i in range(graph[table.creates + k], graph[table.creates + k + 1]):
                     live[graph[i]] = 0
-                    memory -= tensors[SIZE, graph[i]]
+                    memory -= tensors[graph[i]].nbytes
                 if is_rerun:
-                    extra += kernels[DURATION, k]
-                    stamp[kernels[NODE, k]] = b
+                    extra += kernels[k].ns
+                    stamp[kernels[k].node] = b
             if j < 0 or runs[j] // n != b:
                 break
             k = runs[j] % n
@@ -220,7 +240,7 @@ def _sweep(table, limit, runs, m, live, stamp, counted):
         if has_unused:  # removes nodes without counted runs
             z = end
             for i in range(end - 1, w - 1, -1):
-                if stamp[kernels[NODE, runs[i] % n]] == b:
+                if stamp[kernels[runs[i] % n].node] == b:
                     z -= 1
                     runs[z] = runs[i]
                     counted[z] = counted[i]
@@ -235,8 +255,8 @@ def pruned(table: Tables, runs: Ints) -> Ints:
     """Returns the runs of a state that write data which a later kernel reads."""
     state = runs.copy()
     counted = np.zeros(len(runs), np.bool_)
-    live = np.zeros(table.tensors.shape[1], np.int64)
-    stamp = np.zeros(table.nodes.shape[1], np.int64)
+    live = np.zeros(table.tensors.shape[0], np.int64)
+    stamp = np.zeros(table.nodes.shape[0], np.int64)
     m, *_ = _sweep(table, 0, state, len(runs), live, stamp, counted)
     return np.array(state[:m][counted[:m]])
 
@@ -245,7 +265,7 @@ def pruned(table: Tables, runs: Ints) -> Ints:
 def _fill_live(table, runs, m, live, use, stop):
     """Fills ``live`` at step ``stop``: 1 for retained tensors, 2 for tensors in use; fills ``use`` with next uses."""
     graph = table.graph
-    n = table.kernels.shape[1]
+    n = table.kernels.shape[0]
     live[:] = 0
     j = m - 1
     for b in range(n - 1, stop // (n + 1) - 1, -1):
@@ -256,7 +276,7 @@ def _fill_live(table, runs, m, live, use, stop):
             for i in range(graph[k], graph[k + 1]):
                 live[graph[i]] = 2 if is_stop else 1
                 use[graph[i]] = b
-            for i in range(graph[n + 1 + k], graph[n + 2 + k]):
+            for i in range(graph[table.creates + k], graph[table.creates + k + 1]):
                 live[graph[i]] = 2 if is_stop else 0
             if is_stop:
                 return
@@ -270,8 +290,8 @@ def _fill_live(table, runs, m, live, use, stop):
 def _insert(table, runs, m, node, b):
     """Adds runs of all members of a node before kernel b; returns the runs in use."""
     graph = table.graph
-    n = table.kernels.shape[1]
-    for i in range(graph[3 * n + 3 + node], graph[3 * n + 4 + node]):
+    n = table.kernels.shape[0]
+    for i in range(graph[table.members + node], graph[table.members + node + 1]):
         key = b * n + graph[i]
         z = m
         while z > 0 and runs[z - 1] >= key:
@@ -288,10 +308,10 @@ def _insert(table, runs, m, node, b):
 def _remove(table, runs, m, node, b):
     """Removes the runs of a node before kernel b; returns the runs in use."""
     kernels = table.kernels
-    n = table.kernels.shape[1]
+    n = table.kernels.shape[0]
     z = 0
     for i in range(m):
-        if runs[i] // n != b or kernels[NODE, runs[i] % n] != node:
+        if runs[i] // n != b or kernels[runs[i] % n].node != node:
             runs[z] = runs[i]
             z += 1
     return z
@@ -303,37 +323,39 @@ def _split(rng, table, rules, runs, m, live, before, use, stop):
     nodes = table.nodes
     tensors = table.tensors
     worth = table.worth
-    n = table.kernels.shape[1]
+    n = table.kernels.shape[0]
     _fill_live(table, runs, m, live, use, stop)
+    # Draws a tensor by worth in one pass (reservoir sampling): the last one that replaces its predecessors is taken.
     x = -1
     total = 0.0
     for i in range(live.shape[0]):
-        g = tensors[OWNER, i]
-        if live[i] == 1 and worth[i] > 0.0 and nodes[FROM, g] <= use[i] <= nodes[TO, g] and rules[g] != BANNED:
+        g = tensors[i].owner
+        if live[i] == 1 and worth[i] > 0.0 and nodes[g].first <= use[i] <= nodes[g].last and rules[g] != Rule.BANNED:
             total += worth[i]
             if uniform(rng) * total < worth[i]:
                 x = i
-    for _ in range(LONGEST):
+    for _ in range(OPTIONS.max_chain):
         if x < 0:
             break
-        g = tensors[OWNER, x]
+        g = tensors[x].owner
         b = use[x]
-        low = max(stop // (n + 1) + 1, nodes[FROM, g])
-        if b > low and uniform(rng) < EARLY:
+        low = max(stop // (n + 1) + 1, nodes[g].first)
+        if b > low and uniform(rng) < OPTIONS.early:
             b = low + int(uniform(rng) * (b - low + 1))
         m = _insert(table, runs, m, g, b)
-        if uniform(rng) > CHAIN:
+        if uniform(rng) > OPTIONS.chain:
             break
+        # The run reads inputs, which may have to be retained longer now: one of these is split next.
         before[:] = live
         _fill_live(table, runs, m, live, use, stop)
         x = -1
         count = 0
-        for i in range(live.shape[0]):  # tensors that must be retained now
+        for i in range(live.shape[0]):
             if live[i] == 1 and before[i] == 0:
-                g = tensors[OWNER, i]
+                g = tensors[i].owner
                 count += 1
                 if uniform(rng) * count < 1.0:
-                    is_allowed = nodes[FROM, g] <= use[i] <= nodes[TO, g] and rules[g] != BANNED
+                    is_allowed = nodes[g].first <= use[i] <= nodes[g].last and rules[g] != Rule.BANNED
                     x = i if is_allowed else -1
     return m
 
@@ -344,33 +366,37 @@ def _shift(rng, table, runs, m, copy):
     kernels = table.kernels
     nodes = table.nodes
     graph = table.graph
-    n = kernels.shape[1]
+    n = kernels.shape[0]
     i = int(uniform(rng) * m)
     k = runs[i] % n
     b = runs[i] // n
-    if uniform(rng) < NEAR:
-        distance = 1 + int(-STEP * math.log(1.0 - uniform(rng)))
+    if uniform(rng) < OPTIONS.near:
+        distance = 1 + int(-OPTIONS.mean_distance * math.log(1.0 - uniform(rng)))
         goal = b + distance if uniform(rng) < 0.5 else b - distance
     else:
+        # Next to another use of a tensor that the kernel reads or creates, both share one copy of it.
         uses = graph[k + 1] - graph[k]
-        created = graph[n + 2 + k] - graph[n + 1 + k]
+        created = graph[table.creates + k + 1] - graph[table.creates + k]
         if uses + created == 0:
             return m
         z = int(uniform(rng) * (uses + created))
-        x = graph[graph[k] + z] if z < uses else graph[graph[n + 1 + k] + z - uses]
-        row = 3 * n + 4 + nodes.shape[1] + x
-        goal = graph[graph[row] + int(uniform(rng) * (graph[row + 1] - graph[row]))] + (uniform(rng) < AFTER_USE)
+        x = graph[graph[k] + z] if z < uses else graph[graph[table.creates + k] + z - uses]
+        row = table.users + x
+        goal = graph[graph[row] + int(uniform(rng) * (graph[row + 1] - graph[row]))] + (
+            uniform(rng) < OPTIONS.after_use
+        )
     if goal == b:
         return m
-    if uniform(rng) < ALONE:
-        g = kernels[NODE, k]
-        if nodes[FROM, g] <= goal <= nodes[TO, g]:
+    if uniform(rng) < OPTIONS.alone:
+        g = kernels[k].node
+        if nodes[g].first <= goal <= nodes[g].last:
             m = _insert(table, runs, _remove(table, runs, m, g, b), g, goal)
         return m
+    # Insertions move the runs, so the pass is read from a copy.
     copy[:m] = runs[:m]
     for i in range(m):
-        g = kernels[NODE, copy[i] % n]
-        if copy[i] // n == b and nodes[FROM, g] <= goal <= nodes[TO, g]:
+        g = kernels[copy[i] % n].node
+        if copy[i] // n == b and nodes[g].first <= goal <= nodes[g].last:
             m = _insert(table, runs, _remove(table, runs, m, g, b), g, goal)
     return m
 
@@ -378,10 +404,10 @@ def _shift(rng, table, runs, m, copy):
 @jit
 def _drop(rng, table, rules, runs, m):
     """Removes a run, unless its node is locked; returns the runs in use."""
-    n = table.kernels.shape[1]
+    n = table.kernels.shape[0]
     i = int(uniform(rng) * m)
-    g = table.kernels[NODE, runs[i] % n]
-    return m if rules[g] == LOCKED else _remove(table, runs, m, g, runs[i] // n)
+    g = table.kernels[runs[i] % n].node
+    return m if rules[g] == Rule.LOCKED else _remove(table, runs, m, g, runs[i] // n)
 
 
 @jit
@@ -390,7 +416,7 @@ def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):
 
     Args:
         rng: uint64[1], not 0.
-        rules: int64[nodes]: FREE, BANNED or LOCKED.
+        rules: int64[nodes] of ``Rule``.
         runs: int64, the first ``m`` are the start; overwritten with the final state.
         price: ns per byte of excess.
 
@@ -398,10 +424,10 @@ def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):
         Runs in use of the final state; the runs of the fastest state within the limit and the ns of its counted runs
         (-1: none was found); the final price.
     """
-    n = table.kernels.shape[1]
+    n = table.kernels.shape[0]
     max_runs = runs.shape[0] - table.room
-    live, before, use = np.zeros((3, table.tensors.shape[1]), np.int64)
-    stamp = np.zeros(table.nodes.shape[1], np.int64)
+    live, before, use = np.zeros((3, table.tensors.shape[0]), np.int64)
+    stamp = np.zeros(table.nodes.shape[0], np.int64)
     counted = np.zeros(runs.shape[0], np.bool_)
     new = np.empty_like(runs)
     copy = np.empty_like(runs)
@@ -411,32 +437,33 @@ def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):
     if excess == 0.0:
         best = runs[:m].copy()
         best_ns = extra
-    lowest = price / RANGE
-    highest = price * RANGE
+    lowest = price / OPTIONS.price_range
+    highest = price * OPTIONS.price_range
     for step in range(moves):
         temperature = hot * (cold / hot) ** (step / moves)
         new[:m] = runs[:m]
         z = m
         kind = uniform(rng)
-        if kind < REMOVE:
+        if kind < OPTIONS.remove:
             if m > 0:
                 z = _drop(rng, table, rules, new, z)
-            if z > 0 and uniform(rng) < SECOND:
+            if z > 0 and uniform(rng) < OPTIONS.remove_second:
                 z = _drop(rng, table, rules, new, z)
-        elif kind < REMOVE + SHIFT:
+        elif kind < OPTIONS.remove + OPTIONS.shift:
             if m > 0:
                 z = _shift(rng, table, new, z, copy)
         else:
             stop = worst
-            if excess == 0.0 or uniform(rng) < ANYWHERE:
+            if excess == 0.0 or uniform(rng) < OPTIONS.anywhere:
                 stop = int(uniform(rng) * n) * (n + 1) + n
             z = _split(rng, table, rules, new, z, live, before, use, stop)
         z, ns, new_excess, new_worst = _sweep(table, limit, new, z, live, stamp, counted)
-        for _ in range(int(-REPAIRS * math.log(1.0 - uniform(rng)))):
+        for _ in range(int(-OPTIONS.mean_repairs * math.log(1.0 - uniform(rng)))):
             if new_excess == 0.0 or z > max_runs:
                 break
             z = _split(rng, table, rules, new, z, live, before, use, new_worst)
             z, ns, new_excess, new_worst = _sweep(table, limit, new, z, live, stamp, counted)
+        # The excess is a soft constraint, so that the search can pass through states above the limit.
         worse = ns - extra + price * (new_excess - excess)
         if z <= max_runs and (worse <= 0.0 or uniform(rng) < math.exp(-worse / temperature)):
             runs[:z] = new[:z]
@@ -447,5 +474,8 @@ def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):
             if new_excess == 0.0 and (best_ns < 0 or ns < best_ns):
                 best = new[:z].copy()
                 best_ns = ns
-        price = min(max(price * (1.0 - RATE if excess == 0.0 else 1.0 + RATE), lowest), highest)
+        # The price settles where about half of the states exceed the limit.
+        price = min(
+            max(price * (1.0 - OPTIONS.price_rate if excess == 0.0 else 1.0 + OPTIONS.price_rate), lowest), highest
+        )
     return m, best, best_ns, price

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from agents.planner import PlannerInfo, Rows, RowsPlanner, at_least, positive
 from agents.search.budgeted import budgeted
-from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, pruned, tables
+from agents.search.rerun_moves import Rule, Tables, anneal, pruned, tables
 from simulator.compiled.encoding import Ints, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -26,19 +26,26 @@ from simulator.plan import Plan, Rerun
 from simulator.program import Program
 from simulator.residency import recompute_ns
 
-# temperatures, as fractions of the ideal time
-HOT = 1e-3
-WARM = 3e-4
-COLD = 1e-5
-# moves of the first annealing, of a kick, and after a kick
-FIRST = 200_000
-KICK = 20_000
-SETTLE = 10_000
-PATIENCE = 40  # kicks without improvement before a restart
-CHUNK = 1_000  # moves between clock checks
-EXPLORE = (0.1, 1.0)  # added to the fractions of ``relaxed``, cyclically
-PRICE = 10.0  # initial price, as a fraction of the ideal time for the empty plan's excess
-SLACK = 0.01  # tolerance for accepting a kicked plan, relative to the best plan's rerun time
+
+@dataclass(frozen=True)
+class RerunSearchOptions:
+    """Schedule of the search. Temperatures are fractions of the ideal time."""
+
+    hot: float = 1e-3  # first temperature of a start from the program without reruns
+    warm: float = 3e-4  # first temperature of a kick, and, divided by 3, after it
+    cold: float = 1e-5  # last temperature of all
+    start_moves: int = 200_000
+    kick_moves: int = 20_000
+    settle_moves: int = 10_000  # after a kick, without its rule
+    patience: int = 40  # kicks without improvement before a restart
+    clock_moves: int = 1_000  # moves between looks at the clock
+    # Added to the fractions of ``relaxed`` as weights of the tensors, in turn: 0.1 trusts them, 1 hardly.
+    explore: tuple[float, ...] = (0.1, 1.0)
+    price: float = 10.0  # initial price: that times the ideal time is the cost of the empty plan's excess
+    slack: float = 0.01  # a kicked plan is continued from if its rerun time exceeds the best by at most that fraction
+
+
+OPTIONS = RerunSearchOptions()
 
 
 @dataclass(eq=False)
@@ -66,8 +73,8 @@ class RerunSearch(RowsPlanner):
             min_limit = least_bytes(program, table)
             if min_limit > limit:
                 raise self.beyond_reach(engine, min_limit)
-            search = _Search(program, table, limit, self.seed, deadline)
-            for explore in EXPLORE:
+            search = _KickSearch(program, table, limit, self.seed, deadline)
+            for explore in OPTIONS.explore:
                 search.restart(explore)
             for _ in range(self.kicks):
                 if time.monotonic() > deadline:
@@ -86,13 +93,13 @@ def rows(runs: Ints, n: int) -> Rows:
 
 def least_bytes(program: Program, table: Tables) -> int:
     """Returns the maximum over kernels of their own memory plus that of tensors that cannot be recomputed."""
-    load = table.kernels[WORKSPACE] + table.base
+    load = table.kernels["workspace"] + table.base
     for x, tensor in enumerate(program.tensors):
         uses = program.accesses[x]
-        g = table.tensors[OWNER, x]
         if tensor.persistent or not uses:
             continue
-        is_rerunnable = table.nodes[FROM, g] <= table.nodes[TO, g]
+        first, last = table.nodes[table.tensors["owner"][x]]
+        is_rerunnable = first <= last
         for span in [slice(k, k + 1) for k in uses] if is_rerunnable else [slice(uses[0], uses[-1] + 1)]:
             load[span] += tensor.nbytes
     return int(load.max())
@@ -125,7 +132,7 @@ def relaxed(program: Program, table: Tables, limit: int) -> NDArray[np.float64]:
     return fractions
 
 
-class _Search:
+class _KickSearch:
     """Search state: the current plan (``current``) and the best so far; ns of its reruns, -1: none fits."""
 
     def __init__(self, program: Program, table: Tables, limit: int, seed: int, deadline: float) -> None:
@@ -135,14 +142,15 @@ class _Search:
         self.deadline = deadline
         self.rng = np.random.default_rng(seed)
         self.ideal = max(program.ideal_ns, 1)
-        self.price = PRICE * self.ideal / sum(max(used - limit, 0) for used in program.live_bytes)
+        self.price = OPTIONS.price * self.ideal / sum(max(used - limit, 0) for used in program.live_bytes)
         self.fractions = relaxed(program, table, limit)
-        self.lock = np.zeros(table.nodes.shape[1])  # per node: weight of being locked
+        self.lock = np.zeros(len(table.nodes))  # per node: weight of being locked
         self.uses: list[list[int]] = [[] for _ in self.lock]  # per node: kernels before which it can be recomputed
-        for x, g in enumerate(table.tensors[OWNER]):
-            later = [k for k in program.accesses[x] if table.nodes[FROM, g] <= k <= table.nodes[TO, g]]
+        for x, g in enumerate(table.tensors["owner"]):
+            first, last = table.nodes[g]
+            later = [k for k in program.accesses[x] if first <= k <= last]
             if table.worth[x] > 0 and later:
-                self.lock[g] += table.worth[x] * (EXPLORE[0] + self.fractions[x])
+                self.lock[g] += table.worth[x] * (OPTIONS.explore[0] + self.fractions[x])
                 self.uses[g] += later
         self.best: Ints = np.empty(0, np.int64)
         self.best_ns = -1
@@ -152,7 +160,9 @@ class _Search:
     def restart(self, explore: float) -> None:
         """Starts from the program without reruns."""
         self.worth = self.table.worth * (explore + self.fractions)
-        runs, ns, last, self.price = self._anneal(np.empty(0, np.int64), FIRST, HOT, np.zeros_like(self.lock, np.int64))
+        empty: Ints = np.empty(0, np.int64)
+        free = np.full(len(self.lock), Rule.FREE, np.int64)
+        runs, ns, last, self.price = self._anneal(empty, OPTIONS.start_moves, OPTIONS.hot, free)
         self.current = runs if ns >= 0 else last
         self.since_ns = ns
         self.failures = 0
@@ -162,31 +172,33 @@ class _Search:
             self.since_ns = self.best_ns
 
     def kick(self) -> None:
-        """Anneals briefly with one node banned or locked, then without; restarts after PATIENCE failures."""
+        """Anneals briefly with one node banned or locked, then without; restarts after too many failures."""
         self.failures += 1
-        if self.failures > PATIENCE:
+        if self.failures > OPTIONS.patience:
             self.starts += 1
-            self.restart(EXPLORE[self.starts % len(EXPLORE)])
+            self.restart(OPTIONS.explore[self.starts % len(OPTIONS.explore)])
             return
-        rules = np.zeros_like(self.lock, np.int64)
-        node = self.table.kernels[NODE][self.current % self.n]
+        free = np.full(len(self.lock), Rule.FREE, np.int64)
+        rules = free.copy()
+        node = self.table.kernels["node"][self.current % self.n]
         lock = self.lock.copy()
         lock[node] = 0.0
         if len(node) and (self.rng.random() < 0.5 or not lock.any()):  # each ban is used once before any repeats
             self.ban_deck = [g for g in self.ban_deck if g in node] or self.rng.permutation(np.unique(node)).tolist()
             g = self.ban_deck.pop()
-            rules[g] = BANNED
+            rules[g] = Rule.BANNED
             start = self.current[node != g]
         elif lock.any():
             g = int(self.rng.choice(len(lock), p=lock / lock.sum()))
-            members = np.flatnonzero(self.table.kernels[NODE] == g)
-            rules[g] = LOCKED
+            members = np.flatnonzero(self.table.kernels["node"] == g)
+            rules[g] = Rule.LOCKED
             start = np.union1d(self.current, self.rng.choice(self.uses[g]) * self.n + members)
         else:
             return
-        runs, ns, last, _ = self._anneal(start, KICK, WARM, rules)
+        runs, ns, last, _ = self._anneal(start, OPTIONS.kick_moves, OPTIONS.warm, rules)
         self._accept(runs, ns)
-        runs, ns, last, _ = self._anneal(last if ns < 0 else runs, SETTLE, WARM / 3, np.zeros_like(rules))
+        start = last if ns < 0 else runs
+        runs, ns, last, _ = self._anneal(start, OPTIONS.settle_moves, OPTIONS.warm / 3, free)
         self._accept(runs, ns)
         if self.since_ns < 0:
             self.current = last
@@ -201,13 +213,14 @@ class _Search:
         best = runs
         best_ns = -1
         price = self.price
-        fall = COLD / hot
-        for move in range(0, moves, CHUNK):
+        fall = OPTIONS.cold / hot
+        chunk = OPTIONS.clock_moves
+        for move in range(0, moves, chunk):
             if move and time.monotonic() > self.deadline:
                 break
-            begin, end = (self.ideal * hot * fall ** (done / moves) for done in (move, move + CHUNK))
+            begin, end = (self.ideal * hot * fall ** (done / moves) for done in (move, move + chunk))
             m, candidate, ns, price = anneal(
-                rng, table, self.limit, rules, state, m, min(CHUNK, moves - move), begin, end, price
+                rng, table, self.limit, rules, state, m, min(chunk, moves - move), begin, end, price
             )
             if ns >= 0 and (best_ns < 0 or ns < best_ns):
                 best = candidate
@@ -221,7 +234,7 @@ class _Search:
         if self.since_ns < 0 or ns < self.since_ns:
             self.since_ns = ns
             self.failures = 0
-        if ns <= self.since_ns * (1 + SLACK):
+        if ns <= self.since_ns * (1 + OPTIONS.slack):
             self.current = runs
         if self.best_ns < 0 or ns < self.best_ns:
             self.best = runs

@@ -4,7 +4,7 @@ For each limit and each assumption about the times (``BELIEFS``), plans are made
 fixed number of simulator calls. The recommended plan is simulated under the measured times and compared with the plan
 that the same searches find for the measured times, and with the certified lower bound.
 
-- ``model``: the kernel-time model with its error (agents/search/other_times.py);
+- ``model``: the kernel-time model with its error (agents/search/retimed.py);
 - ``model, believed exact``: control, the model without its error;
 - ``roofline``: control, a single float32 roofline (steps.py).
 """
@@ -17,7 +17,7 @@ from typing import Any
 import agents
 from agents.floor import UNPROVEN, floor
 from agents.planner import small
-from agents.search.other_times import ForFaster, OtherTimes, Spread, TimesError
+from agents.search.retimed import ForFaster, Retimed, Spread, TimesError
 from executor.capture.durations import with_roofline
 from experiments.common import report
 from experiments.measured import steps
@@ -104,7 +104,7 @@ def compared(
 def planned(
     program: Program, machine: Machine, limit: int, calls: int, error: TimesError | None, searches: Sequence[str]
 ) -> tuple[Plan, Spread | None]:
-    """Returns the recommended plan and, if ``error`` is given, its spread (agents/search/other_times.py).
+    """Returns the recommended plan and, if ``error`` is given, its spread (agents/search/retimed.py).
 
     Args:
         limit: memory limit in bytes.
@@ -120,7 +120,7 @@ def planned(
     if error is not None:
         starts = [best.plan for best in found if best.plan is not None]
         found.append(_best(ForFaster(starts, error, **options), task))
-    retimed = None if error is None else OtherTimes(*task, error, seed=0)
+    retimed = None if error is None else Retimed(*task, error, seed=0)
     best = times.recommended(found, retimed)
     if best is None or best.plan is None:
         raise agents.Infeasible(f"{program.name!r} has no plan within {limit:,} bytes")

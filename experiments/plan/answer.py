@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from agents.search.other_times import Spread, TimesError
+from agents.search.retimed import Spread, TimesError
 from experiments.common.report import Row
 from experiments.plan.usage import Checkpoints
 from simulator.machine import Machine

@@ -15,7 +15,7 @@ from agents.deadline import TimeUp, within
 from agents.floor import UNPROVEN, Floor, floor
 from agents.learned.best import HUGE, LOADING
 from agents.planner import small
-from agents.search.other_times import ForFaster, TimesError
+from agents.search.retimed import ForFaster, TimesError
 from experiments.common import report
 from experiments.common.errors import expected_errors
 from experiments.common.report import Row

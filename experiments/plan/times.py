@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from agents.search.other_times import DRAWS, OtherTimes, TimesError
+from agents.search.retimed import DRAWS, Retimed, TimesError
 from experiments.common import cli
 from experiments.plan.answer import Best, Times
 from simulator.kernel_times import scaled
@@ -68,13 +68,13 @@ def rescaled(program: Program, times: Times) -> Program:
         raise cli.UsageError(f"step_ms: {error}") from None
 
 
-def perturbed_times(task: tuple[Program, Machine, int], error: TimesError | None, seed: int = 0) -> OtherTimes | None:
+def perturbed_times(task: tuple[Program, Machine, int], error: TimesError | None, seed: int = 0) -> Retimed | None:
     """Returns perturbed times of a task's step; None if the error is unknown or zero."""
     draws = min(DRAWS, max(1_000_000 // len(task[0].kernels), 2))  # bounds the number of kernel times drawn
-    return None if error is None else OtherTimes(*task, error, draws, seed)
+    return None if error is None else Retimed(*task, error, draws, seed)
 
 
-def recommended(families: Sequence[Best], perturbed: OtherTimes | None) -> Best | None:
+def recommended(families: Sequence[Best], perturbed: Retimed | None) -> Best | None:
     """Returns the recommended plan, or None if no plan is given.
 
     Among plans whose overhead is at most ROOM above the lowest, it has the lowest expected cost; ties are broken by the

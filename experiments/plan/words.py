@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from agents.search.other_times import Spread, TimesError
+from agents.search.retimed import Spread, TimesError
 from experiments.common import report
 from experiments.plan.answer import Answer, Largest
 from experiments.plan.capture import Step

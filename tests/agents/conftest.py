@@ -1,5 +1,7 @@
 """Shared fixtures of the planner tests."""
 
+from dataclasses import replace
+
 import pytest
 
 from agents.search import rerun_search
@@ -8,5 +10,5 @@ from agents.search import rerun_search
 @pytest.fixture
 def few_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits the rerun search by a number of moves that suffices for small programs, instead of by seconds."""
-    for name, count in {"FIRST": 4000, "KICK": 1000, "SETTLE": 500}.items():
-        monkeypatch.setattr(rerun_search, name, count)
+    few = replace(rerun_search.OPTIONS, start_moves=4000, kick_moves=1000, settle_moves=500)
+    monkeypatch.setattr(rerun_search, "OPTIONS", few)

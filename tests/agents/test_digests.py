@@ -23,7 +23,7 @@ from agents.heuristics.tensile import TENSILE
 from agents.heuristics.tensile.controller import control
 from agents.heuristics.workspace import plan_with_variants
 from agents.jobs import Split
-from agents.search.other_times import OtherTimes, TimesError
+from agents.search.retimed import Retimed, TimesError
 from simulator import Job, Machine, Plan, Program
 from tests import random_cases
 from tests.agents.heuristics.test_superneurons import network
@@ -67,7 +67,7 @@ def variants(rng: Random, program: Program, machine: Machine, limit: int, planne
 def spread(program: Program, machine: Machine, limit: int) -> object:
     """Returns the overheads under other kernel times."""
     plan = agents.make("tensile", min_bytes=1).plan(program, machine, limit)
-    return OtherTimes(program, machine, limit, TimesError(0.0, 0.1), draws=2).spread(plan)
+    return Retimed(program, machine, limit, TimesError(0.0, 0.1), draws=2).spread(plan)
 
 
 def planned(task: tuple[Program, Machine, int], name: str, options: dict[str, object]) -> object:

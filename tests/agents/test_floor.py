@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -18,6 +17,7 @@ from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, 
 from simulator.modes import MODES
 from simulator.plan import PlanError
 from simulator.schedule import lower
+from tests.agents.planned import planned
 from tests.agents.search.test_search import pyramid
 from tests.oracle import enumeration
 from tests.programs import BYTE_PER_NS as MACHINE
@@ -192,7 +192,7 @@ def test_the_limit_and_the_host(program: Program, host: int, limit: int, mode: s
     assert (result.least_bytes > limit) == (limit == 99)
     if not result.feasible:
         with pytest.raises(agents.Infeasible):
-            agents.make("lp_round", min_bytes=1, mode=mode).plan(program, replace(MACHINE, host_bytes=host), limit)
+            planned("lp_round", program, replace(MACHINE, host_bytes=host), limit, mode=mode)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +307,8 @@ def test_below_the_optima_of_checkmate(gib: int, percent: float) -> None:
 
 # Forces small programs to be merged like large ones: slightly with detail 1, more with less detail.
 SMALL = {
-    "GROUPS": {"swap": 10, "joint": 10},
-    "CELLS": {"recompute": 30, "joint": 30},
-    "LARGEST": dict.fromkeys(MODES, 100),
+    mode: replace(options, max_gaps=100, max_groups=10 if options.max_groups else 0, cells=30 if options.cells else 0)
+    for mode, options in bound_module.OPTIONS.items()
 }
 
 
@@ -350,7 +349,7 @@ def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
     except PlanError:  # the host is full
         assume(False)
     for mode in modes:
-        with patch.multiple(bound_module, **merged) if merged else nullcontext():
+        with patch.dict(bound_module.OPTIONS, merged):
             result = floor(program, machine, limit, mode, detail=detail)
         assert result.feasible and result.least_bytes <= required
         assert result.iteration_ns <= timeline.iteration_ns
@@ -360,7 +359,7 @@ def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
 def test_rounding_finds_the_plans_that_are_best_by_hand() -> None:
     # Recomputing the tensor takes 10 ns, moving it 200.
     for mode, best in (("joint", Recompute(0, 0, 2)), ("swap", Swap(0, 0, 2))):
-        assert agents.make("lp_round", min_bytes=1, mode=mode).plan(sandwich(), MACHINE, 100).decisions == (best,)
+        assert planned("lp_round", sandwich(), MACHINE, 100, mode=mode).decisions == (best,)
     # It stops at the floor.
     planner = agents.make("lp_round", min_bytes=1)
     planner.plan(sandwich(), MACHINE, 100)

@@ -99,43 +99,33 @@ def test_none_is_the_empty_plan_or_infeasible() -> None:
         agents.make("none").plan(program, machine, 6)
 
 
-# The option that the refusal names is the last one.
+# Each of these values is refused by itself.
+BAD_VALUES: dict[str, dict[str, object]] = {
+    "vdnn_all": {"policy": "conv"},
+    "geeps": {"mode": "joint"},
+    "autoswap_doa": {"score": "aoa"},
+    "smartpool+autoswap": {"pool": "cnmem", "score": "sum", "steps": 1, "evaluations": 3},
+    "autoswap_bo": {"evaluations": 3, "random": -1},
+    "activation_budget": {"runtime": "guess", "steps": 0},
+    "capuchin": {"rounds": 0},
+    "tensile": {"max_swap_ratio": 1.5},
+    "superneurons": {"recompute": "fast"},
+    "home": {"particles": 0, "jobs": 0, "iterations": 0, "calls": 1},
+    "tflms": {"n_tensors": -1, "lower_bound": 0},
+    "memonger": {"trials": 0},
+    "random_search": {"calls": 1},
+    "annealing": {"calls": 3, "seconds": 0},
+    "lp_round": {"calls": 3, "seconds": 0},
+    "rerun_search": {"seconds": 0, "kicks": -1},
+    "dqn": {"calls": 1, "seconds": 0.0, "ranks": "mutation"},
+}
 REFUSED: list[tuple[str, dict[str, object]]] = [
-    ("vdnn_all", {"policy": "conv"}),
-    ("geeps", {"mode": "joint"}),
-    ("autoswap_doa", {"score": "aoa"}),
-    ("smartpool+autoswap", {"pool": "cnmem"}),
-    ("smartpool+autoswap", {"score": "sum"}),
-    ("smartpool+autoswap", {"steps": 1}),
-    ("smartpool+autoswap", {"evaluations": 3}),
-    ("autoswap_bo", {"evaluations": 3}),
-    ("autoswap_bo", {"random": -1}),
-    ("activation_budget", {"runtime": "guess"}),
-    ("activation_budget", {"steps": 0}),
-    ("capuchin", {"rounds": 0}),
-    ("tensile", {"max_swap_ratio": 1.5}),
-    ("superneurons", {"recompute": "fast"}),
-    ("home", {"particles": 0}),
-    ("home", {"jobs": 0}),
-    ("home", {"iterations": 0}),
-    ("home", {"calls": 1}),
-    ("tflms", {"n_tensors": -1}),
-    ("tflms", {"lower_bound": 0}),
-    ("memonger", {"trials": 0}),
-    ("random_search", {"calls": 1}),
-    ("annealing", {"calls": 3}),
-    ("annealing", {"hot": 1e-5, "cold": 1e-3}),
-    ("annealing", {"seconds": 0}),
-    ("lp_round", {"calls": 3}),
-    ("lp_round", {"seconds": 0}),
-    ("lp_round", {"seconds": 1.0, "jobs": 0}),
-    ("rerun_search", {"seconds": 0}),
-    ("rerun_search", {"kicks": -1}),
-    ("dqn", {"calls": 1}),
-    ("dqn", {"seconds": 0.0}),
-    ("dqn", {"ranks": "mutation"}),
-    ("dqn", {"hot": 1e-5, "cold": 1e-3}),
+    *((name, {option: value}) for name, values in BAD_VALUES.items() for option, value in values.items()),
     *((name, {"mode": "both"}) for name in agents.PLANNERS if "mode" in agents.options(name)),
+    # The option that the refusal names is the last one.
+    ("annealing", {"hot": 1e-05, "cold": 0.001}),
+    ("lp_round", {"seconds": 1.0, "jobs": 0}),
+    ("dqn", {"hot": 1e-05, "cold": 0.001}),
 ]
 
 

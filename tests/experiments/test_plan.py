@@ -14,7 +14,7 @@ from torch import nn
 
 from agents.deadline import within
 from agents.host import host_needed
-from agents.search.other_times import TimesError
+from agents.search.retimed import TimesError
 from experiments import workloads
 from experiments.common import report
 from experiments.plan import __main__ as command, capture, planning, words

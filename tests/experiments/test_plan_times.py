@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from agents.search.other_times import OtherTimes, TimesError
+from agents.search.retimed import Retimed, TimesError
 from experiments.common.cli import UsageError
 from experiments.plan import times
 from experiments.plan.answer import Best, Times
@@ -56,7 +56,7 @@ def test_the_plan_that_loses_little_is_recommended() -> None:
     program = task[0]
     hidden, sure = (best("", Plan.of(program, (d,)), *task) for d in (Swap(1, 1, 5), Recompute(2, 1, 5)))
     assert hidden.overhead == 0 < sure.overhead < times.ROOM
-    others = OtherTimes(*task, ERROR, draws=1)
+    others = Retimed(*task, ERROR, draws=1)
     assert times.recommended([hidden, sure], None) is hidden
     assert times.recommended([hidden, sure], others) is sure
     nothing = Best("none", None, None, None, 0.0)
@@ -71,7 +71,7 @@ def test_an_expensive_plan_is_not_recommended_for_possible_savings() -> None:
     task = (program, machine, limit)
     hidden, dear = (best("", Plan.of(program, (d,)), *task) for d in (Swap(1, 1, 5), Recompute(2, 1, 5)))
     assert dear.overhead > times.ROOM
-    others = OtherTimes(*task, ERROR, draws=1)
+    others = Retimed(*task, ERROR, draws=1)
     assert dear.plan is not None and hidden.plan is not None
     assert others.expected(dear.plan) < others.expected(hidden.plan)
     assert times.recommended([hidden, dear], others) is hidden
@@ -91,7 +91,7 @@ def test_a_plan_has_a_range(run: Run, program_file: Path, tmp_path: Path) -> Non
     assert model is not None
     error = TimesError(model.error, model.step_error)
     assert summary["times"]["error"] == {"kernel": error.kernel, "step": error.step}
-    spread = OtherTimes(program, H100, plan.limit, error).spread(plan)
+    spread = Retimed(program, H100, plan.limit, error).spread(plan)
     assert summary["overheads"] == pytest.approx(vars(spread))
     assert "for faster kernels" in [one["family"] for one in summary["families"]]
     assert f"{spread.fast:+.2%}" in (out / "report.html").read_text()

@@ -56,12 +56,12 @@ def python(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_file_in_a_planner_folder_is_a_planner(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "agents", tmp_path / "agents", ignore=shutil.ignore_patterns("__pycache__"))
-    for room in agents.ROOMS:
+    for room in agents.FOLDERS:
         (tmp_path / "agents" / room / "new.py").write_text(NEW.replace('"everything"', f'"new_{room}"'))
     done = python(tmp_path, "-c", ASK)
     assert done.returncode == 0, done.stderr
     planners, options, everyone, slow, look, family, feasible = json.loads(done.stdout)
-    new = [f"new_{room}" for room in sorted(agents.ROOMS)]
+    new = [f"new_{room}" for room in sorted(agents.FOLDERS)]
     assert planners == [*agents.PLANNERS, *new] and options == ["min_bytes", "seed", "mode"]
     assert everyone == [*agents.untrained(), *new]
     assert slow == [*new, *evaluate.SLOW]

@@ -25,11 +25,6 @@ from simulator.program import Program
 
 __all__ = ["TENSILE"]
 
-PAPER = (
-    '"TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads '
-    'system", 2021'
-)
-
 
 @dataclass(eq=False)
 class TENSILE(RowsPlanner):
@@ -41,7 +36,17 @@ class TENSILE(RowsPlanner):
             all. The lower a job's ratio, the higher its priority (section 4.1).
     """
 
-    facts = PlannerInfo("tensile", "TENSILE", PAPER, family="swap and recompute", slot=2, place=170)
+    facts = PlannerInfo(
+        "tensile",
+        "TENSILE",
+        (
+            '"TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads '
+            'system", 2021'
+        ),
+        family="swap and recompute",
+        slot=2,
+        place=170,
+    )
 
     mode: str = one_of(MODES, "joint")
     max_swap_ratio: float | Sequence[float] = 1.0

@@ -25,7 +25,6 @@ from simulator.job import Job, JobsTimeline, JobTimeline
 from simulator.machine import Machine
 from simulator.schedule import NEVER
 
-BETA = 0.5  # weight of the old estimate in the exponential moving average of kernel times
 DRIFT = 0.1  # drift above which plans are remade
 
 
@@ -176,7 +175,7 @@ class _JobSet:
         for j in self.active:
             measured = measured_times(timelines[j], len(self.jobs[j].program.kernels), now)
             if measured is not None:
-                self.times[j] = corrected(self.times[j], measured, BETA)
+                self.times[j] = corrected(self.times[j], measured, beta=0.5)
                 largest = max(largest, drift(self.plan_times[j], self.times[j]))
         return largest
 

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 KINDS = sorted(KERNEL_KINDS)
-WIDTH = 64
-STEPS = 400
-RATE = 1e-2
-LEAST_NS = 1.0
+WIDTH = 64  # of both hidden layers
+STEPS = 400  # of Adam, on all samples
 
 Times = NDArray[np.int64]  # (n,), ns of each kernel
 
@@ -64,14 +62,14 @@ class KernelTimes:
         if not samples:
             raise ValueError("samples: expected at least one")
         x = np.concatenate([features(sample.program, sample.jobs) for sample in samples])
-        y = np.log(np.maximum(np.concatenate([sample.times for sample in samples]), LEAST_NS))
+        y = np.log(np.maximum(np.concatenate([sample.times for sample in samples]), 1.0))
         mean = x.mean(0)
         scale = np.where(x.std(0) > 1e-3, x.std(0), 1).astype(np.float32)
         torch.manual_seed(seed)
         layers = nn.Linear(x.shape[1], WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         nn.init.constant_(layers[2].bias, float(y.mean()))
         net = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
-        optimizer = torch.optim.Adam(net.parameters(), RATE)
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         inputs = torch.from_numpy((x - mean) / scale)
         targets = torch.from_numpy(y.astype(np.float32))

@@ -22,6 +22,7 @@ from agents.heuristics.autoswap import (
 )
 from agents.planner import Candidates
 from simulator import Engine, Gap, Kernel, Program, Swap, Tensor, simulate
+from tests.agents.planned import planned
 from tests.programs import BYTE_PER_NS as MACHINE
 from tests.strategies import machines, networks, programs, reachable_limits
 
@@ -72,7 +73,7 @@ def test_each_score_selects_its_own_tensors(score: str, order: list[int]) -> Non
     candidates = Candidates(FOUR, peak_gaps(FOUR, 1))
     chosen = AutoSwap(score, min_bytes=1).select(candidates, Engine(FOUR, MACHINE, 13))
     assert chosen is not None and chosen.tolist() == order
-    plan = agents.make(f"autoswap_{score}", min_bytes=1).plan(FOUR, MACHINE, 13)
+    plan = planned(f"autoswap_{score}", FOUR, MACHINE, 13)
     assert plan.decisions == tuple(Swap(*candidates.gaps[i]) for i in order)
     assert (plan.planner, plan.limit, plan.machine) == (f"autoswap_{score}", 13, "byte per ns")
 
@@ -143,9 +144,9 @@ def test_never_worse_than_the_best_score(data: st.DataObject) -> None:
         plan = AutoSwapBO(evaluations=6, random=1, min_bytes=1).plan(program, machine, limit)
     except agents.Infeasible:
         with pytest.raises(agents.Infeasible):
-            agents.make("autoswap_doa", min_bytes=1).plan(program, machine, limit)
+            planned("autoswap_doa", program, machine, limit)
         return
     bo_ns = simulate(program, plan, machine, limit).iteration_ns
     for score in SCORES:
-        basic = agents.make(f"autoswap_{score}", min_bytes=1).plan(program, machine, limit)
+        basic = planned(f"autoswap_{score}", program, machine, limit)
         assert bo_ns <= simulate(program, basic, machine, limit).iteration_ns

@@ -8,15 +8,16 @@ import pytest
 
 import agents
 from agents.heuristics import capuchin
-from agents.heuristics.capuchin import Policy
+from agents.heuristics.capuchin import PolicyMaker
 from simulator import Gap, Plan, Recompute, Swap, simulate
 from simulator.compiled.engine import Engine
 from tests.agents.heuristics.test_autoswap import straight
+from tests.agents.planned import planned
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
 
-def policy(mode: str = "joint") -> Policy:
-    return Policy(Engine(PROGRAM, MACHINE, LIMIT), mode, 1)
+def policy(mode: str = "joint") -> PolicyMaker:
+    return PolicyMaker(Engine(PROGRAM, MACHINE, LIMIT), mode, 1)
 
 
 def overhead_ns(plan: Plan) -> int:
@@ -66,11 +67,11 @@ def test_msps_is_updated_when_a_source_or_a_user_is_chosen() -> None:
 def test_hybrid_swaps_what_is_hidden_and_recomputes_what_is_cheaper() -> None:
     # w is hidden; 10 and 20 bytes are left. a1 by swap costs 50 ns, recomputing a1 costs f1, 10 ns.
     # w's swap-in should start at 90: the last kernel to end by then is b3 (5), at 80.
-    plan = agents.make("capuchin", rounds=1, min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    plan = planned("capuchin", PROGRAM, MACHINE, LIMIT, rounds=1)
     assert plan.decisions == (Swap(W, 0, 7, prefetch=5), Recompute(A1, 1, 6))
     # f1 is recomputed at 80 for b2 and waits from 80 to 90 for its input w: feedback moves the trigger to b4 (4).
     assert overhead_ns(plan) == 20
-    plan = agents.make("capuchin", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    plan = planned("capuchin", PROGRAM, MACHINE, LIMIT)
     assert plan.decisions == (Swap(W, 0, 7, prefetch=4), Recompute(A1, 1, 6))
     assert overhead_ns(plan) == 10  # the optimum of tests.tiny
 
@@ -82,7 +83,7 @@ def test_feedback_moves_a_late_trigger_earlier() -> None:
     machine = replace(MACHINE, copy_engines=1)
     # Tensor 0 must start back at 60, when kernel 5 ends. On the one engine the swap-out of tensor 1 goes first, 60-80,
     # and kernel 8 waits from 80 to 100. A step of 5 % (1 ns) makes it kernel 4: 50-70, and tensor 1 leaves 70-90.
-    first = agents.make("capuchin", rounds=1, min_bytes=1).plan(program, machine, 40)
+    first = planned("capuchin", program, machine, 40, rounds=1)
     assert first.decisions == (Swap(0, 0, 8, prefetch=5), Swap(1, 5, 13, prefetch=10))
     assert simulate(program, first, machine, 40).iteration_ns == 140 + 20
     planner = agents.make("capuchin", min_bytes=1)
@@ -98,9 +99,9 @@ def test_layer_by_layer_ignores_later_tensors() -> None:
     partial = capuchin.program_up_to(PROGRAM, a2)
     assert [t.name for t in partial.tensors if not t.nbytes] == ["a3", "a4", "g4"]
     # Up to a2's layer everything fits; in the whole step, 30 bytes are missing. Dropping a1 costs f1, 10 ns.
-    plan = agents.make("capuchin", policy="layers", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    plan = planned("capuchin", PROGRAM, MACHINE, LIMIT, policy="layers")
     assert plan.decisions == (Recompute(A1, 1, 6),) and overhead_ns(plan) == 10
-    swaps = agents.make("capuchin", policy="layers", mode="swap", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    swaps = planned("capuchin", PROGRAM, MACHINE, LIMIT, policy="layers", mode="swap")
     assert swaps.decisions == (Swap(A1, 1, 6),) and overhead_ns(swaps) == 50
     with pytest.raises(agents.Infeasible):
-        agents.make("capuchin", policy="layers", min_bytes=1).plan(PROGRAM, MACHINE, 80)  # f2 needs w, a1 and a2
+        planned("capuchin", PROGRAM, MACHINE, 80, policy="layers")  # f2 needs w, a1 and a2

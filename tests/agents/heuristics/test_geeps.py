@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import agents
 from agents.heuristics.geeps import trigger, unpinned
 from simulator import Gap, Program, Swap
 from tests.agents.heuristics.test_autoswap import MACHINE, straight
+from tests.agents.planned import planned
 
 # Six tensors, each written on the way in and read on the way out; tensor 2 has 20 bytes, the others 10.
 # Loads 10 20 40 50 60 70 70 60 50 40 20 10. Tensor 5 has no gap.
@@ -50,5 +50,5 @@ def test_fetching_runs_as_far_ahead_as_the_pool_has_room(gap: tuple[int, int], p
 
 def test_plan() -> None:
     # Pinned 0, 2 and 5; pool 20. Tensor 1 is fetched beside tensor 3 (kernel 8) but not tensor 4 (kernel 7).
-    plan = agents.make("geeps", min_bytes=1).plan(STACK, MACHINE, 60)
+    plan = planned("geeps", STACK, MACHINE, 60)
     assert plan.decisions == (Swap(1, 1, 10, prefetch=7), Swap(3, 3, 8, prefetch=3), Swap(4, 4, 7, prefetch=4))

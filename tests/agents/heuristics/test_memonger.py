@@ -12,9 +12,9 @@ import math
 
 import pytest
 
-import agents
 from agents.heuristics.memonger import Stages
 from simulator import Kernel, Program, Recompute, Tensor, simulate
+from tests.agents.planned import planned
 from tests.programs import BYTE_PER_NS as MACHINE
 
 
@@ -48,7 +48,7 @@ def test_plans_by_hand() -> None:
     program = chain(17)
     assert program.peak_bytes == 170
     for limit, stride in ((170, 1), (169, 2), (90, 2), (89, 3), (70, 3), (69, 4), (60, 4)):
-        plan = agents.make("memonger", min_bytes=1).plan(program, MACHINE, limit)
+        plan = planned("memonger", program, MACHINE, limit)
         dropped = [i for i in range(1, 17) if i % stride]
         assert plan.decisions == tuple(Recompute(i, i, 17 + (17 - i), keep=True) for i in dropped)
         timeline = simulate(program, plan, MACHINE, limit)
@@ -59,7 +59,7 @@ def test_plans_by_hand() -> None:
 def test_memory_grows_with_the_square_root(n: int) -> None:
     program = chain(n)
     root = math.isqrt(n - 1)
-    plan = agents.make("memonger", min_bytes=1).plan(program, MACHINE, 2 * root * 10)  # of n * 10
+    plan = planned("memonger", program, MACHINE, 2 * root * 10)  # of n * 10
     kept = n - 1 - len(plan.decisions)
     assert root - 2 <= kept <= 2 * root
     assert simulate(program, plan, MACHINE, 2 * root * 10).overhead <= 1 / 3  # one forward pass at most

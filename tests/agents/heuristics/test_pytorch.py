@@ -18,6 +18,7 @@ from agents.heuristics.memonger import splits
 from agents.heuristics.pytorch import Checkpoint, Partitioner, layer_ends
 from simulator import Kernel, Plan, Program, Recompute, Swap, Tensor, simulate
 from tests import tiny
+from tests.agents.planned import layers, planned
 from tests.programs import BYTE_PER_NS as MACHINE
 
 
@@ -57,14 +58,14 @@ def test_nine_layers_by_hand() -> None:
     program = chain(9)
     assert program.peak_bytes == 180  # 18 tensors at r9
     # all: the cuts are a1 … a8. h1 … h8 are dropped; at r9 there are a1 … a8, h9, a9. m1 … m8 are recomputed.
-    blocks = agents.make("checkpoint_all", min_bytes=1).plan(program, MACHINE, 100)
+    blocks = planned("checkpoint_all", program, MACHINE, 100)
     assert names(program, blocks) == [f"h{i}" for i in range(1, 9)]
     assert all(isinstance(d, Recompute) and d.keep for d in blocks.decisions)
     timeline = simulate(program, blocks, MACHINE, 100)
     assert (timeline.peak_bytes, timeline.iteration_ns - program.ideal_ns) == (100, 80)
     # sqrt: 3 segments, the cuts are a3 and a6, the last one is plain. At r9 there are a3, a6, and six of layers 7 to
     # 9. In the way back s6 makes m4 r4 m5 r5 m6 run, s3 makes m1 r1 m2 r2 m3 run: 100 ns; 5 tensors + a3 at s6.
-    root = agents.make("checkpoint_sqrt", min_bytes=1).plan(program, MACHINE, 80)
+    root = planned("checkpoint_sqrt", program, MACHINE, 80)
     assert names(program, root) == ["a1", "a2", "a4", "a5", "h1", "h2", "h3", "h4", "h5", "h6"]
     timeline = simulate(program, root, MACHINE, 80)
     assert (timeline.peak_bytes, timeline.iteration_ns - program.ideal_ns) == (80, 100)
@@ -76,14 +77,22 @@ def test_nine_layers_by_hand() -> None:
 def test_layers_end_where_one_tensor_crosses() -> None:
     # A residual block: y = x + conv2(relu(conv1(x))), then a convolution. Within the block x crosses as well.
     kernels = (
-        Kernel("stem", "conv", "forward", (0,), (1,), 1),
-        Kernel("conv1", "conv", "forward", (1,), (2,), 1),
-        Kernel("relu", "activation", "forward", (2,), (3,), 1),
-        Kernel("conv2", "conv", "forward", (3,), (4,), 1),
-        Kernel("add", "elementwise", "forward", (4, 1), (5,), 1),
-        Kernel("pool", "pool", "forward", (5,), (6,), 1),
-        Kernel("head", "conv", "forward", (6,), (7,), 1),
-        Kernel("back", "conv", "backward", (1, 2, 3, 5, 6, 7), (), 1),
+        *layers(
+            "forward",
+            1,
+            ("stem", "conv", (0,), (1,)),
+            ("conv1", "conv", (1,), (2,)),
+            ("relu", "activation", (2,), (3,)),
+            ("conv2", "conv", (3,), (4,)),
+            ("add", "elementwise", (4, 1), (5,)),
+            ("pool", "pool", (5,), (6,)),
+            ("head", "conv", (6,), (7,)),
+        ),
+        *layers(
+            "backward",
+            1,
+            ("back", "conv", (1, 2, 3, 5, 6, 7), ()),
+        ),
     )
     sizes = (0, 8, 8, 8, 8, 8, 2, 8)
     tensors = tuple(Tensor(f"t{i}", b, "activation", i == 0) for i, b in enumerate(sizes))
@@ -110,14 +119,26 @@ def test_offload_all_by_hand() -> None:
 
 def test_each_backward_kernel_unpacks_its_own_copy() -> None:
     kernels = (
-        Kernel("f1", "matmul", "forward", (), (0,), 10),
-        Kernel("f2", "matmul", "forward", (0,), (1,), 10),
-        Kernel("b3", "reduce", "backward", (1,), (2,), 10),
-        Kernel("b2", "matmul", "backward", (0, 2), (2,), 10),
-        Kernel("other", "matmul", "backward", (2,), (2,), 10),
-        Kernel("b1", "matmul", "backward", (0, 2), (2,), 10),
-        Kernel("other", "matmul", "backward", (2,), (2,), 10),
-        Kernel("marker", "other", "backward", (0,), (), 0),
+        *layers(
+            "forward",
+            10,
+            ("f1", "matmul", (), (0,)),
+            ("f2", "matmul", (0,), (1,)),
+        ),
+        *layers(
+            "backward",
+            10,
+            ("b3", "reduce", (1,), (2,)),
+            ("b2", "matmul", (0, 2), (2,)),
+            ("other", "matmul", (2,), (2,)),
+            ("b1", "matmul", (0, 2), (2,)),
+            ("other", "matmul", (2,), (2,)),
+        ),
+        *layers(
+            "backward",
+            0,
+            ("marker", "other", (0,), ()),
+        ),
     )
     program = Program("twice", (Tensor("a", 40), Tensor("b", 4), Tensor("g", 4)), kernels)
     plan = agents.make("offload_all", min_bytes=20).plan(program, MACHINE, program.peak_bytes)
@@ -153,7 +174,7 @@ def test_the_budget_is_tuned_to_the_limit() -> None:
         (39, ["a1", "a2", "h1"], 50),
         (30, ["a1", "a2", "h1"], 50),
     ):
-        plan = agents.make("activation_budget", min_bytes=1).plan(THREE, MACHINE, limit)
+        plan = planned("activation_budget", THREE, MACHINE, limit)
         assert names(THREE, plan) == dropped
         assert simulate(THREE, plan, MACHINE, limit).iteration_ns == THREE.ideal_ns + extra  # m1 takes 30
 
@@ -161,15 +182,23 @@ def test_the_budget_is_tuned_to_the_limit() -> None:
 def test_small_results_and_draws_are_banned() -> None:
     # A draw, a reduction to less than a quarter, and a norm behind an unsaved product are not free to recompute.
     kernels = (
-        Kernel("product", "matmul", "forward", (0,), (1,), 1),  # its output dies at "norm"
-        Kernel("norm", "norm", "forward", (1,), (2,), 1),
-        Kernel("relu", "activation", "forward", (2,), (3,), 1),
-        Kernel("drop", "dropout", "forward", (3,), (4,), 1),
-        Kernel("mean", "reduce", "forward", (4,), (5,), 1),
-        Kernel("double", "elementwise", "forward", (5,), (6,), 1),
-        Kernel("pool", "pool", "forward", (3,), (7,), 1),
-        Kernel("loss", "reduce", "backward", (6,), (), 1),
-        Kernel("back", "matmul", "backward", (2, 3, 4, 5, 6, 7), (), 1),
+        *layers(
+            "forward",
+            1,
+            ("product", "matmul", (0,), (1,)),  # its output dies at "norm"
+            ("norm", "norm", (1,), (2,)),
+            ("relu", "activation", (2,), (3,)),
+            ("drop", "dropout", (3,), (4,)),
+            ("mean", "reduce", (4,), (5,)),
+            ("double", "elementwise", (5,), (6,)),
+            ("pool", "pool", (3,), (7,)),
+        ),
+        *layers(
+            "backward",
+            1,
+            ("loss", "reduce", (6,), ()),
+            ("back", "matmul", (2, 3, 4, 5, 6, 7), ()),
+        ),
     )
     sizes = (0, 40, 40, 40, 40, 8, 32, 40)
     tensors = tuple(Tensor(f"t{i}", b, "activation", i == 0) for i, b in enumerate(sizes))

@@ -10,6 +10,7 @@ from simulator import Program, simulate
 from tests import tiny
 from tests.agents.heuristics import test_memonger, test_pytorch, test_superneurons, test_vdnn
 from tests.agents.heuristics.test_autoswap import FOUR, MACHINE
+from tests.agents.planned import planned
 from tests.agents.test_floor import sandwich
 
 # All four tensors of FOUR away: kernel 1 still writes 1 and 3 (4 bytes), kernel 4 reads 2 and 3 beside 6 of workspace.
@@ -44,7 +45,7 @@ REACH: list[tuple[str, dict[str, object], Program, int]] = [
 
 @pytest.mark.parametrize(("name", "options", "program", "least"), REACH, ids=lambda v: v if isinstance(v, str) else "")
 def test_the_smallest_limit(name: str, options: dict[str, object], program: Program, least: int) -> None:
-    plan = agents.make(name, min_bytes=1, **options).plan(program, MACHINE, least)
+    plan = planned(name, program, MACHINE, least, **options)
     assert simulate(program, plan, MACHINE, least).peak_bytes <= least
     with pytest.raises(agents.Infeasible, match=rf"^{name}: .* smallest limit it can reach is {least} bytes"):
-        agents.make(name, min_bytes=1, **options).plan(program, MACHINE, least - 1)
+        planned(name, program, MACHINE, least - 1, **options)

@@ -15,6 +15,7 @@ from simulator.compiled.encoding import SWAP
 from simulator.pool import Packing, program_lifetimes, smartpool, timeline_lifetimes
 from tests import random_cases
 from tests.agents.heuristics.test_autoswap import MACHINE, PAIR, straight
+from tests.agents.planned import planned
 from tests.oracle.packing import overlaps
 from tests.strategies import machines, networks, programs, reachable_limits
 
@@ -40,7 +41,7 @@ def make(**options: object) -> agents.Planner:
 def test_fragments_make_it_swap_more() -> None:
     assert FRAGMENTED.live_bytes == (5, 7, 4, 6, 7, 4)
     assert smartpool.pack(program_lifetimes(FRAGMENTED).intervals).footprint == 9
-    assert agents.make("autoswap_swdoa", min_bytes=1).plan(FRAGMENTED, MACHINE, 7).decisions == ()
+    assert planned("autoswap_swdoa", FRAGMENTED, MACHINE, 7).decisions == ()
     # Without S from 12 (its 2 bytes have left) to 40: S at 3, P on it at 5; Q now finds the hole at 3 above R, and
     # S, back beside R and Q, takes P's place at 5. It must be back at 50, so it must start at 48: after kernel 3.
     plan = make().plan(FRAGMENTED, MACHINE, 7)

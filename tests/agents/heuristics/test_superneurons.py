@@ -10,6 +10,7 @@ from agents.heuristics.superneurons import evictable_gaps, layer_bytes, prefetch
 from experiments import figures
 from simulator import Gap, Kernel, Program, Recompute, Swap, Tensor, simulate
 from simulator.modes import MODES, RECOMPUTED, SWAPPED
+from tests.agents.planned import planned
 from tests.programs import BYTE_PER_NS as MACHINE
 
 
@@ -70,7 +71,7 @@ def test_speed_centric_where_the_segment_fits_in_a_layer() -> None:
     assert prefetch(NET, Gap(4, 4, 7)) == -1  # no backward conv before it
     planner = agents.make("superneurons", min_bytes=1, recompute="cost")
     assert planner.plan(NET, MACHINE, 51).decisions == (Swap(1, 1, 10, 7), Recompute(2, 2, 9, keep=True))
-    rows = agents.make("superneurons", min_bytes=1, mode="recompute", recompute="cost").plan(NET, MACHINE, 51).decisions
+    rows = planned("superneurons", NET, MACHINE, 51, mode="recompute", recompute="cost").decisions
     assert rows == (Recompute(2, 2, 9, keep=False), Recompute(3, 3, 8, keep=False))
 
 

@@ -10,6 +10,7 @@ import agents
 from agents.heuristics.tensile import TENSILE
 from simulator import Kernel, Program, Recompute, Swap, Tensor, simulate
 from tests import programs
+from tests.agents.planned import planned
 from tests.programs import BYTE_PER_NS
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
@@ -62,21 +63,21 @@ def test_a_tensor_leaves_while_it_is_read() -> None:
     program = programs.straight(
         programs.activations(100, 100), ((), (0,), 10), ((0,), (), 100), ((), (1,), 10), ((), (), 200), ((0,), (), 10)
     )
-    plan = agents.make("tensile", min_bytes=1, mode="swap").plan(program, BYTE_PER_NS, 100)
+    plan = planned("tensile", program, BYTE_PER_NS, 100, mode="swap")
     assert plan.decisions == (Swap(0, 1, 4, prefetch=2, copy=0),)
     assert simulate(program, plan, BYTE_PER_NS, 100).iteration_ns == program.ideal_ns
 
 
 def test_recomputation_comes_when_swaps_do_not_succeed() -> None:
     # After w (above) the peak is 170. a1 and a2 are open at it, both of MSPS 40 bytes / 10 ns: the first.
-    plan = agents.make("tensile", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    plan = planned("tensile", PROGRAM, MACHINE, LIMIT)
     assert plan.decisions == (Swap(W, 0, 7, prefetch=5, copy=7), Recompute(A1, 1, 6))
-    assert agents.make("tensile", min_bytes=1).plan(PROGRAM, MACHINE, 170).decisions == plan.decisions[:1]
-    recompute_plan = agents.make("tensile", min_bytes=1, mode="recompute").plan(PROGRAM, MACHINE, LIMIT)
+    assert planned("tensile", PROGRAM, MACHINE, 170).decisions == plan.decisions[:1]
+    recompute_plan = planned("tensile", PROGRAM, MACHINE, LIMIT, mode="recompute")
     assert recompute_plan.decisions == (Recompute(A1, 1, 6),)
     # With f1 of 40 ns a1 saves 1 byte a nanosecond, a2 still 4.
     slower = PROGRAM.with_durations([40, *(k.duration_ns for k in PROGRAM.kernels[1:])])
-    plan = agents.make("tensile", min_bytes=1, mode="recompute").plan(slower, MACHINE, LIMIT)
+    plan = planned("tensile", slower, MACHINE, LIMIT, mode="recompute")
     assert plan.decisions == (Recompute(A2, 2, 5),)
 
 
@@ -87,14 +88,14 @@ def test_the_copy_on_the_host_serves_the_rest_of_the_accesses() -> None:
     durations = [10, 60, 10, 30, 10, 30, 30, 10]
     program = straight([Tensor("x", 20)], uses, durations, peak=2)
     # Gap 0-4: out [10, 30), in [90, 110), issued by k2 (ends 80). Gap 4-7: [120, 180): in [160, 180), by k5 (150).
-    plan = agents.make("tensile", min_bytes=1).plan(program, BYTE_PER_NS, 50)
+    plan = planned("tensile", program, BYTE_PER_NS, 50)
     assert plan.decisions == (Swap(0, 0, 4, prefetch=2), Swap(0, 4, 7, prefetch=5))
     spans = simulate(program, plan, BYTE_PER_NS, 50).spans
     assert [s.kind for s in spans if s.stream != "compute"].count("swap_out") == 2  # once in each of two iterations
     # Written by k4, it would need a second swap-out: it stays.
     uses[4] = ("x", "x")
     program = straight([Tensor("x", 20)], uses, durations, peak=2)
-    assert agents.make("tensile", min_bytes=1).plan(program, BYTE_PER_NS, 50).decisions == plan.decisions[:1]
+    assert planned("tensile", program, BYTE_PER_NS, 50).decisions == plan.decisions[:1]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import agents
 from agents.heuristics.tflms import rewrite
 from simulator import Gap, Swap, simulate
+from tests.agents.planned import planned
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM
 
 
@@ -36,7 +37,7 @@ def test_the_control_dependency_is_a_backward_kernel_at_that_distance(gap: Gap, 
 def test_lower_bound_is_tuned() -> None:
     # One swap does. Issued when b3 ends (bound 1), a1 moves 110-150 and b2 waits for all of it: 190 ns. Issued when b4
     # ends (bound 2), it moves 90-130: 170 ns, as in tests.tiny. Bound 4 is the same, so 2 it is.
-    late = agents.make("tflms", lower_bound=1, min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    late = planned("tflms", PROGRAM, MACHINE, LIMIT, lower_bound=1)
     assert late.decisions == (Swap(A1, 1, 6, prefetch=5),)
     assert simulate(PROGRAM, late, MACHINE, LIMIT).iteration_ns == 190
     planner = agents.make("tflms", min_bytes=1)

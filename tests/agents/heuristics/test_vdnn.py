@@ -6,9 +6,10 @@ import pytest
 
 import agents
 from agents.heuristics.vdnn import offloads, prefetches
-from simulator import Gap, Kernel, Program, Swap, Tensor, simulate
+from simulator import Gap, Program, Swap, Tensor, simulate
 from simulator.program import KernelKind
 from simulator.timeline import Breakdown
+from tests.agents.planned import layers, planned
 from tests.programs import BYTE_PER_NS as MACHINE
 
 PLENTY = 1000
@@ -29,14 +30,22 @@ def network(second: KernelKind = "conv") -> Program:
             Tensor(f"t{i}", nbytes, "parameter" if i == W else "activation", i == W) for i, nbytes in enumerate(SIZES)
         ),
         (
-            Kernel("conv1", "conv", "forward", (W,), (A1,), 10),
-            Kernel("pool", "pool", "forward", (A1,), (A2,), 10),
-            Kernel("conv2", second, "forward", (A2,), (A3,), 10),
-            Kernel("act", "activation", "forward", (A3,), (A4,), 10),
-            Kernel("act_back", "activation", "backward", (A3, A4), (G3,), 10),
-            Kernel("conv2_back", second, "backward", (A2, G3), (G2,), 10),
-            Kernel("pool_back", "pool", "backward", (A1, A2, G2), (G1,), 10),
-            Kernel("conv1_back", "conv", "backward", (W, G1), (W,), 10),
+            *layers(
+                "forward",
+                10,
+                ("conv1", "conv", (W,), (A1,)),
+                ("pool", "pool", (A1,), (A2,)),
+                ("conv2", second, (A2,), (A3,)),
+                ("act", "activation", (A3,), (A4,)),
+            ),
+            *layers(
+                "backward",
+                10,
+                ("act_back", "activation", (A3, A4), (G3,)),
+                ("conv2_back", second, (A2, G3), (G2,)),
+                ("pool_back", "pool", (A1, A2, G2), (G1,)),
+                ("conv1_back", "conv", (W, G1), (W,)),
+            ),
         ),
     )
 
@@ -49,7 +58,7 @@ ALL = (Swap(*X1, prefetch=4, sync=True, copy=0), Swap(*X2, prefetch=3, sync=True
 
 
 def plan(policy: str, limit: int, program: Program = NETWORK, **options: object) -> agents.Planner:
-    return agents.make(f"vdnn_{policy}", min_bytes=1, **options).plan(program, MACHINE, limit)
+    return planned(f"vdnn_{policy}", program, MACHINE, limit, **options)
 
 
 def test_all_offloads_every_input_and_waits() -> None:
@@ -86,13 +95,21 @@ def test_the_last_consumer_offloads_and_in_place_layers_do_not() -> None:
     """Tensor x is read by a conv, then by a join; y is updated in place by its last layer."""
     x, y, z = range(3)
     kernels = (
-        Kernel("stem", "conv", "forward", (), (x,), 10),
-        Kernel("conv", "conv", "forward", (x,), (y,), 10),
-        Kernel("join", "elementwise", "forward", (x, y), (z,), 10),
-        Kernel("act", "activation", "forward", (y,), (y,), 10),
-        Kernel("loss", "reduce", "forward", (z,), (), 10),
-        Kernel("idle", "other", "backward", (), (), 10),
-        Kernel("back", "conv", "backward", (x, y), (), 10),
+        *layers(
+            "forward",
+            10,
+            ("stem", "conv", (), (x,)),
+            ("conv", "conv", (x,), (y,)),
+            ("join", "elementwise", (x, y), (z,)),
+            ("act", "activation", (y,), (y,)),
+            ("loss", "reduce", (z,), ()),
+        ),
+        *layers(
+            "backward",
+            10,
+            ("idle", "other", (), ()),
+            ("back", "conv", (x, y), ()),
+        ),
     )
     program = Program("shared", tuple(Tensor(name, 10) for name in "xyz"), kernels)
     assert offloads(program, "all", 1) == [Gap(x, 2, 6)]

@@ -11,6 +11,7 @@ import agents
 from agents.floor import floor
 from agents.heuristics.workspace import least_workspaces, plan_with_variants, relaxed, with_fastest_variants
 from simulator import Engine, Kernel, Machine, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, Tensor, simulate
+from tests.agents.planned import planned
 from tests.agents.test_floor import in_the_long_run
 from tests.programs import BYTE_PER_NS
 from tests.strategies import machines, plans, programs, with_algorithms
@@ -176,6 +177,6 @@ def test_every_planner_plans_for_tensors_then_fills_and_never_loses_to_fast_algo
 def test_superneurons_has_the_option() -> None:
     program = network()
     limit = 95
-    plan = agents.make("superneurons", min_bytes=1, workspace=True).plan(program, MACHINE, limit)
+    plan = planned("superneurons", program, MACHINE, limit, workspace=True)
     paper = plan_with_variants(agents.make("superneurons", min_bytes=1), program, MACHINE, limit, include_default=False)
     assert plan == paper and plan.variants

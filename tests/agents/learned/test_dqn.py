@@ -18,7 +18,7 @@ from agents.learned.dqn_config import Args, PaperConfig
 from agents.learned.dqn_paper import Trainer as PaperTrainer
 from agents.learned.dqn_planner import RANKS, WEIGHTS
 from agents.learned.edit_net import EditGraph, EditNet, edit_graph, trained
-from agents.learned.edit_walk import EMPTY, IMPROVES, SLOT, EditWalk, Q
+from agents.learned.edit_walk import EMPTY, EditWalk, Ranking
 from agents.learned.optimization import MASKED
 from agents.learned.training import Episode, Trainer, train
 from envs.edit import starts
@@ -29,6 +29,7 @@ from experiments.common import cli
 from simulator import FormatError, Plan, simulate
 from simulator.compiled.encoding import decisions_of
 from tests.agents.learned import test_dqn_paper
+from tests.agents.planned import planned
 from tests.agents.search.test_search import MACHINE as LINK, pyramid
 from tests.oracle import enumeration
 
@@ -64,10 +65,10 @@ def pyramid_task() -> EditTask:
 # ------------------------------------------------------------------------------------------ network
 
 
-@pytest.mark.parametrize("column", [Q, IMPROVES])
+@pytest.mark.parametrize("ranking", [Ranking.Q, Ranking.IMPROVES])
 @pytest.mark.parametrize("message_passing", [True, False])
 def test_compiled_ranking_equals_the_network(
-    column: int, message_passing: bool, monkeypatch: pytest.MonkeyPatch
+    ranking: Ranking, message_passing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiled Q omits the value and the mean advantage, which are equal for all edits of a plan."""
     task = pyramid_task()
@@ -80,23 +81,23 @@ def test_compiled_ranking_equals_the_network(
         return encode(self, graph, *state)
 
     monkeypatch.setattr(EditNet, "encode", spy)
-    walk = EditWalk(task, 1, net, 0, neighbors=24, column=column)
+    walk = EditWalk(task, 1, net, 0, neighbors=24, ranking=ranking)
     walk.begin(0, task.starts[0])
     graph = edit_graph(task)
     static_parts = net.static_parts(graph)
     while len(seen) < 12:
         walk.walk(0, 1, 0.5)
         score = walk._pools[0].score
-        tried = int(walk._pools[0].meta[SLOT])
+        tried = int(walk._pools[0].state["slot"][0])
         edits = torch.from_numpy(walk._walkers[0].codes[:1])
         with torch.no_grad():
             h, plan_state = encode(net, graph, *seen[-1], static_parts)
             outputs = net.score(h, plan_state, edits)
-        expected = outputs[0 if column == Q else 2][0].double().numpy()
+        expected = outputs[0 if ranking == Ranking.Q else 2][0].double().numpy()
         untried = np.flatnonzero(score > EMPTY)
         assert len(untried) > 8 and tried not in untried
         differences = score[untried] - expected[untried]
-        assert differences == pytest.approx(differences[0] if column == Q else 0.0, abs=1e-4)
+        assert differences == pytest.approx(differences[0] if ranking == Ranking.Q else 0.0, abs=1e-4)
         assert expected[untried].max() - expected[untried].min() > 1e-3
         assert expected[tried] >= expected[untried].max() - 1e-4  # the best edit is tried
 
@@ -275,13 +276,12 @@ def test_weights_of_a_file(tmp_path: Path) -> None:
     limit = int(0.6 * program.peak_bytes)
     save_weights(EditNet(**trained(WEIGHTS[True]).settings), weights)
     custom, bundled = (
-        agents.make("dqn", calls=100, min_bytes=1, **options).plan(program, LINK, limit)
-        for options in ({"weights": weights}, {})
+        planned("dqn", program, LINK, limit, calls=100, **options) for options in ({"weights": weights}, {})
     )
     assert custom != bundled
     cut_weights.write_bytes(weights.read_bytes()[:500])
     with pytest.raises(FormatError, match=r"other\.pt"):
-        agents.make("dqn", calls=100, min_bytes=1, weights=cut_weights).plan(program, LINK, limit)
+        planned("dqn", program, LINK, limit, calls=100, weights=cut_weights)
 
 
 # ------------------------------------------------------------------------------------- both trainers

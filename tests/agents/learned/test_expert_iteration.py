@@ -1,5 +1,6 @@
 """Tests expert iteration: the teachers' plans, training items, and bit-identical training after an interruption."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ SETTINGS = learning.Training(width=16, layers=1, epochs=4, batch_size=2, warm_up
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning, "LEAST_CALLS", 60)
-    monkeypatch.setattr(learning, "MOST_CALLS", 60)
-    monkeypatch.setattr(learning, "CALLS", 60)
+    few_calls = replace(learning.OPTIONS, min_calls=60, max_calls=60, validation_calls=60)
+    monkeypatch.setattr(learning, "OPTIONS", few_calls)
 
 
 def lesson(layers: int, fraction: float = 0.6, mode: str = "joint") -> learning.Lesson:
@@ -40,7 +40,7 @@ def test_teachers_plans(mode: str) -> None:
     assert all(engine.score(rows).feasible for _, rows in task.plans)
     net = learning.network([learning.Example(task)], SETTINGS, 0).eval()
     better = learning.better_plans(net, task, 0)
-    assert len(better) <= learning.MAX_PLANS and better[0][0] <= task.plans[0][0]
+    assert len(better) <= learning.OPTIONS.max_plans and better[0][0] <= task.plans[0][0]
     assert all(engine.score(rows).iteration_ns == ns for ns, rows in better)
 
 

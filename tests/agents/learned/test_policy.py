@@ -21,6 +21,7 @@ from simulator.files import FormatError
 from simulator.modes import STAYS
 from simulator.moves.gap_graph import BIN_STATE, BIN_STATIC, STATE, UNDECIDED, GapGraph
 from simulator.moves.moves import Moves
+from tests.agents.planned import planned
 from tests.agents.search.test_search import MACHINE, pyramid
 from tests.strategies import networks
 
@@ -96,11 +97,11 @@ def test_nothing_is_evicted_if_the_program_fits() -> None:
 def test_there_is_a_plan_where_a_heuristic_has_one(name: str, program: Program, fraction: float) -> None:
     limit = max(int(fraction * program.peak_bytes), 1)
     try:
-        plan = agents.make(name, min_bytes=1).plan(program, MACHINE, limit)
+        plan = planned(name, program, MACHINE, limit)
     except Infeasible:
         for heuristic in heuristics():
             with pytest.raises(Infeasible):
-                agents.make(heuristic, min_bytes=1).plan(program, MACHINE, limit)
+                planned(heuristic, program, MACHINE, limit)
     else:
         assert simulate(program, plan, MACHINE, limit).peak_bytes <= limit
 
@@ -136,10 +137,10 @@ def test_weights_are_checked(tmp_path: Path) -> None:
     foreign = tmp_path / "other.pt"
     save_weights(random_net(graph), good)
     assert trained(good).settings["width"] == 16
-    agents.make("policy", min_bytes=1, weights=good).plan(program, MACHINE, graph.limit)
+    planned("policy", program, MACHINE, graph.limit, weights=good)
     cut.write_bytes(good.read_bytes()[:1000])
     torch.save({"weights": {}}, foreign)
     for path, word in ((cut, "damaged"), (foreign, "damaged"), (tmp_path / "none.pt", "No such file")):
         with pytest.raises(FormatError, match=word) as error:
-            agents.make("policy_search", min_bytes=1, weights=path).plan(program, MACHINE, graph.limit)
+            planned("policy_search", program, MACHINE, graph.limit, weights=path)
         assert str(path) in str(error.value)

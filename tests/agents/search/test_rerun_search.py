@@ -11,11 +11,12 @@ from hypothesis import given, strategies as st
 
 import agents
 from agents.search import rerun_search
-from agents.search.rerun_moves import FREE, anneal, nodes_of, pruned, tables
+from agents.search.rerun_moves import Rule, anneal, nodes_of, pruned, tables
 from agents.search.rerun_search import least_bytes, rows
 from simulator import Kernel, Plan, PlanError, Program, Rerun, Tensor, simulate
 from simulator.compiled.encoding import decisions_of
 from simulator.schedule import lower
+from tests.agents.planned import planned
 from tests.agents.search.stepwise import ticking
 from tests.agents.search.test_search import pyramid
 from tests.oracle.enumeration import rerun_plans
@@ -38,7 +39,7 @@ def test_as_good_as_every_set_of_reruns(seed: int, few_moves: None) -> None:
     assert reach < program.peak_bytes
     for limit in range(reach, program.peak_bytes, 5):
         best = min(ns for ns, required in schedules if required <= limit)
-        plan = agents.make("rerun_search", min_bytes=1, kicks=2).plan(program, MACHINE, limit)
+        plan = planned("rerun_search", program, MACHINE, limit, kicks=2)
         assert simulate(program, plan, MACHINE, limit).iteration_ns <= best
 
 
@@ -53,7 +54,7 @@ def test_costs_of_the_sweep_equal_those_of_the_schedule(data: st.DataObject) -> 
     limit = data.draw(st.integers(min_limit, program.peak_bytes - 1))
     n = len(program.kernels)
     state = np.empty(4 * n + table.room, np.int64)
-    rules = np.full(table.nodes.shape[1], FREE, np.int64)
+    rules = np.full(len(table.nodes), Rule.FREE, np.int64)
     rng = np.array([data.draw(st.integers(1, 2**62))], np.uint64)
     _, runs, ns, _ = anneal(rng, table, limit, rules, state, 0, 400, 10.0, 0.1, 1.0)
     if ns >= 0:
@@ -87,7 +88,7 @@ def in_place() -> Program:
 def test_writers_of_a_tensor_are_recomputed_together() -> None:
     program = in_place()
     assert nodes_of(program) == [[0], [1, 2, 3], [4, 6, 7], [5]]
-    plan = agents.make("rerun_search", min_bytes=1, kicks=1).plan(program, MACHINE, program.peak_bytes - 1)
+    plan = planned("rerun_search", program, MACHINE, program.peak_bytes - 1, kicks=1)
     assert {d.kernel for d in plan.decisions} == {1, 2, 3}
     assert extra_ns(program, plan, program.peak_bytes - 1) == 6
     with pytest.raises(PlanError):
@@ -99,7 +100,7 @@ def test_infeasible_limits_name_the_smallest_one() -> None:
     table = tables(program, 1)
     min_limit = least_bytes(program, table)
     with pytest.raises(agents.Infeasible, match=f"{min_limit:,} bytes"):
-        agents.make("rerun_search", min_bytes=1).plan(program, MACHINE, min_limit - 1)
+        planned("rerun_search", program, MACHINE, min_limit - 1)
     with pytest.raises(agents.Infeasible, match="min_bytes"):
         agents.make("rerun_search", kicks=1).plan(program, MACHINE, program.peak_bytes - 1)
     assert agents.make("rerun_search").plan(program, MACHINE, program.peak_bytes).decisions == ()
@@ -109,7 +110,7 @@ def test_the_time_budget_ends_the_search(few_moves: None, monkeypatch: pytest.Mo
     program = pyramid(8, 5)
     limit = int(0.6 * program.peak_bytes)
     monkeypatch.setattr(rerun_search, "time", ticking(1.0))  # a second at every look
-    agents.make("rerun_search", min_bytes=1, seconds=100.0, kicks=10**9).plan(program, MACHINE, limit)
+    planned("rerun_search", program, MACHINE, limit, seconds=100.0, kicks=10**9)
 
 
 def test_unet_at_10_gib_is_at_most_what_checkmate_published() -> None:

@@ -17,6 +17,7 @@ from simulator.compiled.engine import NEVER, Engine, rows_of
 from simulator.modes import KEPT, MODES, SWAPPED
 from simulator.moves.moves import Moves
 from tests import tiny
+from tests.agents.planned import planned
 from tests.agents.search.stepwise import ticking
 from tests.oracle import enumeration
 from tests.programs import BYTE_PER_NS as MACHINE
@@ -41,7 +42,7 @@ def pyramid(layers: int, seed: int) -> Program:
 
 
 def overhead(program: Program, limit: int, name: str, **options: object) -> float:
-    plan = agents.make(name, min_bytes=1, **options).plan(program, MACHINE, limit)
+    plan = planned(name, program, MACHINE, limit, **options)
     return Engine(program, MACHINE, limit).score(rows_of(plan.decisions)).iteration_ns / program.ideal_ns - 1
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agents.planner import Infeasible
-from agents.search.other_times import ForFaster, OtherTimes, TimesError
+from agents.search.retimed import ForFaster, Retimed, TimesError
 from simulator import Plan, Program, Rerun, Swap, simulate
 from tests.tiny import LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, just_hidden
 
@@ -27,7 +27,7 @@ def test_each_shape_by_a_factor_of_its_own() -> None:
 
 @pytest.mark.parametrize("plan", [SWAP_PLAN, RECOMPUTE_PLAN])
 def test_overheads_are_those_of_simulations(plan: Plan) -> None:
-    retimed = OtherTimes(PROGRAM, MACHINE, LIMIT, ERROR, draws=5)
+    retimed = Retimed(PROGRAM, MACHINE, LIMIT, ERROR, draws=5)
     bare = replace(plan, fingerprint="")
 
     def cost(program: Program) -> float:
@@ -37,18 +37,18 @@ def test_overheads_are_those_of_simulations(plan: Plan) -> None:
     assert spread.said == cost(PROGRAM)
     assert spread.fast == cost(ERROR.faster(PROGRAM)) and spread.slow == cost(ERROR.slower(PROGRAM))
     assert retimed.expected(plan) == pytest.approx((spread.said + spread.fast + spread.slow) / 3)
-    exact = OtherTimes(PROGRAM, MACHINE, LIMIT, TimesError(0.3, 0.0), draws=5)  # of the sum
+    exact = Retimed(PROGRAM, MACHINE, LIMIT, TimesError(0.3, 0.0), draws=5)  # of the sum
     costs = [cost(exact.error.sampled(PROGRAM, seed)) for seed in np.random.SeedSequence(0).generate_state(5).tolist()]
     assert exact.expected(plan) == pytest.approx(np.mean(costs))
     assert TimesError(0.3, 0.0).margin == 0.15 and TimesError(0.14, 0.1).margin == 0.1
     assert spread.least <= spread.low <= spread.high <= spread.most
-    assert OtherTimes(PROGRAM, MACHINE, LIMIT, ERROR, draws=5).spread(plan) == spread
+    assert Retimed(PROGRAM, MACHINE, LIMIT, ERROR, draws=5).spread(plan) == spread
     if plan is SWAP_PLAN:  # the link takes as long as before
         assert spread.fast > spread.said > spread.slow and spread.high > spread.low
 
 
 def test_a_plan_that_cannot_run_costs_without_end() -> None:
-    assert OtherTimes(PROGRAM, MACHINE, 120, ERROR, draws=2).spread(SWAP_PLAN).most == float("inf")
+    assert Retimed(PROGRAM, MACHINE, 120, ERROR, draws=2).spread(SWAP_PLAN).most == float("inf")
 
 
 def test_algorithms_are_off_alike() -> None:
@@ -56,7 +56,7 @@ def test_algorithms_are_off_alike() -> None:
     program = replace(PROGRAM, kernels=kernels)
     plan = replace(Plan.of(program, SWAP_PLAN.decisions), variants=((0, 0),))
     slow = ERROR.slower(program)
-    spread = OtherTimes(program, MACHINE, LIMIT, ERROR, draws=1).spread(plan)
+    spread = Retimed(program, MACHINE, LIMIT, ERROR, draws=1).spread(plan)
     assert spread.slow == simulate(slow, plan.retimed(slow), MACHINE, LIMIT).overhead
 
 
@@ -69,7 +69,7 @@ def test_an_error_out_of_range(kernel: float, step: float) -> None:
 def test_kernels_that_are_faster_hide_less() -> None:
     program, machine, limit = just_hidden()
     hidden = Plan.of(program, (Swap(1, 1, 5),))
-    retimed = OtherTimes(program, machine, limit, ERROR, draws=1)
+    retimed = Retimed(program, machine, limit, ERROR, draws=1)
     planner = ForFaster([hidden], ERROR, calls=400, min_bytes=0)
     found = planner.plan(program, machine, limit)
     assert (found.fingerprint, found.planner, found.limit) == (program.fingerprint, planner.name, limit)

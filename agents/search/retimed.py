@@ -28,12 +28,7 @@ from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
 
-DRAWS = 20
-CALLS = 5_000
-# temperatures, as fractions of the ideal time
-HOT = 3e-3
-COLD = 1e-5
-FASTER = ", for faster kernels"  # suffix of the planner's name
+DRAWS = 20  # samples of the kernel error
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class Spread:
         return max(self.said, self.fast, self.slow, self.high)
 
 
-class OtherTimes:
+class Retimed:
     """A program within a limit under perturbed kernel times; deterministic for a seed.
 
     Args:
@@ -165,7 +160,7 @@ class ForFaster:
     Args:
         starts: plans for the predicted times; the search starts from the one that is best under the reduced times.
             Only plans of swaps and recomputations of tensors of at least ``min_bytes`` qualify.
-        calls: simulator calls, including one per start; None: CALLS, or as many as fit into ``seconds``.
+        calls: simulator calls, including one per start; None: 5,000, or as many as fit into ``seconds``.
         mode: swap, recompute or joint.
         seconds: wall-clock budget. If set, the plan depends on the speed of the computer.
     """
@@ -185,10 +180,10 @@ class ForFaster:
         self.error = error
         self.mode = check_mode(mode)
         self.min_bytes = min_bytes
-        self.calls = CALLS if calls is None and seconds is None else calls
+        self.calls = 5_000 if calls is None and seconds is None else calls
         self.seconds = seconds
         self.seed = seed
-        self.name = f"annealing{FASTER}"
+        self.name = "annealing, for faster kernels"
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -211,8 +206,9 @@ class ForFaster:
         if best is None or not scores[best].feasible:
             raise Infeasible(f"{self.name}: no start plan fits and consists of swaps and recomputations only")
         calls = None if self.calls is None else max(self.calls - engine.calls - 1, 0)
+        start_ns = scores[best].iteration_ns
         rows, _ = anneal(
-            moves, engine, starts[best], scores[best].iteration_ns, calls, HOT, COLD, self.seed, deadline=deadline
+            moves, engine, starts[best], start_ns, calls, hot=3e-3, cold=1e-5, seed=self.seed, deadline=deadline
         )
         return finish(self, program, machine, limit, engine, rows)
 
