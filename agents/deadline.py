@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 REPEAT = 3.0  # seconds until TimeUp is raised again, in case some code caught it
+CONTEXT = ("__enter__", "__exit__")
 
 
 class TimeUp(BaseException):
@@ -21,8 +22,8 @@ class TimeUp(BaseException):
 def within(seconds: float | None) -> Iterator[None]:
     """Raises TimeUp in the block when ``seconds`` or the limit of an enclosing block expires (None: only the latter).
 
-    Calls into native code and imports are not interrupted; TimeUp is raised when they return. Outside the main thread,
-    where Python delivers no signals, the limit has no effect.
+    Calls into native code, imports, and context managers that enter or exit are not interrupted; TimeUp is raised when
+    they return. Outside the main thread, where Python delivers no signals, the limit has no effect.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -35,7 +36,9 @@ def within(seconds: float | None) -> Iterator[None]:
             is_dropped = code.co_name == "__del__" or code.co_filename == weakref.__file__
             # An interrupted import cannot be repeated: extension modules refuse to be initialized twice.
             is_import = code.co_filename.startswith("<frozen importlib")
-            if is_dropped or is_import:  # tries again in 10 ms
+            # A context manager that is interrupted as it enters or exits leaves its state behind (torch.no_grad).
+            is_context = code.co_name in CONTEXT and frame.f_globals["__name__"].startswith(("torch.", "contextlib"))
+            if is_dropped or is_import or is_context:  # tries again in 10 ms
                 signal.setitimer(signal.ITIMER_REAL, 0.01, REPEAT)
                 return
             frame = frame.f_back

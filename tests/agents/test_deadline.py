@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -82,3 +85,22 @@ def test_blocks_within_blocks_end_with_the_first() -> None:
                 pass
         while True:  # the enclosing deadline keeps running
             pass
+
+
+def test_a_context_is_not_interrupted_as_it_enters_or_exits() -> None:
+    log = list[str]()
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        signal.raise_signal(signal.SIGALRM)
+        log.append("entered")
+        yield
+        signal.raise_signal(signal.SIGALRM)
+        log.append("exited")
+
+    with pytest.raises(TimeUp), within(60):
+        with context():
+            pass
+        while True:
+            pass
+    assert log == ["entered", "exited"]
