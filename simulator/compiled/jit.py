@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from enum import EnumType
 from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -204,6 +205,8 @@ def _text(value: Any, where: str) -> str:
         return f"({', '.join(_text(v, where) for v in value)})"
     if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
         return f"{value.__module__}.{value.__qualname__}({', '.join(value._fields)})"
+    if isinstance(value, EnumType):
+        return f"{value.__module__}.{value.__qualname__}({', '.join(map(repr, value))})"
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype!r} {value.shape} {value.tobytes().hex()}"
     function: Any = value.py_func if is_jitted(value) else value
