@@ -164,7 +164,7 @@ class Batch(EnvBatch):
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
         self.current = np.zeros(walks, np.int64)
         self.invalid = np.zeros(walks, np.bool_)
-        self._state = WalkArrays(
+        state = WalkArrays(
             walks=self.walks,
             need=self._need,
             ended_ns=ended_ns,
@@ -174,13 +174,12 @@ class Batch(EnvBatch):
             rows=self.rows,
             touched=np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_),
         )
-        self._outputs = Outputs(*(getattr(self, name) for name in Outputs._fields))
+        outputs = Outputs(*(getattr(self, name) for name in Outputs._fields))
         self._best: dict[int, tuple[float, Plan]] = {}  # task index -> overhead and plan
         self._no_walks = np.zeros(walks, np.bool_)
         self._random_tasks = np.full(walks, -1, np.int64)
-        self._tables, n_work = self._make_tables(
-            by_segment + by_row + states + encoding.RESULTS + 2 + encoding.SETTINGS
-        )
+        tables, n_work = self._make_tables(by_segment + by_row + states + encoding.RESULTS + 2 + encoding.SETTINGS)
+        self._tables, self._state, self._outputs = map(tuple, (tables, state, outputs))
         threads = max(1, min(threads or cores(), walks // MIN_WALKS))
         # More pieces than threads, because the walks of a piece may be slower than those of another.
         pieces = min(4 * threads, walks // MIN_WALKS) if threads > 1 else 1
@@ -263,11 +262,13 @@ class Batch(EnvBatch):
     def _run(self, actions: NDArray[np.int64], resets: NDArray[np.bool_], tasks: NDArray[np.int64]) -> None:
         def run(begin: int, end: int, thread: _Thread) -> None:
             resume = False
+            arrays = tuple(thread.arrays)
             while step_walks(
-                begin, end, resume, resets, actions, tasks, self._tables, self._state, thread.arrays, self._outputs
+                begin, end, resume, resets, actions, tasks, self._tables, self._state, arrays, self._outputs
             ):
                 self._settle(begin, end, thread)
                 resume = True
+                arrays = tuple(thread.arrays)
 
         self._run_pieces(run)
 

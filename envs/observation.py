@@ -22,7 +22,7 @@ def early_kernel(before, position, need, limit):
     return k + 1 if position <= k < before - 1 else -1
 
 
-@stage
+@stage(inline=True)
 def _copies(task, walk, g):
     """Returns whether gap g can be copied right after its last write (Walk.form_masks of the reference)."""
     gaps = task.gaps
@@ -35,7 +35,7 @@ def _copies(task, walk, g):
     return True
 
 
-@stage
+@stage(inline=True)
 def _is_open(task, walk, g):
     """Returns whether gap g is open (Walk.open of the reference)."""
     gaps = task.gaps
@@ -43,7 +43,7 @@ def _is_open(task, walk, g):
     return (gaps[g].after < p or gaps[g].wraps != 0) and p < gaps[g].before and walk.gap_actions[g] < 0
 
 
-@stage
+@stage(inline=True)
 def _show_gap(task, walk, g, mask, nodes):
     """Updates mask and validity of the nodes of a gap."""
     gaps = task.gaps
@@ -63,17 +63,19 @@ def _show_forms(task, walk, mask, options):
     """Updates the masks of the additional forms that the options allow."""
     gaps = task.gaps
     size = options.shown_nodes
+    copies = options.copies
+    keeps = options.keeps
+    earlies = options.earlies
+    has_early = options.forms > EARLY
     for g in range(gaps.size):
         node = gaps[g].offload_node
-        if node >= 0 and options.copies:
+        if node >= 0 and copies:
             mask[COPY * size + node] = 1 if mask[node] and _copies(task, walk, g) else 0
         node = gaps[g].remove_node
-        if node >= 0 and options.forms > EARLY:
-            mask[KEEP * size + node] = mask[node] if options.keeps else 0
+        if node >= 0 and has_early:
+            mask[KEEP * size + node] = mask[node] if keeps else 0
             early = (
-                options.earlies
-                and mask[node]
-                and early_kernel(gaps[g].before, walk.row.position, walk.need, task.limit) >= 0
+                earlies and mask[node] and early_kernel(gaps[g].before, walk.row.position, walk.need, task.limit) >= 0
             )
             mask[EARLY * size + node] = 1 if early else 0
 

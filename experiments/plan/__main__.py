@@ -49,7 +49,7 @@ from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import PRESETS, Machine
 from simulator.modes import MODES
 from simulator.plan import Plan
-from simulator.pool.card import CardPeak, of_program, under_plan
+from simulator.pool.device_memory import DevicePeak, of_program, under_plan
 from simulator.pool.packed import packed_bytes
 from simulator.program import Program
 from simulator.report import Origins, report as page_of
@@ -381,7 +381,7 @@ def best_of(
     return Best(family, row, None if timeline is None else plan, timeline, elapsed_s, tuple(skipped))
 
 
-def with_memory(families: Sequence[Best], card: CardPeak | None) -> list[Best]:
+def with_memory(families: Sequence[Best], card: DevicePeak | None) -> list[Best]:
     """Evaluates the device memory of each family's plan.
 
     A plan fragments memory differently from the unplanned step, so a plan whose tensors fit may still not run.
@@ -399,7 +399,7 @@ def needs_less_memory(families: Sequence[Best]) -> bool:
     return least[False] < least[True] - times.ROOM
 
 
-def plan_tighter(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) -> Best | None:
+def plan_tighter(task: Task, card: DevicePeak, mode: str, seed: int, seconds: float) -> Best | None:
     """Returns the first plan of ``best``, over decreasing limits, that PyTorch's allocator serves; None without one.
 
     Args:
