@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals
-from simulator.pool.trace import MALLOC, Iteration, NoIteration, Stream, detect
+from simulator.pool.trace import Iteration, NoIteration, OperationKind, Stream, detect
 from simulator.program import Program
 
 
@@ -209,7 +209,7 @@ class Device:
         steps = []
         offsets = dict(zip(lives.lower[inner].tolist(), packing.offsets.tolist(), strict=True))
         for i in range(first, first + iteration.length):
-            malloc = stream.kind[i] == MALLOC
+            malloc = stream.kind[i] == OperationKind.MALLOC
             steps.append(("malloc", int(stream.nbytes[i])) if malloc else ("free", int(i - stream.mallocs[i])))
         return SmartPool(first, steps, offsets, packing.footprint)
 

@@ -13,7 +13,7 @@ from hypothesis import assume, given, strategies as st
 
 from simulator import Program
 from simulator.pool import program_lifetimes, smartpool
-from simulator.pool.trace import FREE, MALLOC, Iteration, NoIteration, Stream, detect
+from simulator.pool.trace import Iteration, NoIteration, OperationKind, Stream, detect
 from tests.strategies import programs
 
 
@@ -39,9 +39,9 @@ def replay(recorded: Stream, found: Iteration) -> None:
         block = int(found.block[(i - found.begin) % found.length])
         assert at.setdefault(malloc, block) == block
         assert recorded.nbytes[malloc] == found.intervals.nbytes[block]
-        if recorded.kind[i] == FREE:
+        if recorded.kind[i] == OperationKind.FREE:
             del at[malloc]
-        elif recorded.kind[i] == MALLOC:
+        elif recorded.kind[i] == OperationKind.MALLOC:
             held = sorted((offsets[b], offsets[b] + recorded.nbytes[m]) for m, b in at.items() if recorded.nbytes[m])
             assert all(end <= begin for (_, end), (begin, _) in zip(held, held[1:], strict=False))
 
