@@ -217,7 +217,7 @@ class Walk:
             self.clock.run(p, self.position, self.need, self.taken == OFFLOAD)
             if kind != NOTHING:
                 again = lower(task.program, self.plan()).steps if (self.taken == REMOVE).any() else ()
-                self.rerun_ns = sum(step.duration_ns for step in again if step.again)
+                self.rerun_ns = sum(step.duration_ns for step in again if step.is_recomputation)
         reward = 0.0
         if self._causal and not self.done:
             lasts = task.program.ideal_ns + self.clock.stall_ns(self.position) + self.rerun_ns

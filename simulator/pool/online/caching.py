@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simulator.compiled.encoding import Ints
+from simulator.compiled.encoding import NEVER, Ints
 from simulator.compiled.jit import jit, stage
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.online.freelist import events
@@ -28,8 +28,6 @@ SMALL_BUFFER = 2 << 20  # kSmallBuffer: a segment of the small pool
 LARGE_BUFFER = 20 << 20  # kLargeBuffer: a segment for requests of 1 to 10 MiB
 MIN_LARGE_ALLOC = 10 << 20  # kMinLargeAlloc: requests from here on get a segment of their own
 ROUND_LARGE = 2 << 20  # kRoundLarge: what these segments are rounded up to
-
-ENDLESS = 1 << 50  # bytes of a device without a limit
 
 
 class Blocks(NamedTuple):
@@ -60,7 +58,7 @@ def pack(intervals: Intervals) -> Packing:
     """Returns offsets for blocks on a line; raises ValueError if time repeats."""
     order = events(intervals)
     sizes = intervals.rounded(MIN_BLOCK_SIZE).nbytes
-    offsets, reserved, steps, segments, _ = _serve(order, sizes, ENDLESS, False)
+    offsets, reserved, steps, segments, _ = _serve(order, sizes, NEVER, False)
     return Packing(offsets, reserved, steps=steps, driver_mallocs=segments)
 
 
@@ -78,7 +76,7 @@ def serve(intervals: Intervals, limit: int | None = None, expandable: bool = Fal
         ValueError: time repeats.
     """
     sizes = intervals.rounded(MIN_BLOCK_SIZE).nbytes
-    limit = ENDLESS if limit is None else limit
+    limit = NEVER if limit is None else limit
     _, reserved, _, _, served = _serve(events(intervals), sizes, limit, expandable)
     return int(reserved), bool(served)
 
@@ -211,8 +209,8 @@ def _grow(heap, pool, nbytes, limit):
         _remove_block(heap, pool, tail)
         blocks.size[tail] += growth
     else:
-        # The segments of the two pools lie ENDLESS bytes apart, so that neither can grow into the other.
-        heap.tails[pool] = _new_block(heap, growth, pool * ENDLESS + heap.ends[pool], tail, -1)
+        # The segments of the two pools lie NEVER bytes apart, so that neither can grow into the other.
+        heap.tails[pool] = _new_block(heap, growth, pool * NEVER + heap.ends[pool], tail, -1)
         if tail >= 0:
             blocks.after[tail] = heap.tails[pool]
     heap.ends[pool] += growth
