@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import gymnasium
@@ -78,33 +76,6 @@ def task_option(options: dict[str, Any] | None, tasks: int, names: Sequence[str]
     if task is not None and not -tasks <= int(task) < tasks:
         raise ValueError(f"options: expected a task from {-tasks} to {tasks - 1}, got {task}")
     return None if task is None else int(task)
-
-
-def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates ``__init__`` so that callers pass the fields of the dataclass ``kind`` for its parameter ``options``.
-
-    An environment and its vector environment thus write the options that they share once. ``inspect.signature`` and
-    ``help`` show the fields.
-    """
-    fields = inspect.signature(kind).parameters
-
-    def decorate(init: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(init)
-        parameters: list[inspect.Parameter] = []
-        for name, parameter in own.parameters.items():
-            parameters += fields.values() if name == "options" else [parameter]
-        signature = own.replace(parameters=parameters)
-
-        @wraps(init)
-        def wrapper(*args: Any, **kwargs: Any) -> None:
-            given = signature.bind(*args, **kwargs).arguments
-            options = kind(**{name: given.pop(name) for name in fields if name in given})
-            init(**given, options=options)
-
-        wrapper.__signature__ = signature  # type: ignore[attr-defined]
-        return wrapper
-
-    return decorate
 
 
 class _BatchEnvBase:

@@ -270,28 +270,6 @@ def _touch(graph, n, steps, n_steps, touched):
 
 
 @stage
-def _begin(task, state):
-    """Resets a walk (Walk.reset of the reference)."""
-    walk = state.row
-    need = state.need
-    n = task.begins.size - 1
-    ideal = task.begins[n]
-    most = 0
-    for k in range(n):
-        need[k] = task.kernels[LIVE, k]
-        most = max(most, need[k])
-    for g in range(state.gap_actions.size):
-        state.gap_actions[g] = -1
-    walk.position = walk.count = walk.dead_end = walk.pending = walk.over = walk.removals = walk.rerun_ns = 0
-    walk.changed = walk.came_from = walk.new_from = walk.head = walk.tail = walk.under_way = 0
-    walk.free_ns = walk.out_free = walk.in_free = -ideal
-    walk.iteration = ideal
-    walk.host_left = task.host_bytes
-    walk.ended = 1 if most <= task.limit else 0
-    state.ended_ns[0] = 0
-
-
-@stage
 def _replan(task, state, touched, plan, arrays, causal):
     """Updates the planned residency after a step as far as no simulation is needed.
 
@@ -403,10 +381,24 @@ def _evaluate(task, state, simulation, plan, touched, causal):
 
 @stage(inline=True)
 def _begin_episode(task, state, static, size, nodes):
-    """Resets a walk and, if its task has changed, writes the static columns of its observation."""
+    """Resets a walk (Walk.reset of the reference) and, if its task has changed, writes the static observation."""
     walk = state.row
-    _begin(task, state)
-    walk.new_to = task.begins.size - 1
+    n = task.begins.size - 1
+    ideal = task.begins[n]
+    peak = 0
+    for k in range(n):
+        state.need[k] = task.kernels[LIVE, k]
+        peak = max(peak, state.need[k])
+    for g in range(state.gap_actions.size):
+        state.gap_actions[g] = -1
+    walk.position = walk.count = walk.dead_end = walk.pending = walk.over = walk.removals = walk.rerun_ns = 0
+    walk.changed = walk.came_from = walk.new_from = walk.head = walk.tail = walk.under_way = 0
+    walk.new_to = n
+    walk.free_ns = walk.out_free = walk.in_free = -ideal
+    walk.iteration = ideal
+    walk.host_left = task.host_bytes
+    walk.ended = 1 if peak <= task.limit else 0
+    state.ended_ns[0] = 0
     if walk.shown == walk.task + 1:
         return
     walk.shown = walk.task + 1

@@ -20,7 +20,8 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from envs.batch import Batch, one_of
-from envs.batch_env import BatchEnv, BatchVectorEnv, takes
+from envs.batch_env import BatchEnv, BatchVectorEnv
+from envs.options import flat_options
 from envs.render import picture, text
 from envs.task import Task
 from envs.tasks import program_and_machine
@@ -141,7 +142,7 @@ class MemoryEnv(BatchEnv):
     _batch: Batch
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}  # type: ignore[misc]
 
-    @takes(MemoryOptions)
+    @flat_options
     def __init__(self, options: MemoryOptions, render_mode: str | None = None):
         if render_mode is not None:
             one_of("render_mode", render_mode, self.metadata["render_modes"])
@@ -180,7 +181,7 @@ class MemoryVectorEnv(BatchVectorEnv):
 
     _batch: Batch
 
-    @takes(MemoryOptions)
+    @flat_options
     def __init__(
         self,
         num_envs: int,

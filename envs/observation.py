@@ -226,35 +226,27 @@ def show(task, state, work, options, mask, nodes, rewrite):
         stuck += 1
     walk.stuck_at = stuck
     n_gaps = gaps.size
-    if not rewrite:
-        if g >= 0:
-            _show_gap(task, state, g, mask, nodes)
-        while walk.opened < n_gaps:
-            gap = gaps[walk.opened].by_after
-            if gaps[gap].after + 1 > p or gaps[gap].wraps:
-                break
-            _show_gap(task, state, gap, mask, nodes)
-            walk.opened += 1
-        while walk.closed < n_gaps:
-            gap = gaps[walk.closed].by_before
-            if gaps[gap].before > p:
-                break
-            _show_gap(task, state, gap, mask, nodes)
-            walk.closed += 1
-    else:
-        walk.valid_actions = 0
+    if rewrite:
+        walk.valid_actions = walk.opened = walk.closed = 0
         for node in range(mask.size):
             mask[node] = 0
         for gap in range(n_gaps):
             _show_gap(task, state, gap, mask, nodes)
-        rank = 0
-        while rank < n_gaps and gaps[gaps[rank].by_after].wraps == 0 and gaps[gaps[rank].by_after].after < p:
-            rank += 1
-        walk.opened = rank
-        rank = 0
-        while rank < n_gaps and gaps[gaps[rank].by_before].before <= p:
-            rank += 1
-        walk.closed = rank
+    elif g >= 0:
+        _show_gap(task, state, g, mask, nodes)
+    # Gaps that have opened or closed since the last time; wrapping gaps are open from the start.
+    while walk.opened < n_gaps:
+        gap = gaps[walk.opened].by_after
+        if gaps[gap].after + 1 > p or gaps[gap].wraps:
+            break
+        _show_gap(task, state, gap, mask, nodes)
+        walk.opened += 1
+    while walk.closed < n_gaps:
+        gap = gaps[walk.closed].by_before
+        if gaps[gap].before > p:
+            break
+        _show_gap(task, state, gap, mask, nodes)
+        walk.closed += 1
     if walk.ended == 0 and stuck == p and walk.valid_actions == 0:
         walk.ended = walk.dead_end = 1
     if walk.ended and walk.valid_actions:
