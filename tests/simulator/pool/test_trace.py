@@ -142,6 +142,12 @@ def test_nothing_repeats(text: str, reason: str) -> None:
         detect(stream(text))
 
 
+def own_bytes(program: Program) -> Program:
+    """Gives each tensor a size of its own, so that nothing repeats inside the iteration; removes the workspaces."""
+    tensors = tuple(replace(x, nbytes=1000 + t) for t, x in enumerate(program.tensors))
+    return Program("own bytes", tensors, tuple(replace(k, workspace=0) for k in program.kernels))
+
+
 def unrolled(program: Program, iterations: int, rng: np.random.Generator, changed: bool) -> Iterator[tuple]:
     """Returns a program's raw stream: persistent tensors first, random ids, reused after their free.
 
@@ -179,9 +185,7 @@ def unrolled(program: Program, iterations: int, rng: np.random.Generator, change
 
 @given(programs(), st.integers(0, 2**32 - 1), st.booleans())
 def test_the_iteration_of_a_program_is_found_again(program: Program, seed: int, changed: bool) -> None:
-    # Each tensor has bytes of its own, so that nothing repeats inside the iteration, and there is no workspace.
-    tensors = tuple(replace(x, nbytes=1000 + t) for t, x in enumerate(program.tensors))
-    program = Program("own bytes", tensors, tuple(replace(k, workspace=0) for k in program.kernels))
+    program = own_bytes(program)
     operations = program.operations()
     assume(any(x.kind == "malloc" for x in operations))
     recorded = Stream.from_operations(unrolled(program, 6, np.random.default_rng(seed), changed))
@@ -189,7 +193,9 @@ def test_the_iteration_of_a_program_is_found_again(program: Program, seed: int, 
     assert found.length == len(operations)
     assert found.repetitions >= (4 if changed else 6)
     lives = program_lifetimes(program).intervals
-    unused = sum(x.nbytes for x, uses in zip(tensors, program.accesses, strict=True) if x.persistent and not uses)
+    unused = sum(
+        x.nbytes for x, uses in zip(program.tensors, program.accesses, strict=True) if x.persistent and not uses
+    )
     # Of the changed stream, tensors that nothing uses may be missing.
     assert lives.peak_bytes - (unused if changed else 0) <= found.intervals.peak_bytes <= lives.peak_bytes
     replay(recorded, found)
