@@ -14,6 +14,7 @@ from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
 from envs.memory_env import small_task
 from envs.task import ACTIONS, Task
 from simulator import OutOfMemory, simulate
+from tests.envs import random_actions
 from tests.oracle.walk import Walk, current_node, dynamic_features
 from tests.strategies import machines, networks, programs, reachable_limits
 
@@ -62,7 +63,7 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
                 references[i] = Walk(batch.task(i), reward)
                 total[i] = 0.0
                 assert_walks_equal(batch, i, references[i], actions)
-        codes = np.array([rng.choice(np.flatnonzero(mask)) for mask in batch.mask])
+        codes = random_actions(rng, batch.mask)
         batch.step(codes)
         for i, walk in enumerate(references):
             if walk.done:  # no further action is needed
@@ -133,7 +134,7 @@ def test_threads_share_nothing() -> None:
         batch.reset()
     rng = np.random.default_rng(0)
     for _ in range(200):
-        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in batches[0].mask])
+        actions = random_actions(rng, batches[0].mask)
         for batch in batches:
             batch.step(actions)
         for name in ("walks", "nodes", "mask", "current", "rewards", "terminated", "overhead", "feasible"):
