@@ -22,7 +22,7 @@ def early_kernel(before, position, need, limit):
     return k + 1 if position <= k < before - 1 else -1
 
 
-@stage(inline=True)
+@stage
 def _copies(task, walk, g):
     """Returns whether gap g can be copied right after its last write (Walk.form_masks of the reference)."""
     gaps = task.gaps
@@ -35,7 +35,7 @@ def _copies(task, walk, g):
     return True
 
 
-@stage(inline=True)
+@stage
 def _is_open(task, walk, g):
     """Returns whether gap g is open (Walk.open of the reference)."""
     gaps = task.gaps
@@ -43,7 +43,7 @@ def _is_open(task, walk, g):
     return (gaps[g].after < p or gaps[g].wraps != 0) and p < gaps[g].before and walk.gap_actions[g] < 0
 
 
-@stage(inline=True)
+@stage
 def _show_gap(task, walk, g, mask, nodes):
     """Updates mask and validity of the nodes of a gap."""
     gaps = task.gaps
