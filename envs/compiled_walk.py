@@ -99,7 +99,7 @@ def _simulation(work, row, iterations):
         row.kernels, row.tensors, row.gaps, iterations
     )
     # Lowering marks entries of by_kernel and by_tensor with a number that rises from call to call, so that nothing must
-    # be cleared: each program has its own. The others are filled anew and shared by all tasks.
+    # be cleared: each program has its own. The others are refilled by each call and shared by all tasks.
     by_kernel, offset = _view(work.ints, row.work_at, kernel_shape)
     by_tensor, _ = _view(work.ints, offset, tensor_shape)
     by_segment, offset = _view(work.ints, 0, segment_shape)
