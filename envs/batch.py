@@ -6,7 +6,6 @@ enlarging the buffer of recomputation steps, and checking a plan's host memory w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import prod
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from envs import columns
 from envs.batch_env import EnvBatch, Observation
+from envs.columns import BatchTables, Outputs, WalkArrays, WorkArrays
 from envs.compiled_walk import step_walks
 from envs.graph import OBSERVED
 from envs.task import ACTIONS, REWARDS, Task
@@ -27,17 +27,7 @@ from simulator.compiled.engine import cores, side_by_side
 from simulator.plan import Plan
 
 INVALID = ("end", "ignore")
-SHARE = 8  # minimum walks per thread
-_NONE = np.empty(0, np.int64)
-_ENGINES = Lock()  # engines are not thread-safe
-
-
-def _references(arrays: list[Any], i: int) -> int:
-    """Returns the reference count of arrays[i], including temporary references made here."""
-    return sys.getrefcount(arrays[i])
-
-
-_UNUSED = _references([np.empty(0)], 0)  # count of an array that only the list references
+MIN_WALKS = 8  # per thread
 
 
 def one_of(name: str, value: str, choices: Collection[str]) -> str:
@@ -79,23 +69,36 @@ def _gap_table(task: Task) -> NDArray[Any]:
     return table
 
 
-class _WorkArrays:
+class _Thread:
     """Work arrays of one thread."""
 
     def __init__(self, ints: int, size: int, gaps: int):
-        self.ints = np.zeros(ints, np.int64)
-        self.scratch = np.zeros(2 * size)
-        self.shares = np.zeros(size, np.float32)
-        self.gaps = np.empty(max(gaps, 1), encoding.GAP)
-        self.steps = np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64)
+        product = np.zeros(2 * size)
+        self.arrays = WorkArrays(
+            ints=np.zeros(ints, np.int64),
+            product=product,
+            bits=product.view(np.int64),
+            shares=np.zeros(size, np.float32),
+            gaps=np.empty(max(gaps, 1), encoding.GAP),
+            steps=np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64),
+        )
 
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        """Returns the arrays in the order of the ``work`` argument of ``step_walks``."""
-        return self.ints, self.scratch, self.scratch.view(np.int64), self.shares, self.gaps, self.steps
+    def make_steps(self, count: int) -> None:
+        """Allocates the buffer of ``count`` recomputation steps."""
+        self.arrays = self.arrays._replace(steps=np.empty((count, encoding.STEP_COLUMNS), np.int64))
 
-    def make_steps(self) -> None:
-        """Grows the buffer of recomputation steps to four times its size."""
-        self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
+
+class _Loan:
+    """Lends an array: once no view of ``numpy.asarray(loan)`` is left, the array is added to ``spare``."""
+
+    def __init__(self, array: NDArray[Any], spare: list[NDArray[Any]]):
+        self._array = array
+        self._spare = spare
+        self.__array_interface__ = array.__array_interface__  # views of views, too, refer to the loan
+
+    def __del__(self) -> None:
+        if len(self._spare) < 3:  # a caller that held very many at once will not do so again soon
+            self._spare.append(self._array)
 
 
 class Batch(EnvBatch):
@@ -119,6 +122,7 @@ class Batch(EnvBatch):
     """
 
     INFOS = "overhead", "iteration_ns", "feasible", "invalid"
+    _engine_lock = Lock()  # of all batches, which may share tasks: engines are not thread-safe
 
     def __init__(
         self,
@@ -140,92 +144,104 @@ class Batch(EnvBatch):
         gaps = max(len(t.graph.gaps) for t in tasks)
         iterations = max(int(t.engine.tables.settings[encoding.MAX_ITERATIONS]) for t in tasks)
         _, by_segment, _, by_row, states = map(prod, encoding.work_shapes(kernels, 0, gaps, iterations))
-        self._tables(by_segment + by_row + states + encoding.RESULTS + 2 + encoding.SETTINGS)
-        self.options = np.zeros(1, columns.OPTIONS)
-        causal = reward == "causal"
-        ignore = invalid == "ignore"
-        self.options[0] = self.size, self.forms, causal, ignore, autoreset, len(tasks), iterations, ACTIONS[actions]
+        self.options = columns.record(
+            columns.OPTIONS,
+            shown_nodes=self.size,
+            forms=self.forms,
+            causal=reward == "causal",
+            ignore=invalid == "ignore",
+            autoreset=autoreset,
+            tasks=len(tasks),
+            iterations=iterations,
+            **dict.fromkeys(ACTIONS[actions], True),
+        )
         self.walks = np.zeros(walks, columns.WALK)
         self.walks["seed"] = np.random.default_rng().integers(2**63, size=walks)
         self._need, ended_ns = np.zeros((2, walks, kernels + 1), np.int64)
+        out_end, queue, gap_actions = np.zeros((3, walks, gaps), np.int64)
         self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)
         self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
         self.current = np.zeros(walks, np.int64)
         self.invalid = np.zeros(walks, np.bool_)
-        self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
-        self._inputs = self.options, self.task_rows, self.gaps, self.ints, self.floats  # in the order of ``step_walks``
-        self._state = self.walks, self._need, ended_ns, *np.zeros((3, walks, gaps), np.int64), self.rows, self.touched
-        self._best: dict[int, tuple[float, Plan]] = {}  # task index -> overhead and plan
-        self._outputs = (
-            self.rewards,
-            self.terminated,
-            self.invalid,
-            self.overhead,
-            self.feasible,
-            self.mask,
-            self.nodes,
-            self.current,
+        state = WalkArrays(
+            walks=self.walks,
+            need=self._need,
+            ended_ns=ended_ns,
+            out_end=out_end,
+            queue=queue,
+            gap_actions=gap_actions,
+            rows=self.rows,
+            touched=np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_),
         )
+        outputs = Outputs(*(getattr(self, name) for name in Outputs._fields))
+        self._best: dict[int, tuple[float, Plan]] = {}  # task index -> overhead and plan
         self._no_walks = np.zeros(walks, np.bool_)
         self._random_tasks = np.full(walks, -1, np.int64)
-        size = max(kernels + 1, self.size, gaps)
-        threads = max(1, min(threads or cores(), walks // SHARE))
-        pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
+        tables, n_work = self._make_tables(by_segment + by_row + states + encoding.RESULTS + 2 + encoding.SETTINGS)
+        self._tables, self._state, self._outputs = map(tuple, (tables, state, outputs))
+        threads = max(1, min(threads or cores(), walks // MIN_WALKS))
+        # More pieces than threads, because the walks of a piece may be slower than those of another.
+        pieces = min(4 * threads, walks // MIN_WALKS) if threads > 1 else 1
         self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
-        self._works = [_WorkArrays(self._work_size, size, gaps) for _ in range(threads)]
-        self._copies: list[NDArray[np.float32]] = []
+        self._threads = [_Thread(n_work, max(kernels + 1, self.size, gaps), gaps) for _ in range(threads)]
+        self._spare: list[NDArray[np.float32]] = []  # for copies of ``nodes``
 
-    def _tables(self, shared: int) -> None:
-        """Builds the tables of compiled_walk.py. ``shared``: size of the work array's task-independent part."""
+    def _make_tables(self, shared: int) -> tuple[BatchTables, int]:
+        """Returns the tables, and the size of a thread's work array; ``shared``: of its task-independent part."""
         gaps = ArrayPacker()
         ints = ArrayPacker()
         floats = ArrayPacker()
         work = ArrayPacker()
         work.size = shared
-        self.task_rows = np.zeros(len(self.tasks), columns.TASK)
-        for i, task in enumerate(self.tasks):
-            tables = task.engine.tables
+        rows = []
+        for task in self.tasks:
+            encoded = task.engine.tables
             graph = task.graph
             program = id(task.program)
             machine = task.machine
             n = len(task.program.kernels)
-            acts = np.flatnonzero(graph.action_gap >= 0)
-            nodes = np.zeros((columns.NODE_ROWS, len(graph)), np.int64)
-            nodes[columns.NODE_KERNEL] = graph.kernel
-            nodes[columns.NODE_KIND] = graph.action_kind
-            nodes[columns.NODE_GAP] = graph.action_gap
-            nodes[columns.ACTIONS, : len(acts)] = acts
-            nodes[columns.ACTION_GAPS, : len(acts)] = graph.action_gap[acts]
-            graph_at = ints.put(tables.graph, ("graph", program))
+            action_nodes = np.flatnonzero(graph.action_gap >= 0)
             by_kernel, _, by_tensor, *_ = map(prod, encoding.work_shapes(n, len(task.program.tensors), 0, 0))
-            self.task_rows[i] = (
-                n,
-                len(task.program.tensors),
-                len(task.tensor),
-                len(graph),
-                len(acts),
-                task.limit,
-                task.ideal_ns,
-                machine.host_bytes,
-                task.host_is_short,
-                ints.put(tables.kernels, ("kernels", program, id(machine))),
-                ints.put(tables.tensors, ("tensors", program, id(machine))),
-                graph_at,
-                graph_at + tables.graph.size,
-                ints.put(tables.settings),
-                ints.put(task.next_opening),
-                gaps.put(_gap_table(task)),
-                ints.put(nodes),
-                ints.put(np.maximum(0, np.searchsorted(graph.kernel, np.arange(n + 1)) - 1)),
-                floats.put(graph.features.T.astype(np.float64)),
-                floats.put(task.start_ns[graph.kernel].astype(np.float64)),
-                work.put(np.empty(by_kernel + by_tensor, np.int8), program),
+            graph_at = ints.put(encoded.graph, ("graph", program))
+            rows.append(
+                columns.record(
+                    columns.TASK,
+                    kernels=n,
+                    tensors=len(task.program.tensors),
+                    gaps=len(task.tensor),
+                    nodes=len(graph),
+                    n_actions=len(action_nodes),
+                    limit_bytes=task.limit,
+                    ideal_ns=task.ideal_ns,
+                    host_bytes=machine.host_bytes,
+                    host_is_short=task.host_is_short,
+                    kernels_at=ints.put(encoded.kernels, ("kernels", program, id(machine))),
+                    tensors_at=ints.put(encoded.tensors, ("tensors", program, id(machine))),
+                    graph_at=graph_at,
+                    graph_end=graph_at + encoded.graph.size,
+                    settings_at=ints.put(encoded.settings),
+                    opening_at=ints.put(task.next_opening),
+                    gaps_at=gaps.put(_gap_table(task)),
+                    node_kernel_at=ints.put(graph.kernel),
+                    node_kind_at=ints.put(graph.action_kind),
+                    node_gap_at=ints.put(graph.action_gap),
+                    action_nodes_at=ints.put(action_nodes),
+                    action_gaps_at=ints.put(graph.action_gap[action_nodes]),
+                    node_at=ints.put(np.maximum(0, np.searchsorted(graph.kernel, np.arange(n + 1)) - 1)),
+                    static_at=floats.put(graph.features.T.astype(np.float64)),
+                    times_at=floats.put(task.start_ns[graph.kernel].astype(np.float64)),
+                    work_at=work.put(np.empty(by_kernel + by_tensor, np.int8), program),
+                )
             )
-        self.gaps = gaps.joined(columns.GAP)
-        self.ints = ints.joined(np.int64)
-        self.floats = floats.joined(np.float64)
-        self._work_size = work.size
+        tables = BatchTables(
+            options=self.options,
+            tasks=np.concatenate(rows),
+            gaps=gaps.joined(columns.GAP),
+            ints=ints.joined(np.int64),
+            floats=floats.joined(np.float64),
+        )
+        return tables, work.size
 
     def seed(self, i: int, seed: int) -> None:
         """Seeds the task sampling of walk i."""
@@ -235,7 +251,7 @@ class Batch(EnvBatch):
         """Starts new episodes in all walks or in those of ``mask``, on a given or a drawn task."""
         resets = ~self._no_walks if mask is None else mask
         tasks = self._random_tasks if task is None else np.full(self.count, range(len(self.tasks))[task], np.int64)
-        self._run(_NONE, resets, tasks)
+        self._run(np.empty(0, np.int64), resets, tasks)
 
     def step(self, actions: NDArray[np.int64]) -> None:
         """Steps every walk. ``actions``: (M,) node + ``size`` * form."""
@@ -244,34 +260,36 @@ class Batch(EnvBatch):
         self._run(np.ascontiguousarray(actions, np.int64), self._no_walks, self._random_tasks)
 
     def _run(self, actions: NDArray[np.int64], resets: NDArray[np.bool_], tasks: NDArray[np.int64]) -> None:
-        def run(begin: int, end: int, work: _WorkArrays) -> None:
+        def run(begin: int, end: int, thread: _Thread) -> None:
             resume = False
+            arrays = tuple(thread.arrays)
             while step_walks(
-                begin, end, resume, resets, actions, tasks, self._inputs, self._state, work.arrays(), self._outputs
+                begin, end, resume, resets, actions, tasks, self._tables, self._state, arrays, self._outputs
             ):
-                self._settle(begin, end, work)
+                self._settle(begin, end, thread)
                 resume = True
+                arrays = tuple(thread.arrays)
 
         self._run_pieces(run)
 
-    def _run_pieces(self, run: Callable[[int, int, _WorkArrays], None]) -> None:
+    def _run_pieces(self, run: Callable[[int, int, _Thread], None]) -> None:
         """Calls ``run`` for each piece of the walks; idle threads take the next piece."""
         todo = iter(self._bounds)
 
-        def run_pieces(work: _WorkArrays) -> None:
+        def run_pieces(thread: _Thread) -> None:
             for begin, end in todo:
-                run(begin, end, work)
+                run(begin, end, thread)
 
-        side_by_side([partial(run_pieces, work) for work in self._works])
+        side_by_side([partial(run_pieces, thread) for thread in self._threads])
 
-    def _settle(self, begin: int, end: int, work: _WorkArrays) -> None:
+    def _settle(self, begin: int, end: int, thread: _Thread) -> None:
         """Resolves the pending requests of walks ``begin`` to ``end`` - 1."""
         pending = self.walks["pending"][begin:end]
-        if (pending == columns.WANTS_STEPS).any():
-            work.make_steps()
-        for i in (begin + np.flatnonzero(pending == columns.WANTS_HOST)).tolist():
+        if (pending == columns.Pending.STEPS).any():
+            thread.make_steps(4 * len(thread.arrays.steps))
+        for i in (begin + np.flatnonzero(pending == columns.Pending.HOST_BYTES)).tolist():
             task = self.task(i)
-            with _ENGINES:
+            with self._engine_lock:
                 on_host = task.engine.on_host(self.plan_rows(i))
             self.walks["host_left"][i] = task.machine.host_bytes - on_host
 
@@ -330,17 +348,12 @@ class Batch(EnvBatch):
     def copies(self, views: Observation) -> Observation:
         """Returns copies of ``views``, which must be views of this batch.
 
-        The copy of ``nodes`` reuses an earlier copy that is no longer referenced, because allocation costs as much as
-        copying.
+        The copy of ``nodes`` reuses the memory of an earlier one of which no view is left, because allocation costs as
+        much as copying.
         """
-        spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
-        if spare:
-            nodes = self._copies[spare[0]]
-        else:
-            nodes = np.empty_like(self.nodes)
-            self._copies = [*self._copies[-2:], nodes]
+        nodes = np.asarray(_Loan(self._spare.pop() if self._spare else np.empty_like(self.nodes), self._spare))
 
-        def run(begin: int, end: int, work: _WorkArrays) -> None:
+        def run(begin: int, end: int, thread: _Thread) -> None:
             np.copyto(nodes[begin:end], self.nodes[begin:end])
 
         self._run_pieces(run)

@@ -3,13 +3,15 @@
 batch.py allocates the arrays (fields: columns.py) and calls ``step_walks``. Two cases need Python: host memory that
 is limited, and a full buffer of recomputation steps. Then the walk is marked pending, batch.py handles the request
 and calls ``step_walks`` again with ``resume``.
+
+Functions with ``inline=True`` take whole views, whose arrays a call would copy one by one.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from envs.graph import NOTHING, OFFLOAD, VALID
+from envs.graph import NOTHING, OFFLOAD, STATIC
 from envs.observation import early_kernel, first_over, show
 from envs.task import COPY, DEAD_END_REWARD, EARLY, KEEP
 from simulator.compiled.jit import stage
@@ -17,17 +19,7 @@ from simulator.compiled.rematerialization import lower_recomputations
 from simulator.compiled.scoring import score_plans
 
 # isort: off
-from envs.columns import (
-    NODE_GAP,
-    NODE_KIND,
-    NODE_ROWS,
-    NOT_PENDING,
-    WANTS_HOST,
-    WANTS_STEPS,
-    Scratch,
-    TaskView,
-    WalkView,
-)
+from envs.columns import BatchTables, Outputs, Pending, Simulation, TaskView, WalkArrays, WalkView, WorkArrays
 from simulator.compiled.encoding import (
     AFTER as ROW_AFTER,
     BEFORE as ROW_BEFORE,
@@ -55,6 +47,7 @@ from simulator.compiled.encoding import (
     TENSOR as ROW_TENSOR,
     TENSOR_ROWS,
     WHEN,
+    Arrays,
     work_shapes,
 )
 # isort: on
@@ -68,6 +61,57 @@ def _view(array, offset, shape):
     """Returns a view of the given shape that begins at ``offset``, and the offset after it."""
     end = offset + shape[0] * shape[1]
     return array[offset:end].reshape(shape), end
+
+
+@stage(inline=True)
+def _task_view(tables, row):
+    """Returns the TaskView of a task, a record of TASK."""
+    ints = tables.ints
+    n = row.kernels
+    kernels, _ = _view(ints, row.kernels_at, (KERNEL_ROWS, n + 1))
+    tensors, _ = _view(ints, row.tensors_at, (TENSOR_ROWS, row.tensors))
+    return TaskView(
+        kernels=kernels,
+        tensors=tensors,
+        graph=ints[row.graph_at : row.graph_end],
+        settings=ints[row.settings_at : row.settings_at + SETTINGS],
+        gaps=tables.gaps[row.gaps_at : row.gaps_at + row.gaps],
+        node_kernel=ints[row.node_kernel_at : row.node_kernel_at + row.nodes],
+        node_kind=ints[row.node_kind_at : row.node_kind_at + row.nodes],
+        node_gap=ints[row.node_gap_at : row.node_gap_at + row.nodes],
+        action_nodes=ints[row.action_nodes_at : row.action_nodes_at + row.n_actions],
+        action_gaps=ints[row.action_gaps_at : row.action_gaps_at + row.n_actions],
+        times=tables.floats[row.times_at : row.times_at + row.nodes],
+        begins=kernels[BEGINS],
+        opening=ints[row.opening_at : row.opening_at + n],
+        node_at=ints[row.node_at : row.node_at + n + 1],
+        limit=row.limit_bytes,
+        ideal_ns=row.ideal_ns,
+        host_bytes=row.host_bytes,
+        host_is_short=row.host_is_short,
+    )
+
+
+@stage(inline=True)
+def _simulation(work, row, iterations):
+    """Returns the views of a thread's work array with which plans of a task, a record of TASK, are simulated."""
+    kernel_shape, segment_shape, tensor_shape, row_shape, state_shape = shapes_of(
+        row.kernels, row.tensors, row.gaps, iterations
+    )
+    # Lowering marks entries of by_kernel and by_tensor with a number that rises from call to call, so that nothing must
+    # be cleared: each program has its own. The others are refilled by each call and shared by all tasks.
+    by_kernel, offset = _view(work.ints, row.work_at, kernel_shape)
+    by_tensor, _ = _view(work.ints, offset, tensor_shape)
+    by_segment, offset = _view(work.ints, 0, segment_shape)
+    by_row, offset = _view(work.ints, offset, row_shape)
+    states, offset = _view(work.ints, offset, state_shape)
+    results, offset = _view(work.ints, offset, (1, RESULTS))
+    return Simulation(
+        Arrays(by_kernel, by_segment, by_tensor, by_row, work.gaps, work.steps, states),
+        results,
+        ends=work.ints[offset : offset + 2],
+        settings=work.ints[offset + 2 : offset + 2 + SETTINGS],
+    )
 
 
 @stage
@@ -137,52 +181,53 @@ def _run_clock(task, state):
 
 
 @stage
-def _act(task, state, rows, kind, g, form, early, causal):
+def _act(task, state, rows, node, form, causal):
     """Appends the action's row to the plan and moves the agent (Walk._offload and Walk._remove of the reference)."""
     walk = state.row
-    gaps = task.gaps
     begins = task.begins
-    opening = task.opening
     ended_ns = state.ended_ns
-    p = walk.position
+    position = walk.position
     stuck = walk.stuck_at
     ideal = begins[begins.size - 1]
-    next_position = min(opening[p], stuck) if p < opening.size else p
+    next_position = min(task.opening[position], stuck) if position < task.opening.size else position
+    kind = task.node_kind[node]
+    g = task.node_gap[node]
+    walk.came_from = position
+    walk.changed = g
     if kind == NOTHING:
         walk.position = next_position
         return
-    t = gaps[g].tensor
-    after = gaps[g].after
-    before = gaps[g].before
+    gap = task.gaps[g]
     row = rows[walk.count]
     walk.count += 1
-    row[ROW_TENSOR] = t
-    row[ROW_BEFORE] = before
+    row[ROW_TENSOR] = gap.tensor
+    row[ROW_BEFORE] = gap.before
     state.gap_actions[g] = kind
     if kind != OFFLOAD:
         row[KIND] = RECOMPUTE
-        row[ROW_AFTER] = max(p - 1, after)
+        row[ROW_AFTER] = max(position - 1, gap.after)
         row[EXTRA] = 1 if form == KEEP else 0
-        row[WHEN] = early
+        row[WHEN] = early_kernel(gap.before, position, state.need, task.limit) if form == EARLY else -1
         walk.removals += 1
-        if stuck != p:
+        if stuck != position:
             walk.position = next_position
         return
-    copy = gaps[g].copy_at if form == COPY else -1
-    copy_ns = task.tensors[D2H, t]
+    copy = gap.copy_at if form == COPY else -1
+    copy_ns = task.tensors[D2H, gap.tensor]
     row[KIND] = SWAP
     row[EXTRA] = -1
     row[WHEN] = copy
-    if gaps[g].wraps and p == 0:
-        row[ROW_AFTER] = after
-        begin_ns = begins[(after if copy < 0 else copy) + 1] - ideal
+    if gap.wraps and position == 0:
+        # The gap opened in the previous iteration, whose copy does not hold the agent.
+        row[ROW_AFTER] = gap.after
+        begin_ns = begins[(gap.after if copy < 0 else copy) + 1] - ideal
         walk.free_ns = max(walk.free_ns, begin_ns) + copy_ns
         if causal:
             _issue(task, state, g, begin_ns)
         return
     # The last kernel that ended before the engine is free, if the gap was open then.
-    first_after = 0 if gaps[g].wraps else after
-    after = p - 1
+    first_after = 0 if gap.wraps else gap.after
+    after = position - 1
     while after > first_after and begins[after + 1] > walk.free_ns:
         after -= 1
     row[ROW_AFTER] = after
@@ -190,13 +235,14 @@ def _act(task, state, rows, kind, g, form, early, causal):
     end_ns = max(walk.free_ns, begins[issued + 1]) + copy_ns
     if causal:
         _issue(task, state, g, ended_ns[issued + 1])
-    if stuck == p:
-        walk.free_ns = begins[p]
+    # The agent waits for the copy, but kernels up to the next one that cannot start need not.
+    if stuck == position:
+        walk.free_ns = begins[position]
         return
     walk.free_ns = min(end_ns, begins[stuck])
-    while p < stuck and begins[p] < end_ns:
-        p += 1
-    walk.position = p
+    while position < stuck and begins[position] < end_ns:
+        position += 1
+    walk.position = position
 
 
 @stage
@@ -224,29 +270,7 @@ def _touch(graph, n, steps, n_steps, touched):
 
 
 @stage
-def _begin(task, state):
-    """Resets a walk (Walk.reset of the reference)."""
-    walk = state.row
-    need = state.need
-    n = task.begins.size - 1
-    ideal = task.begins[n]
-    most = 0
-    for k in range(n):
-        need[k] = task.kernels[LIVE, k]
-        most = max(most, need[k])
-    for g in range(state.gap_actions.size):
-        state.gap_actions[g] = -1
-    walk.position = walk.count = walk.dead_end = walk.pending = walk.over = walk.removals = walk.rerun_ns = 0
-    walk.changed = walk.came_from = walk.new_from = walk.head = walk.tail = walk.under_way = 0
-    walk.free_ns = walk.out_free = walk.in_free = -ideal
-    walk.iteration = ideal
-    walk.host_left = task.row.host
-    walk.ended = 1 if most <= task.limit else 0
-    state.ended_ns[0] = 0
-
-
-@stage
-def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, causal):
+def _replan(task, state, touched, plan, arrays, causal):
     """Updates the planned residency after a step as far as no simulation is needed.
 
     Returns:
@@ -272,15 +296,116 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
     if not causal:
         return False, False
     n_steps, rerun_ns = lower_recomputations(
-        task.kernels, task.tensors, task.graph, plan, by_kernel, by_tensor, by_row, steps
+        task.kernels, task.tensors, task.graph, plan, arrays.by_kernel, arrays.by_tensor, arrays.by_row, arrays.steps
     )
-    if n_steps >= steps.shape[0]:
+    if n_steps >= arrays.steps.shape[0]:
         return False, True
     walk.rerun_ns = rerun_ns
     for k in range(n):
-        need[k] = by_kernel[PLANNED, k]
-    _touch(task.graph, n, steps, n_steps, touched)
+        need[k] = arrays.by_kernel[PLANNED, k]
+    _touch(task.graph, n, arrays.steps, n_steps, touched)
     return True, False
+
+
+@stage(inline=True)
+def _simulate(task, state, simulation, plan, limit_until):
+    """Simulates the plan with the limit enforced before kernel ``limit_until``, and updates the planned residency.
+
+    Returns:
+        The iteration time; whether the plan is feasible.
+    """
+    walk = state.row
+    arrays, results, ends, settings = simulation
+    for c in range(SETTINGS):
+        settings[c] = task.settings[c]
+    if task.host_is_short:  # host_left already has the plan's host memory
+        settings[HOST_BYTES] = NEVER
+    ends[0] = 0
+    ends[1] = walk.count
+    score_plans(
+        task.kernels,
+        task.tensors,
+        task.graph,
+        plan,
+        ends,
+        0,
+        -1,
+        settings,
+        limit_until,
+        NEVER,
+        1,
+        arrays.by_kernel,
+        arrays.by_segment,
+        arrays.by_tensor,
+        arrays.by_row,
+        arrays.gaps,
+        arrays.steps,
+        arrays.states,
+        results,
+        arrays.steps[:0],
+    )
+    for k in range(task.begins.size - 1):
+        state.need[k] = arrays.by_kernel[PLANNED, k]
+    result = results[0]
+    has_host = task.host_is_short == 0 or walk.host_left >= 0
+    return result[ITERATION_NS], result[STATUS] == DONE and result[PERIOD] > 0 and has_host
+
+
+@stage(inline=True)
+def _evaluate(task, state, simulation, plan, touched, causal):
+    """Updates planned residency and iteration time after an action; returns whether the rest of the iteration fits.
+
+    Returns:
+        The iteration time, from the clock or from a simulation; whether every kernel fits, so that the walk ends;
+        whether the plan is feasible; whether the buffer of recomputation steps was too small for all of this.
+    """
+    walk = state.row
+    n = task.begins.size - 1
+    position = walk.position
+    is_known, needs_steps = _replan(task, state, touched, plan, simulation.arrays, causal)
+    fits = is_known and first_over(state.need, task.limit) == n
+    if needs_steps:
+        return 0, fits, True, True
+    if causal and not fits:
+        _run_clock(task, state)
+        ended_ns = state.ended_ns[position] + walk.rerun_ns
+        return ended_ns + task.begins[n] - task.begins[position], False, True, False
+    while True:
+        ns, is_feasible = _simulate(task, state, simulation, plan, n if fits else position)
+        needs_steps = simulation.results[0, STATUS] == MORE_STEPS
+        if is_known or needs_steps or simulation.results[0, REQUIRED] > task.limit:
+            return ns, fits, is_feasible, needs_steps
+        # The walk ends: its last simulation enforces the limit in all of the iteration.
+        is_known = fits = True
+
+
+@stage(inline=True)
+def _begin_episode(task, state, static, size, nodes):
+    """Resets a walk (Walk.reset of the reference) and, if its task has changed, writes the static observation."""
+    walk = state.row
+    n = task.begins.size - 1
+    ideal = task.begins[n]
+    peak = 0
+    for k in range(n):
+        state.need[k] = task.kernels[LIVE, k]
+        peak = max(peak, state.need[k])
+    for g in range(state.gap_actions.size):
+        state.gap_actions[g] = -1
+    walk.position = walk.count = walk.dead_end = walk.pending = walk.over = walk.removals = walk.rerun_ns = 0
+    walk.changed = walk.came_from = walk.new_from = walk.head = walk.tail = walk.under_way = 0
+    walk.new_to = n
+    walk.free_ns = walk.out_free = walk.in_free = -ideal
+    walk.iteration = ideal
+    walk.host_left = task.host_bytes
+    walk.ended = 1 if peak <= task.limit else 0
+    state.ended_ns[0] = 0
+    if walk.shown == walk.task + 1:
+        return
+    walk.shown = walk.task + 1
+    n_nodes = task.times.size
+    for c in range(nodes.shape[0]):
+        for node in range(size):
+            nodes[c, node] = static[c * n_nodes + node] if c < STATIC and node < n_nodes else 0.0
 
 
 @stage(entry=True)
@@ -294,186 +419,103 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
         resets: bool (walks,).
         actions: (walks,) node + N * form; empty: resets only.
         task_indices: (walks,) task of walks that are reset; -1: draw one.
-        tables: options, task_rows, gaps, ints, floats (columns.py).
-        arrays: walks, need, ended_ns, out_end, queue, gap_actions: fields of each WalkView, along the first axis; rows:
-            int64 (walks, gaps, COLUMNS), the partial plans; touched: bool (walks, tensors), tensors that the plan's
-            recomputation writes or reads.
-        work: work arrays of one thread (batch.py).
-        outputs: rewards, terminated, invalid: of this step; overhead (NaN in a dead end), feasible, mask, nodes,
-            current: of the walks, written only where they change.
+        tables: fields of BatchTables.
+        arrays: fields of WalkArrays.
+        work: fields of WorkArrays, of one thread.
+        outputs: fields of Outputs.
 
     Returns:
         The number of pending walks.
     """
-    option_rows, task_rows, gap_table, ints, floats = tables
-    walks, needs, ended_ns, out_end, queues, kinds, rows, touched = arrays
-    options = option_rows[0]
-    work_ints, product, bits, shares, work_gaps, steps = work
-    rewards, terminated, invalid, overhead, feasible, mask, nodes, current = outputs
-    scratch = Scratch(product, bits, shares)
+    # Passing a NamedTuple from Python takes a microsecond more than passing a tuple.
+    tables = BatchTables(*tables)
+    arrays = WalkArrays(*arrays)
+    work = WorkArrays(*work)
+    outputs = Outputs(*outputs)
+    options = tables.options[0]
+    rewards = outputs.rewards
     pending = 0
     task_index = -1
     size = options.shown_nodes
     causal = options.causal != 0
     for i in range(begin, end):
-        walk = walks[i]
-        resets_walk = not resume and (resets[i] or (options.autoreset != 0 and walk.over != 0))
-        if (resume and walk.pending == NOT_PENDING) or (not resume and actions.size == 0 and not resets_walk):
+        walk = arrays.walks[i]
+        begins_episode = not resume and (resets[i] or (options.autoreset != 0 and walk.over != 0))
+        if resume and walk.pending == Pending.NOTHING:
             continue
         if not resume:
+            if actions.size == 0 and not begins_episode:
+                continue
             rewards[i] = 0.0
-            terminated[i] = False
-            invalid[i] = False
-        if resets_walk:
+            outputs.terminated[i] = False
+            outputs.invalid[i] = False
+        if begins_episode:
             walk.task = task_indices[i] if task_indices[i] >= 0 else draw(walk, options.tasks)
-
-        # Views of the task's tables and work arrays, if the task differs from the previous walk's; arrays of the walk.
-        if walk.task != task_index:
+        if walk.task != task_index:  # consecutive walks often share the task, so that the views are kept
             task_index = walk.task
-            w = task_rows[task_index]
-            n = w.kernels
-            n_gaps = w.gaps
-            limit = w.limit_bytes
-            ideal = w.ideal_ns
-            kernels, _ = _view(ints, w.kernels_at, (KERNEL_ROWS, n + 1))
-            tensors, _ = _view(ints, w.tensors_at, (TENSOR_ROWS, w.tensors))
-            gaps = gap_table[w.gaps_at : w.gaps_at + n_gaps]
-            v, _ = _view(ints, w.nodes_at, (NODE_ROWS, w.nodes))
-            task = TaskView(
-                w,
-                kernels,
-                tensors,
-                ints[w.graph_at : w.graph_end],
-                gaps,
-                v,
-                floats[w.times_at : w.times_at + w.nodes],
-                kernels[BEGINS],
-                ints[w.opening_at : w.opening_at + n],
-                ints[w.node_at : w.node_at + n + 1],
-                limit,
-            )
-            shapes = shapes_of(n, w.tensors, n_gaps, options.iterations)
-            by_kernel, offset = _view(work_ints, w.work_at, shapes[0])
-            by_tensor, _ = _view(work_ints, offset, shapes[2])
-            by_segment, offset = _view(work_ints, 0, shapes[1])
-            by_row, offset = _view(work_ints, offset, shapes[3])
-            states, to = _view(work_ints, offset, shapes[4])
-            results = work_ints[to : to + RESULTS].reshape(1, RESULTS)
-            ends = work_ints[to + RESULTS : to + RESULTS + 2]
-            result = results[0]
-            settings = work_ints[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
-        need = needs[i, : n + 1]
-        state = WalkView(walk, need, ended_ns[i, : n + 1], out_end[i, :n_gaps], queues[i, :n_gaps], kinds[i, :n_gaps])
-
-        if resets_walk:
-            _begin(task, state)
-            walk.new_to = n
-            if walk.shown != walk.task + 1:
-                walk.shown = walk.task + 1
-                for c in range(nodes.shape[1]):
-                    for j in range(size):
-                        nodes[i, c, j] = floats[w.static_at + c * w.nodes + j] if c < VALID and j < w.nodes else 0.0
-            current[i] = show(task, state, scratch, options, mask[i], nodes[i], -1, True, True)
-            overhead[i] = np.nan if walk.dead_end else walk.iteration / ideal - 1.0
-            feasible[i] = walk.ended > walk.dead_end
+            row = tables.tasks[task_index]
+            task = _task_view(tables, row)
+            simulation = _simulation(work, row, options.iterations)
+            n_gaps = row.gaps
+            n_bounds = row.kernels + 1
+        state = WalkView(
+            walk,
+            arrays.need[i, :n_bounds],
+            arrays.ended_ns[i, :n_bounds],
+            arrays.out_end[i, :n_gaps],
+            arrays.queue[i, :n_gaps],
+            arrays.gap_actions[i, :n_gaps],
+        )
+        mask = outputs.mask[i]
+        nodes = outputs.nodes[i]
+        if begins_episode:
+            _begin_episode(task, state, tables.floats[row.static_at :], size, nodes)
+            outputs.current[i] = show(task, state, work, options, mask, nodes, True)
+            outputs.overhead[i] = np.nan if walk.dead_end else walk.iteration / task.ideal_ns - 1.0
+            outputs.feasible[i] = walk.ended > walk.dead_end
             continue
 
-        # The action.
         if not resume:
-            if not (0 <= actions[i] < mask.shape[1] and mask[i, actions[i]]):
-                invalid[i] = True
+            action = actions[i]
+            if not (0 <= action < mask.size and mask[action]):
+                outputs.invalid[i] = True
                 if options.ignore == 0:
                     rewards[i] = DEAD_END_REWARD
-                    terminated[i] = True
+                    outputs.terminated[i] = True
                     walk.over = 1
                 continue
             if walk.ended:  # no further action is needed
-                terminated[i] = True
+                outputs.terminated[i] = True
                 walk.over = 1
                 continue
-            node = actions[i] % size
-            form = actions[i] // size
-            early = -1
-            kind = v[NODE_KIND, node]
-            g = v[NODE_GAP, node]
-            if kind > OFFLOAD and form == EARLY:
-                early = early_kernel(gaps[g].before, walk.position, need, limit)
-            walk.came_from = walk.position
-            walk.changed = g
-            _act(task, state, rows[i], kind, g, form, early, causal)
-            if w.short and g >= 0:
-                walk.pending = WANTS_HOST
+            _act(task, state, arrays.rows[i], action % size, action // size, causal)
+            if task.host_is_short and walk.changed >= 0:
+                walk.pending = Pending.HOST_BYTES
                 pending += 1
                 continue
 
-        # Planned residency and iteration time, from the clock or from a simulation.
-        plan = rows[i][: walk.count]
-        g = walk.changed
-        p = walk.position
-        is_known, no_room = _replan(task, state, touched[i], plan, by_kernel, by_tensor, by_row, steps, causal)
-        fits = is_known and first_over(need, limit) == n
-        is_feasible = True
-        ns = 0
-        if causal and not fits and not no_room:
-            _run_clock(task, state)
-            ns = task.begins[n] + state.ended_ns[p] - task.begins[p] + walk.rerun_ns
-        needs_simulation = not no_room and (fits or not causal)
-        while needs_simulation:
-            for c in range(SETTINGS):
-                settings[c] = ints[w.settings_at + c]
-            if w.short:  # host_left already has the plan's host memory
-                settings[HOST_BYTES] = NEVER
-            ends[0] = 0
-            ends[1] = walk.count
-            score_plans(
-                kernels,
-                tensors,
-                task.graph,
-                plan,
-                ends,
-                0,
-                -1,
-                settings,
-                n if fits else p,
-                NEVER,
-                1,
-                by_kernel,
-                by_segment,
-                by_tensor,
-                by_row,
-                work_gaps,
-                steps,
-                states,
-                results,
-                steps[:0],
-            )
-            no_room = result[STATUS] == MORE_STEPS
-            needs_simulation = not is_known and not no_room and result[REQUIRED] <= limit
-            if needs_simulation:  # last step of the episode
-                is_known = fits = True
-            for k in range(n):
-                need[k] = by_kernel[PLANNED, k]
-            ns = result[ITERATION_NS]
-            is_feasible = result[STATUS] == DONE and result[PERIOD] > 0 and (w.short == 0 or walk.host_left >= 0)
-        walk.pending = WANTS_STEPS if no_room else NOT_PENDING
-        if no_room:
+        plan = arrays.rows[i][: walk.count]
+        ns, fits, is_feasible, needs_steps = _evaluate(task, state, simulation, plan, arrays.touched[i], causal)
+        if needs_steps:  # once there is room, the evaluation is repeated
+            walk.pending = Pending.STEPS
             pending += 1
             continue
+        walk.pending = Pending.NOTHING
         if fits:
             walk.ended = 1
         if is_feasible:
-            rewards[i] = (walk.iteration - ns) / ideal
-            overhead[i] = ns / ideal - 1.0
+            rewards[i] = (walk.iteration - ns) / task.ideal_ns
+            outputs.overhead[i] = ns / task.ideal_ns - 1.0
             walk.iteration = ns
         elif fits:  # its iterations never repeat (rule 10)
             walk.dead_end = 1
-        moved = p != walk.came_from
-        current[i] = show(task, state, scratch, options, mask[i], nodes[i], g, moved, w.short != 0)
+        # Limited host memory may forbid any offload after any action, so that all of the mask may change.
+        outputs.current[i] = show(task, state, work, options, mask, nodes, task.host_is_short != 0)
         if walk.dead_end:
             rewards[i] += DEAD_END_REWARD
-            overhead[i] = np.nan
+            outputs.overhead[i] = np.nan
         if walk.ended:
-            terminated[i] = True
+            outputs.terminated[i] = True
             walk.over = 1
-            feasible[i] = walk.dead_end == 0
+            outputs.feasible[i] = walk.dead_end == 0
     return pending

@@ -12,6 +12,7 @@ opens a gap, the tensor's malloc or free represents the removal; if those are ta
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +26,26 @@ NOTHING = STAYS
 OFFLOAD = SWAPPED
 REMOVE = RECOMPUTED
 
-# Columns of the node features: five static ones, then the dynamic ones (observation.py).
-SIZE, TRANSFER, RECOMPUTE_TIME, REVISIT, ACTION, VALID, RELIEF, AHEAD, PRESSURE, QUEUE, STUCK = range(11)
-# Number of static columns; with the first three dynamic ones (read by agents/learned); all observed columns.
-STATIC = VALID
-FEATURES = AHEAD + 1
-OBSERVED = STUCK + 1
+
+class Feature(IntEnum):
+    """Columns of the node features: five static ones, then the dynamic ones (observation.py)."""
+
+    SIZE = 0
+    TRANSFER = 1
+    RECOMPUTE_TIME = 2
+    REVISIT = 3
+    ACTION = 4
+    VALID = 5
+    RELIEF = 6
+    AHEAD = 7
+    PRESSURE = 8
+    QUEUE = 9
+    STUCK = 10
+
+
+STATIC = 5  # columns that no action changes
+FEATURES = 8  # the static and the first three dynamic columns, which agents/learned/dqn_paper.py reads
+OBSERVED = len(Feature)
 
 
 @dataclass(frozen=True)
@@ -111,16 +126,16 @@ def build_graph(
     tensor = np.array([op.tensor for op in operations], np.int64)
     nbytes = np.array([t.nbytes for t in program.tensors])
     round_trip_ns = np.array([machine.d2h_ns(t.nbytes) + machine.h2d_ns(t.nbytes) for t in program.tensors])
-    features[1:, SIZE] = nbytes[tensor] / program.peak_bytes
-    features[1:, TRANSFER] = round_trip_ns[tensor] / ideal
+    features[1:, Feature.SIZE] = nbytes[tensor] / program.peak_bytes
+    features[1:, Feature.TRANSFER] = round_trip_ns[tensor] / ideal
     gap_at = {(gap.tensor, gap.after): g for g, gap in enumerate(gaps)}
     gap_ns = [program.gap_ns(gap) for gap in gaps]
     for i, op in enumerate(operations, 1):
         node_gap = gap_of[i] if gap_of[i] >= 0 else gap_at.get((op.tensor, op.kernel), -1)
         if node_gap >= 0:
-            features[i, RECOMPUTE_TIME] = recompute[node_gap] / ideal
-            features[i, REVISIT] = gap_ns[node_gap] / ideal
-    features[:, ACTION] = np.where(kind < 0, 0.0, (kind + 1) / 3)
+            features[i, Feature.RECOMPUTE_TIME] = recompute[node_gap] / ideal
+            features[i, Feature.REVISIT] = gap_ns[node_gap] / ideal
+    features[:, Feature.ACTION] = np.where(kind < 0, 0.0, (kind + 1) / 3)
 
     times = np.array([0] + [op.time_ns for op in operations], np.float64)
     order = tensor.argsort(kind="stable")

@@ -13,6 +13,7 @@ has N * F entries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import gymnasium
@@ -20,6 +21,7 @@ from gymnasium.vector import AutoresetMode
 
 from envs.batch import Batch, one_of
 from envs.batch_env import BatchEnv, BatchVectorEnv
+from envs.options import flat_options
 from envs.render import picture, text
 from envs.task import Task
 from envs.tasks import program_and_machine
@@ -96,6 +98,26 @@ def _as_sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Arguments that both environments share (MemoryEnv)."""
+
+    program: OneOrMore[ProgramLike] | None = None
+    machine: OneOrMore[MachineLike] | None = None
+    limit: OneOrMore[Limit] = 0.7
+    min_bytes: int = 2**20
+    mode: str = "joint"
+    reward: str = "paper"
+    invalid: str = "end"
+    actions: str = "paper"
+    copy: bool = True
+
+    def batch(self, count: int, autoreset: bool = False) -> Batch:
+        """Returns a batch of ``count`` walks."""
+        tasks = make_tasks(self.program, self.machine, self.limit, self.min_bytes, self.mode)
+        return Batch(tasks, count, self.reward, self.invalid, self.actions, autoreset)
+
+
 class MemoryEnv(BatchEnv):
     """Walks through one training iteration per episode; the task is drawn with the environment's seed.
 
@@ -120,23 +142,12 @@ class MemoryEnv(BatchEnv):
     _batch: Batch
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}  # type: ignore[misc]
 
-    def __init__(
-        self,
-        program: OneOrMore[ProgramLike] | None = None,
-        machine: OneOrMore[MachineLike] | None = None,
-        limit: OneOrMore[Limit] = 0.7,
-        min_bytes: int = 2**20,
-        mode: str = "joint",
-        reward: str = "paper",
-        invalid: str = "end",
-        actions: str = "paper",
-        copy: bool = True,
-        render_mode: str | None = None,
-    ):
+    @flat_options
+    def __init__(self, options: MemoryOptions, render_mode: str | None = None):
         if render_mode is not None:
             one_of("render_mode", render_mode, self.metadata["render_modes"])
         self.render_mode = render_mode
-        super().__init__(Batch(make_tasks(program, machine, limit, min_bytes, mode), 1, reward, invalid, actions), copy)
+        super().__init__(options.batch(1), options.copy)
 
     def render(self) -> Any:
         """Renders memory use against the limit, copies in flight and evicted tensors (render.py)."""
@@ -170,30 +181,16 @@ class MemoryVectorEnv(BatchVectorEnv):
 
     _batch: Batch
 
+    @flat_options
     def __init__(
         self,
         num_envs: int,
-        program: OneOrMore[ProgramLike] | None = None,
-        machine: OneOrMore[MachineLike] | None = None,
-        limit: OneOrMore[Limit] = 0.7,
-        min_bytes: int = 2**20,
-        mode: str = "joint",
-        reward: str = "paper",
-        invalid: str = "end",
-        actions: str = "paper",
-        copy: bool = True,
+        options: MemoryOptions,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         max_episode_steps: int | None = None,
     ):
-        batch = Batch(
-            make_tasks(program, machine, limit, min_bytes, mode),
-            num_envs,
-            reward,
-            invalid,
-            actions,
-            AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP,
-        )
-        super().__init__(num_envs, batch, copy, autoreset_mode, max_episode_steps)
+        batch = options.batch(num_envs, AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP)
+        super().__init__(num_envs, batch, options.copy, autoreset_mode, max_episode_steps)
 
     best_plans = MemoryEnv.best_plans
     best_plan = MemoryEnv.best_plan

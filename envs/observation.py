@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from envs.columns import ACTION_GAPS, ACTIONS, NODE_KERNEL
-from envs.graph import AHEAD, OFFLOAD, PRESSURE, QUEUE, RELIEF, STUCK, VALID
-from envs.task import COPIES, COPY, EARLIES, EARLY, KEEP, KEEPS
+from envs.graph import OFFLOAD, Feature
+from envs.task import COPY, EARLY, KEEP
 from simulator.compiled.jit import stage
-
-BLOCK = 32  # kernels that are checked together
 
 
 @stage
@@ -58,36 +55,40 @@ def _show_gap(task, walk, g, mask, nodes):
             valid = 1 if is_open and (removal == 1 or gaps[g].nbytes <= row.host_left) else 0
             row.valid_actions += valid - mask[node]
             mask[node] = valid
-            nodes[VALID, node] = valid - (1 if walk.gap_actions[g] == OFFLOAD + removal else 0)
+            nodes[Feature.VALID, node] = valid - (1 if walk.gap_actions[g] == OFFLOAD + removal else 0)
 
 
 @stage
-def _show_forms(task, walk, mask, size, forms, language):
-    """Updates the masks of the additional forms that ``language`` allows."""
+def _show_forms(task, walk, mask, options):
+    """Updates the masks of the additional forms that the options allow."""
     gaps = task.gaps
+    size = options.shown_nodes
+    copies = options.copies
+    keeps = options.keeps
+    earlies = options.earlies
+    has_early = options.forms > EARLY
     for g in range(gaps.size):
         node = gaps[g].offload_node
-        if node >= 0 and language & COPIES:
+        if node >= 0 and copies:
             mask[COPY * size + node] = 1 if mask[node] and _copies(task, walk, g) else 0
         node = gaps[g].remove_node
-        if node >= 0 and forms > EARLY:
-            mask[KEEP * size + node] = mask[node] if language & KEEPS else 0
+        if node >= 0 and has_early:
+            mask[KEEP * size + node] = mask[node] if keeps else 0
             early = (
-                language & EARLIES
-                and mask[node]
-                and early_kernel(gaps[g].before, walk.row.position, walk.need, task.limit) >= 0
+                earlies and mask[node] and early_kernel(gaps[g].before, walk.row.position, walk.need, task.limit) >= 0
             )
             mask[EARLY * size + node] = 1 if early else 0
 
 
 @stage
 def _divide(values, shift, divisor, product, bits, out):
-    """Writes (values - less) / by as float32 to ``out``, bit-identical to the division.
+    """Writes (values - shift) / divisor as float32 to ``out``, bit-identical to the division.
 
     The product with the reciprocal is off by at most 2 float64 units. ``bits`` shows whether a product is that close
     to a float32 rounding boundary; if one is, all values are divided.
     """
     reciprocal = 1.0 / divisor
+    # A float64 has 29 bits more than a float32: ``distance`` is how far the closest product is from a boundary.
     distance = 2**29
     for i in range(values.size):
         product[i] = (values[i] - shift) * reciprocal
@@ -121,26 +122,27 @@ def _any_over(need, limit, begin, end):
 @stage
 def first_over(need, limit):
     """Returns the start of the first block of kernels with one over the limit, or the number of kernels."""
+    block = 32
     n = need.size - 1
     first = 0
-    while first < n and not _any_over(need, limit, first, min(first + BLOCK, n)):
-        first = min(first + BLOCK, n)
+    while first < n and not _any_over(need, limit, first, min(first + block, n)):
+        first = min(first + block, n)
     return first
 
 
 @stage
-def _show_relief(task, need, scratch, nodes):
+def _show_relief(task, need, work, nodes):
     """Updates the relief column of action nodes (Walk.relief), summing only over blocks around the excess."""
+    block = 32
     gaps = task.gaps
     begins = task.begins
     limit = task.limit
-    product = scratch.product
-    bits = scratch.bits
-    shares = scratch.shares
+    product = work.product
+    shares = work.shares
     n = last = need.size - 1
     first = first_over(need, limit)
-    while last > first and not _any_over(need, limit, max(first, last - BLOCK), last):
-        last = max(first, last - BLOCK)
+    while last > first and not _any_over(need, limit, max(first, last - block), last):
+        last = max(first, last - block)
     excess = product[: n + 1]
     gap_excess = product[product.size // 2 :]
     _fill(excess[: first + 1], 0.0)
@@ -156,12 +158,10 @@ def _show_relief(task, need, scratch, nodes):
     while j >= 0 and gaps[gaps[j].by_after].wraps:  # wrapping gaps are last
         gap_excess[gaps[j].by_after] += total
         j -= 1
-    _divide(gap_excess[: gaps.size], 0.0, max(total, 1.0), product, bits, shares)
-    relief = nodes[RELIEF]
-    actions = task.nodes[ACTIONS]
-    gap_of = task.nodes[ACTION_GAPS]
-    for j in range(task.row.n_actions):
-        relief[np.uintp(actions[j])] = shares[np.uintp(gap_of[j])]
+    _divide(gap_excess[: gaps.size], 0.0, max(total, 1.0), product, work.bits, shares)
+    relief = nodes[Feature.RELIEF]
+    for j in range(task.action_nodes.size):
+        relief[np.uintp(task.action_nodes[j])] = shares[np.uintp(task.action_gaps[j])]
 
 
 @stage
@@ -176,96 +176,88 @@ def _show_pressure(task, need, first, last, shares, nodes):
         pressures[k] = np.float64(planned[k] - limit) * per_byte
     begin = node_at[first] + 1 if first else 0
     end = node_at[last] + 1
-    kernel = task.nodes[NODE_KERNEL, begin:end]
-    pressure = nodes[PRESSURE, begin:end]
+    kernel = task.node_kernel[begin:end]
+    pressure = nodes[Feature.PRESSURE, begin:end]
     for i in range(kernel.size):
         pressure[i] = shares[np.uintp(kernel[i])]
 
 
 @stage
-def _show_time(task, walk, scratch, nodes, moved):
+def _show_time(task, walk, work, nodes, moved):
     """Updates the distance to the nodes, the copy queue and the time until the walk is stuck."""
     starts = task.times
     begins = task.begins
-    ideal = task.row.ideal_ns
+    ideal = task.ideal_ns
     n = begins.size - 1
     now = begins[min(walk.position, n - 1)]
     if moved:
-        _divide(starts, np.float64(now), np.float64(ideal), scratch.product, scratch.bits, nodes[AHEAD])
+        _divide(starts, np.float64(now), np.float64(ideal), work.product, work.bits, nodes[Feature.AHEAD])
     queue = np.float32(max(0, walk.free_ns - now) / ideal)
-    if nodes[QUEUE, 0] != queue:
-        _fill(nodes[QUEUE, : starts.size], queue)
+    if nodes[Feature.QUEUE, 0] != queue:
+        _fill(nodes[Feature.QUEUE, : starts.size], queue)
     stuck = np.float32(1.0 if walk.stuck_at == n else (begins[walk.stuck_at] - now) / ideal)
-    if nodes[STUCK, 0] != stuck:
-        _fill(nodes[STUCK, : starts.size], stuck)
+    if nodes[Feature.STUCK, 0] != stuck:
+        _fill(nodes[Feature.STUCK, : starts.size], stuck)
 
 
 @stage
-def show(task, state, scratch, options, mask, nodes, g, moved, rewrite):
+def show(task, state, work, options, mask, nodes, rewrite):
     """Updates the walk (Walk._refresh of the reference) and its observation; returns the current node.
 
     Args:
         task: TaskView of the walk.
         state: WalkView of the walk.
-        scratch: work arrays (columns.py).
+        work: WorkArrays of the thread.
         options: record of OPTIONS (columns.py).
         mask: int8 (F N,) to update.
         nodes: float32 (OBSERVED, N) to update.
-        g: the gap that was emptied, or -1.
-        moved: whether the position has changed.
-        rewrite: whether to rewrite the whole observation.
+        rewrite: whether to rewrite the whole observation; else only what the last action, the walk's came_from and
+            changed, can have affected.
     """
     walk = state.row
     need = state.need
     gaps = task.gaps
     limit = task.limit
     n = need.size - 1
+    g = walk.changed
     p = walk.position
     stuck = p
     while stuck < n and need[stuck] <= limit:
         stuck += 1
     walk.stuck_at = stuck
     n_gaps = gaps.size
-    if not rewrite:
-        if g >= 0:
-            _show_gap(task, state, g, mask, nodes)
-        while walk.opened < n_gaps:
-            gap = gaps[walk.opened].by_after
-            if gaps[gap].after + 1 > p or gaps[gap].wraps:
-                break
-            _show_gap(task, state, gap, mask, nodes)
-            walk.opened += 1
-        while walk.closed < n_gaps:
-            gap = gaps[walk.closed].by_before
-            if gaps[gap].before > p:
-                break
-            _show_gap(task, state, gap, mask, nodes)
-            walk.closed += 1
-    else:
-        walk.valid_actions = 0
+    if rewrite:
+        walk.valid_actions = walk.opened = walk.closed = 0
         for node in range(mask.size):
             mask[node] = 0
         for gap in range(n_gaps):
             _show_gap(task, state, gap, mask, nodes)
-        rank = 0
-        while rank < n_gaps and gaps[gaps[rank].by_after].wraps == 0 and gaps[gaps[rank].by_after].after < p:
-            rank += 1
-        walk.opened = rank
-        rank = 0
-        while rank < n_gaps and gaps[gaps[rank].by_before].before <= p:
-            rank += 1
-        walk.closed = rank
+    elif g >= 0:
+        _show_gap(task, state, g, mask, nodes)
+    # Gaps that have opened or closed since the last time; wrapping gaps are open from the start.
+    while walk.opened < n_gaps:
+        gap = gaps[walk.opened].by_after
+        if gaps[gap].after + 1 > p or gaps[gap].wraps:
+            break
+        _show_gap(task, state, gap, mask, nodes)
+        walk.opened += 1
+    while walk.closed < n_gaps:
+        gap = gaps[walk.closed].by_before
+        if gaps[gap].before > p:
+            break
+        _show_gap(task, state, gap, mask, nodes)
+        walk.closed += 1
     if walk.ended == 0 and stuck == p and walk.valid_actions == 0:
         walk.ended = walk.dead_end = 1
     if walk.ended and walk.valid_actions:
         for gap in range(n_gaps):
             _show_gap(task, state, gap, mask, nodes)
     mask[0] = 1 if walk.ended or stuck > p else 0
-    nodes[VALID, 0] = mask[0]
+    nodes[Feature.VALID, 0] = mask[0]
     if options.forms > 1:
-        _show_forms(task, state, mask, options.shown_nodes, options.forms, options.language)
+        _show_forms(task, state, mask, options)
     if g >= 0 or rewrite:
-        _show_relief(task, need, scratch, nodes)
-        _show_pressure(task, need, walk.new_from, walk.new_to, scratch.shares, nodes)
-    _show_time(task, walk, scratch, nodes, moved or rewrite)
+        _show_relief(task, need, work, nodes)
+        _show_pressure(task, need, walk.new_from, walk.new_to, work.shares, nodes)
+    _show_time(task, walk, work, nodes, rewrite or p != walk.came_from)
     return task.node_at[p]

@@ -14,13 +14,6 @@ from envs.batch import Batch
 from simulator.compiled import encoding
 
 GIB = 2**30
-# size of the text
-COLUMNS = 72
-ROWS = 12
-UNPLANNED = "#c9c9c9"
-PLANNED = "#1f77b4"
-EXCESS = "#d62728"
-INK = "#222222"
 
 
 def _captions(batch: Batch, i: int) -> tuple[str, str]:
@@ -47,22 +40,23 @@ def _captions(batch: Batch, i: int) -> tuple[str, str]:
     )
 
 
-def text(batch: Batch, i: int) -> str:
-    """Draws COLUMNS bars over the iteration of walk i: "#" memory under the partial plan, "." memory that it freed."""
+def text(batch: Batch, i: int, n_columns: int = 72, n_rows: int = 12) -> str:
+    """Draws bars over the iteration of walk i: "#" memory under the partial plan, "." memory that it freed."""
     task = batch.task(i)
     n = len(task.live_bytes)
     max_bytes = max(int(task.live_bytes.max()), task.limit)
-    bounds = np.linspace(0, n, COLUMNS + 1).astype(int)
+    bounds = np.linspace(0, n, n_columns + 1).astype(int)
+    # A program of fewer kernels than columns repeats kernels.
     pairs = [(a, max(b, a + 1)) for a, b in zip(bounds, bounds[1:], strict=False)]
     need, without = (
-        [int(ROWS * x[a:b].max() / max_bytes + 0.5) for a, b in pairs] for x in (batch.need(i), task.live_bytes)
+        [int(n_rows * x[a:b].max() / max_bytes + 0.5) for a, b in pairs] for x in (batch.need(i), task.live_bytes)
     )
-    line = int(ROWS * task.limit / max_bytes + 0.5)
+    line = int(n_rows * task.limit / max_bytes + 0.5)
     lines = [*_captions(batch, i)]
-    for row in range(ROWS, 0, -1):
+    for row in range(n_rows, 0, -1):
         cells = ("#" if x >= row else "." if y >= row else " " for x, y in zip(need, without, strict=True))
         lines.append("".join(cells) + (f" {task.limit / GIB:.2f} GiB, the limit" if row == line else ""))
-    marker = min(COLUMNS - 1, COLUMNS * int(batch.walks["position"][i]) // n)
+    marker = min(n_columns - 1, n_columns * int(batch.walks["position"][i]) // n)
     return "\n".join([*lines, " " * marker + "^"])
 
 
@@ -84,11 +78,11 @@ def picture(batch: Batch, i: int) -> NDArray[np.uint8]:
         steps = np.append(values, values[-1:]) / GIB
         axes.fill_between(times, steps, bottom, step="post", color=color, lw=0, label=label)
 
-    fill(task.live_bytes, UNPLANNED, "without a plan")
-    fill(need, PLANNED, "under the plan so far")
-    fill(np.maximum(need, task.limit), EXCESS, "over the limit", limit)
-    axes.axhline(limit, color=INK, lw=1.2)
-    axes.axvline(times[batch.walks["position"][i]], color=INK, lw=1.2, ls=":")
+    fill(task.live_bytes, "#c9c9c9", "without a plan")
+    fill(need, "#1f77b4", "under the plan so far")
+    fill(np.maximum(need, task.limit), "#d62728", "over the limit", limit)
+    axes.axhline(limit, color="#222222", lw=1.2)
+    axes.axvline(times[batch.walks["position"][i]], color="#222222", lw=1.2, ls=":")
     top = 1.08 * max(int(task.live_bytes.max()), task.limit) / GIB
     axes.set(xlim=(0, times[-1]), ylim=(0, top), ylabel="GiB", xlabel=f"time in the iteration, ms\n{words}")
     axes.set_title(title, loc="left")

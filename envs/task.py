@@ -20,11 +20,14 @@ PLAIN = 0
 COPY = 1
 KEEP = 1
 EARLY = 2
-# allowed additional forms, as bits
-COPIES = 1
-KEEPS = 2
-EARLIES = 4
-ACTIONS = {"paper": 0, "copy": COPIES, "keep": KEEPS, "at": EARLIES, "full": COPIES | KEEPS | EARLIES}
+# Additional forms that a set of actions allows: fields of columns.OPTIONS.
+ACTIONS: dict[str, tuple[str, ...]] = {
+    "paper": (),
+    "copy": ("copies",),
+    "keep": ("keeps",),
+    "at": ("earlies",),
+    "full": ("copies", "keeps", "earlies"),
+}
 
 
 class Task:

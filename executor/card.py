@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from executor.capture.captured import Captured
 from executor.capture.optimizers import chooses_foreach
 from simulator.machine import Machine
-from simulator.pool.card import CardPeak
+from simulator.pool.device_memory import DevicePeak
 from simulator.pool.intervals import Intervals
 from simulator.pool.online import caching
 from simulator.program import Program
@@ -93,7 +93,7 @@ def card_peak(
     loop: Loop | None = None,
     memory_bytes: int | None = None,
     expandable_segments: bool = False,
-) -> CardPeak:
+) -> DevicePeak:
     """Returns the device-memory peak of a captured step.
 
     Args:
@@ -116,7 +116,7 @@ def card_peak(
     if memory_bytes is not None:
         room = memory_bytes - machine.context_bytes
         fits = reserved <= room or caching.serve(blocks, room, expandable_segments)[1]
-    return CardPeak(
+    return DevicePeak(
         tensors,
         live - tensors,
         blocks.peak_bytes - live,

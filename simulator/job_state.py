@@ -13,7 +13,6 @@ from simulator.schedule import NEVER, OutOfMemory, Schedule, Step
 from simulator.timeline import BlockEvent, Span
 
 Direction = Literal["d2h", "h2d"]
-ALONE_ONLY = ("issue_ns", "wait_ns", "event_ns", "copy_contention")  # costs that only `simulate` models
 
 
 def reserved_bytes(plans: Sequence[Schedule]) -> int:
@@ -34,11 +33,11 @@ def check_jobs(
         until_ns: As in ``simulate_jobs``.
 
     Raises:
-        ValueError: A job never terminates, or the machine sets one of the costs in ALONE_ONLY.
+        ValueError: A job never terminates, or the machine sets a cost that only ``simulate`` models.
         OutOfMemory: A kernel of a job does not fit alone; the message names the job and its first such kernel.
         PlanError: A job's plans hold more bytes on the host than the machine has.
     """
-    for name in ALONE_ONLY:
+    for name in ("issue_ns", "wait_ns", "event_ns", "copy_contention"):
         if value := getattr(machine, name):
             raise ValueError(f"machine.{name} is {value}: simulate_jobs does not model this cost; set it to 0")
     for job, schedules in zip(jobs, plans, strict=True):
@@ -93,7 +92,7 @@ class Activity:
     issued: int = 0  # number of kernels of all jobs that had ended at its issue
     is_stale: bool = False  # the tensor was written since its issue
 
-    def end_ns(self, now: int, rate: int) -> int:
+    def completion_ns(self, now: int, rate: int) -> int:
         """Returns the completion time at this rate, in whole ns."""
         return now - (-self.remaining // rate)
 

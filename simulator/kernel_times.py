@@ -56,9 +56,19 @@ class KernelTimes:
     element_flops: float = 0.0  # float32 FLOPs that take as long as one element of a kernel that is not vectorized
 
     def __post_init__(self) -> None:
+        ranges = {
+            "launch_ns": (-1, 1_000_000),
+            "multiprocessors": (0, 1024),
+            "winograd": (0.0, 4.0),
+            "conv_channels": (0.0, 1024.0),
+            "norm_channels": (0.0, 64.0),
+            "error": (0.0, 3.0),
+            "row_ns": (0.0, 100_000.0),
+            "element_flops": (0.0, 100_000.0),
+        }
         for entry in dataclass_fields(self):
             value = getattr(self, entry.name)
-            (low, high) = _RANGES.get(entry.name, (0.0, 1.0))
+            low, high = ranges.get(entry.name, (0.0, 1.0))
             optional = value == 0 and entry.default == 0
             if entry.name != "source" and not optional and not low < value <= high:
                 raise FormatError(
@@ -93,15 +103,3 @@ def scaled(durations: list[int], iteration_ns: int | None) -> list[int]:
     # Rounding ends, not durations, keeps the sum exact.
     ends = [clock * iteration_ns // total for clock in accumulate(durations, initial=0)]
     return [b - a for a, b in pairwise(ends)]
-
-
-_RANGES = {
-    "launch_ns": (-1, 1_000_000),
-    "multiprocessors": (0, 1024),
-    "winograd": (0.0, 4.0),
-    "conv_channels": (0.0, 1024.0),
-    "norm_channels": (0.0, 64.0),
-    "error": (0.0, 3.0),
-    "row_ns": (0.0, 100_000.0),
-    "element_flops": (0.0, 100_000.0),
-}

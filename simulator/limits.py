@@ -31,7 +31,6 @@ UNITS = {
     "tib": 2**40,
 }
 LEAST = 1024  # smallest number without a unit that counts as bytes
-_NUMBER_AND_UNIT = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+|%|)\s*", re.IGNORECASE | re.ASCII)
 
 
 def size_bytes(value: object, where: str = "size", least: int = LEAST) -> int:
@@ -80,7 +79,8 @@ def is_fraction(value: object) -> bool:
 def _number_and_unit(value: object) -> tuple[Decimal | None, str]:
     """Returns the number and its unit in lower case ("": no unit); None if the value is not a number."""
     if isinstance(value, str):
-        match = _NUMBER_AND_UNIT.fullmatch(value)
+        pattern = r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+|%|)\s*"
+        match = re.fullmatch(pattern, value, re.IGNORECASE | re.ASCII)
         return (Decimal(match[1]), match[2].lower()) if match else (None, "")
     if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value):  # includes NumPy scalars
         return None, ""

@@ -15,12 +15,11 @@ from simulator.kernel_times import KernelTimes
 from simulator.limits import size_bytes
 
 ALONE = 2**20  # full speed of a transfer in the fixed-point unit of Machine.h2d_share and d2h_share
-SIZES = ("memory_bytes", "host_bytes", "context_bytes", "cublas_workspace_bytes")  # files may write 24GiB
-LATENCIES = ("d2h_latency_ns", "h2d_latency_ns")
-POSITIVE = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment", "queue_depth")
-LATENCY = "copy_latency_ns"  # key in files for the latency of both directions
-DUPLEX = ("duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s")
-DUPLEX_TOTAL = "duplex_bytes_per_s"  # key in files for both directions together (Machine.with_shared_link)
+# Keys in files that stand for both directions of a copy, and the fields that they replace.
+COMBINED = {
+    "duplex_bytes_per_s": ("duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s"),  # Machine.with_shared_link
+    "copy_latency_ns": ("d2h_latency_ns", "h2d_latency_ns"),
+}
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "machine"
 
 
@@ -72,9 +71,10 @@ class Machine:
     capability: str = ""  # CUDA compute capability, such as "9.0", by which PyTorch chooses kernels; "": unknown
 
     def __post_init__(self) -> None:
+        divisors = "memory_bytes h2d_bytes_per_s d2h_bytes_per_s memory_bytes_per_s alignment queue_depth".split()
         for entry in dataclass_fields(self):
             value = getattr(self, entry.name)
-            minimum = int(entry.name in POSITIVE)
+            minimum = int(entry.name in divisors)
             if isinstance(value, int) and value < minimum:
                 expected = "a positive integer" if minimum else "an integer of at least 0"
                 raise FormatError(f"machine.{entry.name}: expected {expected}, got {value}")
@@ -134,7 +134,9 @@ class Machine:
             FormatError: The figure is negative.
         """
         if duplex_bytes_per_s < 0:
-            raise FormatError(f"machine.{DUPLEX_TOTAL}: expected an integer of at least 0, got {duplex_bytes_per_s}")
+            raise FormatError(
+                f"machine.duplex_bytes_per_s: expected an integer of at least 0, got {duplex_bytes_per_s}"
+            )
         share = 0
         total = self.h2d_bytes_per_s + self.d2h_bytes_per_s
         if 0 < duplex_bytes_per_s < total:
@@ -195,24 +197,24 @@ class Machine:
         Raises:
             FormatError: An entry is malformed; the message names the first.
         """
+        sizes = ("memory_bytes", "host_bytes", "context_bytes", "cublas_workspace_bytes")  # may be written as 24GiB
         if isinstance(data, dict):
             data = {
-                key: size_bytes(value, f"machine.{key}") if key in SIZES and isinstance(value, str) else value
+                key: size_bytes(value, f"machine.{key}") if key in sizes and isinstance(value, str) else value
                 for key, value in data.items()
                 if key != "kernel_times" or value is not None
             }  # `to_dict` writes null
-            for combined, keys in ((DUPLEX_TOTAL, DUPLEX), (LATENCY, LATENCIES)):
+            for combined, keys in COMBINED.items():
                 conflicting = [key for key in keys if key in data]
                 if combined in data and conflicting:
                     raise FormatError(f"machine: `{combined}` and `{conflicting[0]}` are mutually exclusive")
         required, optional = keys_of(cls)
-        values = fields(data, "machine", required, {**optional, DUPLEX_TOTAL: (int, None), LATENCY: (int, None)})
-        duplex = values.pop(DUPLEX_TOTAL)
-        latency = values.pop(LATENCY)
+        values = fields(data, "machine", required, {**optional, **dict.fromkeys(COMBINED, (int, None))})
+        duplex, latency = map(values.pop, COMBINED)
         if latency is not None:
             if latency < 0:
-                raise FormatError(f"machine.{LATENCY}: expected an integer of at least 0, got {latency}")
-            values |= dict.fromkeys(LATENCIES, latency)
+                raise FormatError(f"machine.copy_latency_ns: expected an integer of at least 0, got {latency}")
+            values |= dict.fromkeys(COMBINED["copy_latency_ns"], latency)
         if values["kernel_times"] is not None:
             values["kernel_times"] = KernelTimes.from_dict(values["kernel_times"])
         machine = cls(**values)

@@ -18,7 +18,6 @@ from simulator.program import Program
 __all__ = ["Decision", "Plan", "PlanError", "Recompute", "Rerun", "Swap", "cannot_recompute"]
 
 FORMAT = "plan/2"
-READABLE_FORMATS = ("plan/1", FORMAT)
 OneKind = TypeVar("OneKind", bound=Kind)
 
 
@@ -151,7 +150,7 @@ class Plan:
                 "structure": (str, ""),
             },
         )
-        if top["format"] not in READABLE_FORMATS:
+        if top["format"] not in ("plan/1", FORMAT):
             raise FormatError(f"plan.format: expected {FORMAT!r}, got {top['format']!r}")
         if top["limit"] < 0:
             raise FormatError(f"plan.limit: expected an integer of at least 0, got {top['limit']}")

@@ -45,10 +45,8 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 TENSOR_KINDS: frozenset[str] = frozenset(get_args(TensorKind))
 KERNEL_KINDS: frozenset[str] = frozenset(get_args(KernelKind))
-PHASES: frozenset[str] = frozenset(get_args(Phase))
-# A size or duration above LONGEST is a unit error. Sums of 2**20 such values still fit 64 bits.
-LONGEST = 2**43
-TIMED = ("kernels", "ideal_ns", "start_ns", "fingerprint")  # attributes of a program that depend on durations
+# A size or duration above MAX_AMOUNT is a unit error. Sums of 2**20 such values still fit 64 bits.
+MAX_AMOUNT = 2**43
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +292,11 @@ class Program:
                     raise ValueError(f"kernels[{i}]: its variants cannot be scaled from a duration of 0")
                 variants = tuple((round(Fraction(ns * new_ns, old)), workspace) for ns, workspace in variants)
             kernels.append(replace(kernel, duration_ns=new_ns, variants=variants))
-        if any(k.variants or not 0 <= k.duration_ns <= LONGEST for k in kernels):
+        if any(k.variants or not 0 <= k.duration_ns <= MAX_AMOUNT for k in kernels):
             return Program(self.name, self.tensors, tuple(kernels))
         out = object.__new__(Program)  # skips the checks and keeps cached properties that do not depend on times
-        out.__dict__.update({key: value for key, value in self.__getstate__().items() if key not in TIMED})
+        timed = ("kernels", "ideal_ns", "start_ns", "fingerprint")
+        out.__dict__.update({key: value for key, value in self.__getstate__().items() if key not in timed})
         out.__dict__["kernels"] = tuple(kernels)
         return out
 
@@ -373,11 +372,22 @@ class Program:
         if top["format"] != FORMAT:
             raise FormatError(f"program.format: expected {FORMAT!r}, got {top['format']!r}")
         _printable(top["name"], "program.name")
-        tensors = [Tensor(**fields(entry, f"tensors[{i}]", _TENSOR, {})) for i, entry in enumerate(top["tensors"])]
+        tensor_types = {"name": str, "nbytes": int, "kind": str, "persistent": bool}
+        kernel_types = {"name": str, "kind": str, "inputs": list, "outputs": list}
+        kernel_options: dict[str, tuple[type, Any]] = {
+            "phase": (str, "forward"),
+            "duration_ns": (int, 0),
+            "workspace": (int, 0),
+            "flops": (int, 0),
+            "bytes": (int, 0),
+            "recomputable": (bool, True),
+            "variants": (list, []),
+        }
+        tensors = [Tensor(**fields(entry, f"tensors[{i}]", tensor_types, {})) for i, entry in enumerate(top["tensors"])]
         kernels = []
         for i, entry in enumerate(top["kernels"]):
             where = f"kernels[{i}]"
-            values = fields(entry, where, _KERNEL_REQUIRED, _KERNEL_OPTIONAL)
+            values = fields(entry, where, kernel_types, kernel_options)
             for key in ("inputs", "outputs"):
                 values[key] = integers(values[key], f"{where}.{key}")
             pairs = enumerate(values["variants"])
@@ -414,23 +424,10 @@ def _printable(name: str, where: str) -> None:
         raise FormatError(f"{where}: {name[:40]!r} has characters that cannot be printed")
 
 
-_TENSOR = {"name": str, "nbytes": int, "kind": str, "persistent": bool}
-_KERNEL_REQUIRED = {"name": str, "kind": str, "inputs": list, "outputs": list}
-_KERNEL_OPTIONAL: dict[str, tuple[type, Any]] = {
-    "phase": (str, "forward"),
-    "duration_ns": (int, 0),
-    "workspace": (int, 0),
-    "flops": (int, 0),
-    "bytes": (int, 0),
-    "recomputable": (bool, True),
-    "variants": (list, []),
-}
-
-
 def _check(program: Program) -> None:
     """Checks the invariants of every program; raises FormatError that names the entry."""
 
-    def check_amount(value: int, where: str, bits: int = LONGEST.bit_length() - 1) -> None:
+    def check_amount(value: int, where: str, bits: int = MAX_AMOUNT.bit_length() - 1) -> None:
         if not 0 <= value <= 2**bits:
             raise FormatError(f"{where}: expected an integer from 0 to 2**{bits}, got {value}")
 
@@ -440,12 +437,13 @@ def _check(program: Program) -> None:
             raise FormatError(f"tensors[{i}].kind: unknown kind {tensor.kind!r}")
     if not program.kernels:
         raise FormatError("kernels: a program needs at least one")
+    phases = get_args(Phase)
     written: set[int] = set()
     for i, kernel in enumerate(program.kernels):
         where = f"kernels[{i}]"
         if kernel.kind not in KERNEL_KINDS:
             raise FormatError(f"{where}.kind: unknown kind {kernel.kind!r}")
-        if kernel.phase not in PHASES:
+        if kernel.phase not in phases:
             raise FormatError(f"{where}.phase: unknown phase {kernel.phase!r}")
         for name in ("duration_ns", "workspace", "flops", "bytes"):
             check_amount(getattr(kernel, name), f"{where}.{name}", 62 if name in ("flops", "bytes") else 43)

@@ -16,7 +16,6 @@ from simulator.plan import Plan, Swap
 from simulator.program import Phase, Program
 from simulator.timeline import Breakdown, Timeline
 
-ROWS = 15  # maximum number of modules on a page
 MODEL_ITSELF = "(the model itself)"  # module name of the model's own kernels
 KINDS = {
     "parameter": "parameters",
@@ -254,7 +253,7 @@ def _recompute_totals(program: Program, timeline: Timeline) -> dict[str, Rerun]:
 # ------------------------------------------------------------------------------------ the page
 
 
-def by_module(peaks: Sequence[Peak], rows: int = ROWS) -> tuple[list[str], list[dict[str, int]]]:
+def by_module(peaks: Sequence[Peak], rows: int = 15) -> tuple[list[str], list[dict[str, int]]]:
     """Groups the bytes of each peak by module, truncating module paths.
 
     Returns:

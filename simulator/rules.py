@@ -137,7 +137,7 @@ class World:
         for b in step.frees:
             self._charge(job, b, -1)
         job.step += 1
-        if step.again:
+        if step.is_recomputation:
             return
         self.kernel_ends += 1
         program = schedule.program
@@ -305,7 +305,7 @@ class World:
         job_limit = NEVER if share is None or self.served_job is job else share
         if self.used + nbytes > self._limit_at(job, job.position) or job.resident_bytes + nbytes > job_limit:
             return False
-        is_kernel_running = job.is_running and not job.next_step.again
+        is_kernel_running = job.is_running and not job.next_step.is_recomputation
         for p in range(job.position + is_kernel_running, job.position if gap.on_demand else gap.before):
             early_bytes = sum(job.nbytes(g.block) for g in job.prefetched if g.before > p)
             if job.schedule.residency[p % job.n] + early_bytes + nbytes > min(job_limit, self._limit_at(job, p)):
@@ -350,7 +350,7 @@ class World:
             job.spans.append(Span(self.now, begin, "compute", "switch", step.subject))
         job.spans.append(Span(begin, 0, "compute", step.kind, step.subject))
         duration_ns = begin - self.now + job.duration_ns(step)
-        if not step.again:
+        if not step.is_recomputation:
             duration_ns += self.machine.wait_ns * job.schedule.waited[step.kernel]
             duration_ns += self.machine.event_ns * (step.kernel in job.schedule.signals)
         if self.host:
@@ -362,7 +362,7 @@ class World:
 
     def advance(self) -> None:
         """Advances the clock to the next completion, arrival or departure; or evicts a tensor if none is due."""
-        ends = [work.end_ns(self.now, speed) for work, speed in self.in_flight()]
+        ends = [work.completion_ns(self.now, speed) for work, speed in self.in_flight()]
         if self.host and self._waits_for_host(self.admitted[0]):
             self.host.has_waited = True
             ends.append(self.host.next_ns)
@@ -507,7 +507,7 @@ def simulate(
         if world.served_job:
             raise AssertionError("simulation is stuck although the planned residency fits the limit")
     for work, speed in world.in_flight():
-        job.spans[work.span] = job.spans[work.span]._replace(end_ns=work.end_ns(world.now, speed))
+        job.spans[work.span] = job.spans[work.span]._replace(end_ns=work.completion_ns(world.now, speed))
     return Timeline.assemble(
         program,
         limit,
@@ -522,7 +522,7 @@ def simulate(
 
 
 def _period(states: Sequence[object], boundaries: Sequence[int]) -> int:
-    """Returns after how many iterations the state has recurred; 0: never, or the last one was not the slowest."""
+    """Returns after how many iterations the state recurs; 0 if never, or if the cycle's last one is not its slowest."""
     *earlier, current = states
     if current not in earlier:
         return 0

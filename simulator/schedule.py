@@ -49,7 +49,7 @@ class OutOfMemory(RuntimeError):
         self.limit = limit
 
 
-class Block(NamedTuple):
+class Allocation(NamedTuple):
     """One copy of a tensor in device memory, or a workspace, from step ``first`` to step ``last``."""
 
     owner: int  # tensor, or -1 - k: the workspace of kernel k
@@ -73,7 +73,7 @@ class Step(NamedTuple):
     opens: tuple[Swap, ...]  # swaps whose gaps open at its end, by tensor
 
     @property
-    def again(self) -> bool:
+    def is_recomputation(self) -> bool:
         """Whether the step recomputes a kernel."""
         return self.kernel != self.before
 
@@ -93,7 +93,7 @@ class Schedule:
     plan: Plan
     steps: tuple[Step, ...]
     first: tuple[int, ...]  # (kernels + 1,) first step of each kernel's pass, or its own step; then number of steps
-    blocks: tuple[Block, ...]  # those of persistent tensors first, by tensor
+    blocks: tuple[Allocation, ...]  # those of persistent tensors first, by tensor
     # Kernel that ends each gap; an earlier one than planned if the pass of that kernel swaps the tensor in, or recovers
     # it and keeps it.
     returns: dict[Swap | Recompute, int]
@@ -117,7 +117,7 @@ class Schedule:
         n = len(self.program.kernels)
         outs = Counter((d.copied_at + 1) % n for d in self.moved)
         return tuple(
-            (step.duration_ns > 0) + (0 if step.again else outs[step.kernel] + self.waited[step.kernel])
+            (step.duration_ns > 0) + (0 if step.is_recomputation else outs[step.kernel] + self.waited[step.kernel])
             for step in self.steps
         )
 
@@ -147,7 +147,7 @@ class Schedule:
         A plan of these decisions recomputes the same kernels and needs no more memory. It may be invalid (PlanError) if
         a recomputed kernel continues to write a tensor.
         """
-        return tuple(Rerun(s.kernel, s.before) for s in self.steps if s.again)
+        return tuple(Rerun(s.kernel, s.before) for s in self.steps if s.is_recomputation)
 
     @cached_property
     def required_bytes(self) -> int:
@@ -420,7 +420,7 @@ class _Builder:
         n_steps = len(self.steps)
         n = len(program.kernels)
         size = [t.nbytes for t in program.tensors]
-        blocks = tuple(Block(*owner, *span) for owner, span in zip(self.owners, self.spans, strict=True))
+        blocks = tuple(Allocation(*owner, *span) for owner, span in zip(self.owners, self.spans, strict=True))
         allocs: list[list[int]] = [[] for _ in range(n_steps)]
         frees: list[list[int]] = [[] for _ in range(n_steps)]
         used = 0

@@ -65,7 +65,7 @@ def test_unhandled_kinds_are_named():
     with pytest.raises(AssertionError, match=r"Squeeze\(tensor=1"):
         lower(PROGRAM, PLAN)
     step = lower(PROGRAM, Plan()).steps[0]._replace(kind="squeeze")
-    for name in ("again", "kernel"):
+    for name in ("is_recomputation", "kernel"):
         with pytest.raises(AssertionError, match="squeeze"):
             getattr(step, name)
     assert isinstance(step, Step) and "squeeze" in mode_mismatch(PLAN, "swap")

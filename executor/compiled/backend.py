@@ -100,7 +100,7 @@ class Graph:
         line = f"graph {self.name}: limit {size(self.limit)}, peak {size(self.peak_bytes)}"
         if self.plan is None or self.program is None:
             return f"{line}, which needs no plan"
-        reruns = [s.kernel for s in lower(self.program, self.plan).steps if s.again]
+        reruns = [s.kernel for s in lower(self.program, self.plan).steps if s.is_recomputation]
         ns = sum(self.program.kernels[k].duration_ns for k in reruns)
         swaps = [self.program.tensors[d.tensor].nbytes for d in self.plan.decisions if isinstance(d, Swap)]
         swapped = f"; {len(swaps)} swaps, {size(sum(swaps))} each way" if swaps else ""

@@ -277,8 +277,8 @@ class Joint:
             if reads_only:
                 overwritten = dying
             else:
-                dead = dying if step.again else dying | overwritten
-                overwritten = overwritten if step.again else {}  # recomputation may come in between
+                dead = dying if step.is_recomputation else dying | overwritten
+                overwritten = overwritten if step.is_recomputation else {}  # recomputation may come in between
                 launch, _, _, reuses = self.calls[k]
                 reused = {blocks[w]: dead[r] for w, r in reuses if blocks.get(w) in step.allocates and r in dead}
                 allocated = sum(size[b] for b in step.allocates if b not in reused)

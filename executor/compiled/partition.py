@@ -121,7 +121,7 @@ class _Writer:
                 if block is not None:
                     self.values.setdefault(block, {})[root] = env[root]
             self._carry(launch, prefix, blocks, {graph.stored[root.name] for root in roots})
-        if not step.again:  # recomputation may come in between
+        if not step.is_recomputation:  # recomputation may come in between
             self.overwritten = {}
         for block in step.frees:
             self.values.pop(block, None)

@@ -106,7 +106,7 @@ def graph_refusal(captured: Captured, calls: Calls, undo: bool) -> str | None:
         if node in captured.values and not on_device(captured.devices[i], device):
             return f"{captured.names[i]} is on the host, where a replay cannot read it: move it to the device"
     for step in schedule.steps:
-        if step.again and calls.is_random(step.kernel):
+        if step.is_recomputation and calls.is_random(step.kernel):
             return f"the plan recomputes {program.kernels[step.kernel].name}, which draws random numbers"
     if captured.draws:
         return "the model's checkpoints restore random states"

@@ -289,7 +289,7 @@ class _IssueBuilder:
                 raise AssertionError(f"kernel {step.kernel}: the planned residency promised that it would fit")
             peak = max(peak, self.used + charged)
             self.used += charged - freed
-            if not step.again:
+            if not step.is_recomputation:
                 self._end_kernel(step, after)
             self.clock += 1
             items.append(Item(step, tuple(before), charged, freed, tuple(after)))

@@ -75,7 +75,7 @@ class Calls:
         self._place_nodes()
         last: dict[int, int] = {}  # tensor -> its block at the end
         for step in schedule.steps:
-            last.update({} if step.again else step.uses)
+            last.update({} if step.is_recomputation else step.uses)
         self.skip_flags: dict[int, int] = {}
         self.losses: dict[int, int] = {}
         self.skipped: dict[int, tuple[Call, ...]] = {}
@@ -134,7 +134,7 @@ class Calls:
 
         body = self.bodies[step.kernel]
         calls = [self._call(node, place, self._result_slot(node, step.uses)) for node in body]
-        if not step.again:
+        if not step.is_recomputation:
             if step.kernel in self.captured.skippable:
                 self.skipped[step.kernel] = tuple(map(self._skipped_call, body, calls))
             for nodes, slots in ((self._flag_nodes, self.skip_flags), (self._loss_nodes, self.losses)):

@@ -238,7 +238,9 @@ class StepState:
         kernels = self.order.program.kernels
         draws = self.captured.draws
         n = len(kernels)
-        repeated = {item.step.kernel for item in order.items if item.step.again and calls.is_random(item.step.kernel)}
+        repeated = {
+            item.step.kernel for item in order.items if item.step.is_recomputation and calls.is_random(item.step.kernel)
+        }
         starts = {k: random_keys.get(source, BEGIN) for k, source in draws.items() if k < n}
         end = random_keys.get(draws[n], BEGIN) if n in draws else None
         last = max((k for k in range(n) if calls.is_random(k)), default=-1)
@@ -252,7 +254,7 @@ class StepState:
             if forward is not grad_mode:
                 grad_mode = forward
                 before.append((torch._C._set_grad_enabled, forward))
-            if item.step.again:
+            if item.step.is_recomputation:
                 if kernel in repeated:
                     before.append((random.replay, kernel))
                     first.append((random.restore, NOW))
@@ -300,7 +302,7 @@ def before_the_update(schedule: Schedule) -> tuple[int, set[int]]:
     written = set[int]()
     for i, step in enumerate(schedule.steps):
         kernel = program.kernels[step.kernel]
-        outputs = () if step.again else kernel.outputs
+        outputs = () if step.is_recomputation else kernel.outputs
         if kernel.phase == "optimizer" and any(program.tensors[t].persistent for t in outputs):
             return i, written
         written.update(outputs)

@@ -164,11 +164,11 @@ class Model:
                 ):
                     yield self.sleep(START_STEP)
                 self.used += allocated
-                self.kernel_runs = not step.again
+                self.kernel_runs = not step.is_recomputation
                 yield self.after(step.duration_ns)
                 self.kernel_runs = False
                 self.used -= freed
-                if not step.again:
+                if not step.is_recomputation:
                     self.kernel_ends(step.kernel, step.opens, step.copies)
                 self.wake_all()
             for t in [t for t in self.host_copy if not self.program.tensors[t].persistent]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 import envs  # noqa: F401  # registers GpuMemory/…
-from envs.graph import ACTION, PRESSURE, STUCK, VALID
+from envs.graph import Feature
 from experiments.common.curves import Curve
 
 MASKED = -1e8  # logit of an invalid action; not -inf, because 0 * -inf is NaN
@@ -83,14 +83,17 @@ class States:
     """
 
     def __init__(self, observation: dict[str, np.ndarray]):
-        self.acts = np.flatnonzero(observation["nodes"][0, :, ACTION] > 0)
+        self.acts = np.flatnonzero(observation["nodes"][0, :, Feature.ACTION] > 0)
         self.size = len(self.acts) + observation["nodes"].shape[1] + 2
 
     def __call__(self, observation: dict[str, np.ndarray]) -> tuple[Tensor, Tensor]:
         """Returns states, float32 (M, size), and masks of valid actions, bool (M, N)."""
         nodes = observation["nodes"]
         position = observation["current"][:, None] / observation["nodes"].shape[1]
-        parts = np.concatenate([nodes[:, self.acts, VALID], nodes[:, :, PRESSURE], nodes[:, :1, STUCK], position], 1)
+        parts = np.concatenate(
+            [nodes[:, self.acts, Feature.VALID], nodes[:, :, Feature.PRESSURE], nodes[:, :1, Feature.STUCK], position],
+            1,
+        )
         return torch.from_numpy(parts.astype(np.float32)), torch.from_numpy(observation["action_mask"] != 0)
 
 

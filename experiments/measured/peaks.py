@@ -19,7 +19,7 @@ from executor.card import Loop, ZeroGrad, card_peak
 from experiments import workloads
 from experiments.measured.steps import DATA, read_csv
 from simulator.machine import Machine
-from simulator.pool.card import CardPeak
+from simulator.pool.device_memory import DevicePeak
 
 ESTIMATORS = ("xmem", "dnnmem", "schedtune", "llmem")
 MACHINES = {"RTX 3060": "rtx3060", "RTX 4060": "rtx4060", "A100": "a100_40gb"}
@@ -107,7 +107,7 @@ def _point(row: dict[str, str]) -> Point:
     )
 
 
-def predicted(point: Point) -> CardPeak:
+def predicted(point: Point) -> DevicePeak:
     """Predicts a run's peak memory and whether it fits."""
     workload = NETWORKS[point.network]
     size = {"length": LENGTH} if workload["family"] == "huggingface" else {"image": IMAGE}

@@ -40,7 +40,7 @@ from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import PRESETS, Machine
 from simulator.modes import MODES
 from simulator.plan import Plan
-from simulator.pool.card import of_program
+from simulator.pool.device_memory import of_program
 from simulator.pool.packed import packed_bytes
 from simulator.report import Origins, report as page_of
 

@@ -10,7 +10,7 @@ from experiments.common.report import Row
 from experiments.plan.usage import Checkpoints
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.pool.card import CardPeak
+from simulator.pool.device_memory import DevicePeak
 from simulator.program import Program
 from simulator.report import Report, Unit
 from simulator.timeline import Timeline
@@ -87,7 +87,7 @@ class Answer:
     floor: float | None  # certified lower bound of the overhead; None if unknown
     largest: Largest
     seconds: float  # total wall-clock time
-    card: CardPeak | None = None  # breakdown of device memory without a plan; None if unknown
+    card: DevicePeak | None = None  # breakdown of device memory without a plan; None if unknown
     # Device memory in bytes, of which ``limit`` is left for tensors; None if the limit is a peak fraction.
     memory: int | None = None
     times: Times | None = None

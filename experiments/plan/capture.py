@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from experiments.common.bisection import largest
 from simulator.machine import Machine
-from simulator.pool.card import CardPeak
+from simulator.pool.device_memory import DevicePeak
 from simulator.program import Program
 from simulator.report import Origins
 
@@ -161,7 +161,7 @@ class Step(NamedTuple):
 
     program: Program
     origins: Origins | None  # None for a program file
-    card: CardPeak | None  # device memory, for the given capacity if any; None: unknown
+    card: DevicePeak | None  # device memory, for the given capacity if any; None: unknown
     arithmetic: str  # a sentence on the data types
     types: tuple[str, ...]  # data type of each kernel
     modules: tuple[str, ...]  # paths of the callable modules
@@ -221,7 +221,7 @@ def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes:
         raise BatchError(f"the peak at batch {batch} is {peak:,} bytes, but {peak_bytes:,} were predicted")
 
 
-def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> CardPeak | None:
+def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> DevicePeak | None:
     """Returns the device memory peak; if it is unknown: None without a capacity, else raises WorkloadError."""
     from executor.card import card_peak
     from experiments.workloads import WorkloadError

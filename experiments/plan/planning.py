@@ -25,7 +25,7 @@ from experiments.plan.capture import SCALE, BatchError
 from experiments.plan.words import rounded_up
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.pool.card import CardPeak, under_plan
+from simulator.pool.device_memory import DevicePeak, under_plan
 from simulator.program import Program
 from simulator.timeline import Timeline
 
@@ -217,7 +217,7 @@ def _rank(row: Row, plan: Plan | None) -> tuple[float, int]:
     return round(row["overhead"] / times.TIE), len(plan.decisions)
 
 
-def with_memory(families: Sequence[Best], card: CardPeak | None) -> list[Best]:
+def with_memory(families: Sequence[Best], card: DevicePeak | None) -> list[Best]:
     """Evaluates the device memory of each family's plan.
 
     A plan fragments memory differently from the unplanned step, so a plan whose tensors fit may still not run.
@@ -235,7 +235,7 @@ def needs_less_memory(families: Sequence[Best]) -> bool:
     return unserved < served - times.ROOM
 
 
-def plan_tighter(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) -> Best | None:
+def plan_tighter(task: Task, card: DevicePeak, mode: str, seed: int, seconds: float) -> Best | None:
     """Returns the first plan of ``best``, over decreasing limits, that PyTorch's allocator serves; None without one.
 
     Args:

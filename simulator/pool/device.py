@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals
-from simulator.pool.trace import MALLOC, Iteration, NoIteration, Stream, detect
+from simulator.pool.trace import Iteration, NoIteration, OperationKind, Stream, detect
 from simulator.program import Program
 
 
 @dataclass(eq=False)
-class Block:
+class Variable:
     """Memory of one variable."""
 
     nbytes: int
@@ -74,7 +74,7 @@ class Device:
         self.mismatches = 0  # requests that differed from the detected iteration
         self.swapped_out: list[int] = []  # bytes of every swap on demand
         self.swapped_in: list[int] = []
-        self._live: dict[Block, None] = {}  # least recently used first
+        self._live: dict[Variable, None] = {}  # least recently used first
         self._pools: list[SmartPool] = []  # that hold memory
         self._restart_record()
 
@@ -83,13 +83,13 @@ class Device:
         """Bytes of all cudaMallocs."""
         return self.native_bytes + sum(pool.footprint for pool in self._pools)
 
-    def malloc(self, nbytes: int) -> Block:
+    def malloc(self, nbytes: int) -> Variable:
         """Returns memory for a variable.
 
         Raises:
             MemoryError: the limit is exceeded although every other block is swapped out.
         """
-        block = Block(nbytes)
+        block = Variable(nbytes)
         if self._is_served("malloc", nbytes):
             assert self.pool is not None
             block.pool = self.pool
@@ -102,7 +102,7 @@ class Device:
         self._record("malloc", block)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: Variable) -> None:
         """Frees a variable's memory."""
         self._is_served("free", self._count - block.request)
         del self._live[block]
@@ -113,7 +113,7 @@ class Device:
             self.native_bytes -= block.nbytes
         self._record("free", block)
 
-    def exec(self, function: Callable[[], None], read: Sequence[Block], write: Sequence[Block]) -> None:
+    def exec(self, function: Callable[[], None], read: Sequence[Variable], write: Sequence[Variable]) -> None:
         """Executes a function that reads and writes blocks, which are swapped in first.
 
         Raises:
@@ -131,7 +131,7 @@ class Device:
             for block in blocks:
                 self._record(kind, block)
 
-    def _place(self, block: Block, keep: Collection[Block]) -> None:
+    def _place(self, block: Variable, keep: Collection[Variable]) -> None:
         """Calls cudaMalloc for a block, after swapping out as many others as necessary, least recently used first."""
         for other in list(self._live) if self.limit is not None else ():
             if self.limit is None or self.reserved_bytes + block.nbytes <= self.limit:
@@ -177,7 +177,7 @@ class Device:
             block.request = self._count
             self._record("malloc", block)
 
-    def _record(self, kind: str, block: Block) -> None:
+    def _record(self, kind: str, block: Variable) -> None:
         """Records an operation, and tests for repetition."""
         is_request = kind in ("malloc", "free")
         self._count += is_request
@@ -209,7 +209,7 @@ class Device:
         steps = []
         offsets = dict(zip(lives.lower[inner].tolist(), packing.offsets.tolist(), strict=True))
         for i in range(first, first + iteration.length):
-            malloc = stream.kind[i] == MALLOC
+            malloc = stream.kind[i] == OperationKind.MALLOC
             steps.append(("malloc", int(stream.nbytes[i])) if malloc else ("free", int(i - stream.mallocs[i])))
         return SmartPool(first, steps, offsets, packing.footprint)
 

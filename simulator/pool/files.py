@@ -22,9 +22,7 @@ from simulator.compiled.encoding import NEVER
 from simulator.files import FormatError, read_bytes, write_text
 from simulator.pool.intervals import Intervals, Packing, program_lifetimes
 from simulator.pool.trace import KINDS, NoIteration, Stream, StreamError, detect
-from simulator.program import Program
-
-MAX_BYTES = 2**43  # maximum size of a block, as in program/1; more indicates wrong units
+from simulator.program import MAX_AMOUNT, Program
 
 
 @dataclass(frozen=True)
@@ -95,23 +93,21 @@ def _program(program: Program, iteration: bool | None) -> Buffers:
     return Buffers(tuple(f"t{x}" if x >= 0 else f"w{-1 - x}" for x in lives.owner.tolist()), blocks)
 
 
-_COLUMNS = {
-    "id": "id",
-    "buffer": "id",
-    "buffer_id": "id",
-    "lower": "lower",
-    "start": "lower",
-    "begin": "lower",
-    "upper": "upper",
-    "end": "upper",
-    "size": "size",
-}
-
-
 def _csv(lines: list[str], iteration: bool | None) -> Buffers:
     if iteration:
         raise FormatError("no iteration: a CSV of buffers holds no stream of operations")
     rows = csv.reader(lines, skipinitialspace=True)
+    columns = {
+        "id": "id",
+        "buffer": "id",
+        "buffer_id": "id",
+        "lower": "lower",
+        "start": "lower",
+        "begin": "lower",
+        "upper": "upper",
+        "end": "upper",
+        "size": "size",
+    }
     header: list[str] | None = None
     ids: dict[str, int] = {}
     table = []
@@ -120,8 +116,8 @@ def _csv(lines: list[str], iteration: bool | None) -> Buffers:
         if not any(cells):
             continue
         if header is None:
-            header = [_COLUMNS.get(cell.lower(), cell.lower()) for cell in cells]
-            for name in dict.fromkeys(_COLUMNS.values()):
+            header = [columns.get(cell.lower(), cell.lower()) for cell in cells]
+            for name in dict.fromkeys(columns.values()):
                 if header.count(name) != 1:
                     count = "no" if name not in header else "more than one"
                     raise FormatError(f"line {rows.line_num}: {count} column {name!r}")
@@ -138,9 +134,9 @@ def _csv(lines: list[str], iteration: bool | None) -> Buffers:
         upper = _integer(entry["upper"], f"{where}upper", NEVER - 1)
         if lower >= upper:
             raise FormatError(f"{where}expected lower < upper, got {lower} and {upper}")
-        table.append((lower, upper, _integer(entry["size"], f"{where}size", MAX_BYTES)))
-    columns = np.array(table, np.int64).reshape(-1, 3).T.copy()
-    return Buffers(tuple(ids), Intervals(columns[0], columns[1], columns[2]))
+        table.append((lower, upper, _integer(entry["size"], f"{where}size", MAX_AMOUNT)))
+    begins, ends, sizes = np.array(table, np.int64).reshape(-1, 3).T.copy()
+    return Buffers(tuple(ids), Intervals(begins, ends, sizes))
 
 
 def _integer(text: str, where: str, maximum: int) -> int:
@@ -196,7 +192,7 @@ def _log(text: list[str], iteration: bool | None) -> Buffers:
         if len(words) != len(usage.split()):
             raise FormatError(f"line {number}: expected '{usage}', got {len(words)} words")
         block = _integer(words[1], f"line {number}: id", 2**64 - 1)
-        nbytes = _integer(words[2], f"line {number}: bytes", MAX_BYTES) if kind == "malloc" else 0
+        nbytes = _integer(words[2], f"line {number}: bytes", MAX_AMOUNT) if kind == "malloc" else 0
         lines.append((kind, block, nbytes))
         numbers.append(number)
     return _stream(lines, lambda i: f"line {numbers[i]}", str, iteration)
@@ -251,7 +247,7 @@ def _events(trace: Any, where: str) -> Iterator[tuple[int, bool, int, int]]:
         action = _item(entry, "action", str, path)
         if action in ("alloc", "free_completed"):
             address = _amount(_item(entry, "addr", int, path), f"{path}.addr", 2**64 - 1)
-            yield i, action == "alloc", address, _amount(_item(entry, "size", int, path), f"{path}.size", MAX_BYTES)
+            yield i, action == "alloc", address, _amount(_item(entry, "size", int, path), f"{path}.size", MAX_AMOUNT)
 
 
 def _allocated_blocks(data: dict[Any, Any], device: int) -> Iterator[tuple[int, int]]:
@@ -264,11 +260,11 @@ def _allocated_blocks(data: dict[Any, Any], device: int) -> Iterator[tuple[int, 
         address = _item(segment, "address", int, path)
         for j, block in enumerate(blocks):
             path = f"segments[{i}].blocks[{j}]"
-            size = _amount(_item(block, "size", int, path), f"{path}.size", MAX_BYTES)
+            size = _amount(_item(block, "size", int, path), f"{path}.size", MAX_AMOUNT)
             if _item(block, "state", str, path) != "inactive":  # active_allocated, or its free has not completed
                 requested = _item(block, "requested_size", int, path) if "requested_size" in block else size
                 block_address = _item(block, "address", int, path) if "address" in block else address
-                yield block_address, _amount(requested, f"{path}.requested_size", MAX_BYTES)
+                yield block_address, _amount(requested, f"{path}.requested_size", MAX_AMOUNT)
             address += size  # older snapshots store only the segment's address
 
 

@@ -15,6 +15,7 @@ import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,12 +23,21 @@ from simulator.compiled.encoding import Ints
 from simulator.pool import portfolio, skyline
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.portfolio import sections
-from simulator.pool.skyline import BUDGET, DOES_NOT_FIT, FAILED, FITS, GAVE_UP, NODES, State
+from simulator.pool.skyline import State, Verdict
 
-MAX_BLOCKS = 2000
-RUN = 100  # minimum nodes of the shortest run, otherwise half the number of blocks
-MIXES = np.array([(1, 0), (0, 1), (1, 1), (0.5, 1), (1, 0.5)])  # exponents of duration and size in the search order
-NOISE = (0.0, 0.2, 0.5)
+
+class SearchOptions(NamedTuple):
+    """Options of the exact search."""
+
+    max_blocks: int = 2000  # above, only the heuristics run
+    min_run: int = 100  # nodes of the shortest run, if half the number of blocks is less
+    # Each run orders its branches by a random one of these exponents of duration and size, ...
+    mixes: tuple[tuple[float, float], ...] = ((1, 0), (0, 1), (1, 1), (0.5, 1), (1, 0.5))
+    noise: tuple[float, ...] = (0.0, 0.2, 0.5)  # ... with normal noise of one of these deviations of the logarithm
+    failure_decay: float = 0.8  # of the failures per section from run to run
+
+
+OPTIONS = SearchOptions()
 
 
 def pack(
@@ -49,7 +59,7 @@ def pack(
     _compile()
     deadline = time.monotonic() + seconds
     blocks = intervals.rounded(alignment)
-    small = len(blocks) <= MAX_BLOCKS
+    small = len(blocks) <= OPTIONS.max_blocks
     best = portfolio.pack(blocks, seconds=0.01 * seconds if small else seconds, seed=seed)
     if best.proven or not small:
         return best
@@ -66,11 +76,11 @@ def pack(
     while low < high and (budget := deadline - time.monotonic()) > 0:
         capacity = low + int(bias * (high - low)) // unit * unit
         verdict, packed = search.fits(capacity, min(budget, seconds / 10 if bias else max(budget / 2, seconds / 10)))
-        if verdict == FITS:
+        if verdict == Verdict.FITS:
             offsets[index] = packed + base
             high = int((packed + temps.nbytes).max())
             packing = Packing(offsets.copy(), high + base, steps=best.steps)
-        elif verdict == DOES_NOT_FIT:
+        elif verdict == Verdict.DOES_NOT_FIT:
             low = capacity + unit
         else:
             bias = (1 + bias) / 2 if bias < 0.9 else 0.0
@@ -101,7 +111,7 @@ class _Search:
         for x in self.states:
             skyline.undo(x, 0, 0)
             if capacity > self.capacity:  # infeasible under one capacity implies infeasible under a smaller one
-                x.failed[:] = x.counters[FAILED] = 0
+                x.failed[:] = x.counters["failed"] = 0
         self.capacity = capacity
         self.stop[0] = 0
         deadline = time.monotonic() + seconds
@@ -111,7 +121,7 @@ class _Search:
                 offsets = {verdict.result(): x.offsets for verdict, x in zip(futures, self.states, strict=True)}
             finally:
                 self.stop[0] = 1  # the threads end even after an exception
-        verdict = next(kind for kind in (FITS, DOES_NOT_FIT, GAVE_UP) if kind in offsets)
+        verdict = next(kind for kind in Verdict if kind in offsets)
         return verdict, offsets[verdict]
 
     def _runs(self, x: State, rng: np.random.Generator, deadline: float) -> int:
@@ -119,15 +129,18 @@ class _Search:
         for run in itertools.count(1):
             if self.stop[0] or time.monotonic() > deadline:
                 break
-            x.priority[:] = rng.choice(MIXES) @ self.shape + rng.choice(NOISE) * rng.standard_normal(len(x.size))
-            x.weight[:] = 0.8 * x.weight + 0.2
-            x.counters[NODES], x.counters[BUDGET] = 0, max(RUN, len(x.size) // 2) * luby(run)
+            mix = rng.choice(OPTIONS.mixes)
+            noise = rng.choice(OPTIONS.noise) * rng.standard_normal(len(x.size))
+            x.priority[:] = mix @ self.shape + noise
+            x.weight[:] = OPTIONS.failure_decay * x.weight + (1 - OPTIONS.failure_decay)
+            x.counters["nodes"] = 0
+            x.counters["budget"] = max(OPTIONS.min_run, len(x.size) // 2) * luby(run)
             verdict = skyline.fits(x, self.capacity, 0, len(x.skyline), 0, bool(rng.random() < 2 / 3))
-            if verdict != GAVE_UP:
+            if verdict != Verdict.GAVE_UP:
                 self.stop[0] = 1
                 return int(verdict)
             skyline.undo(x, 0, 0)
-        return GAVE_UP
+        return Verdict.GAVE_UP
 
 
 def luby(i: int) -> int:

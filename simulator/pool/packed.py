@@ -11,7 +11,6 @@ from simulator.schedule import OutOfMemory
 from simulator.timeline import Timeline
 
 SHARES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.87, 0.84, 0.8)  # fractions of the limit, tried in turn
-WORK = 10**8  # budget of a packing search
 Found = TypeVar("Found")
 
 
@@ -34,7 +33,7 @@ def pack_within(intervals: Intervals, limit: int, alignment: int = 1) -> Packing
     packing = smartpool.pack(intervals, alignment)
     if packing.footprint <= limit or packing.footprint == intervals.rounded(alignment).peak_bytes:
         return packing
-    better = portfolio.pack(intervals, alignment, work=WORK)
+    better = portfolio.pack(intervals, alignment, work=10**8)  # a second or so, and the same result every time
     return min(packing, better, key=lambda found: found.footprint)
 
 

@@ -26,14 +26,23 @@ from simulator.compiled.lowering import sort
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals, Packing
 
-MIXES = ((1.0, 0.5), (1.0, 0.0), (1.0, 1.0), (0.5, 1.0), (0.0, 1.0))  # exponents of duration and size
-NOISE = (0.0, 0.1, 0.3)
-TURNS = 200  # squeaky-wheel runs per start
-BLAME = math.exp(0.5)
-PATIENCE = 3_000  # steps of ejection
-BURST = 2_000_000  # work between clock checks, some milliseconds
-SHARES = (1, 3)  # shares of the work for squeaky wheel and ejection
-NOTHING_WAITS = np.int64(1 << 62)
+NOTHING_WAITS = np.int64(1 << 62)  # height of a section without waiting blocks
+
+
+class SearchOptions(NamedTuple):
+    """Options of the searches."""
+
+    # Exponents of duration and size in the priorities of the first skyline runs, best first.
+    mixes: tuple[tuple[float, float], ...] = ((1.0, 0.5), (1.0, 0.0), (1.0, 1.0), (0.5, 1.0), (0.0, 1.0))
+    noise: tuple[float, ...] = (0.0, 0.1, 0.3)  # deviations of the logarithm of a squeaky wheel's first priorities
+    turns: int = 200  # squeaky-wheel runs per start
+    blame: float = math.exp(0.5)  # factor on the priority of the blocks of a section that failed
+    patience: int = 3_000  # steps of ejection without fewer ejected blocks after which the target is given up
+    burst: int = 2_000_000  # work between clock checks, some milliseconds
+    shares: tuple[int, int] = (1, 3)  # of the work, for squeaky wheel and ejection
+
+
+OPTIONS = SearchOptions()
 
 
 class Blocks(NamedTuple):
@@ -98,7 +107,7 @@ HARD = Intervals(np.arange(3), np.arange(2, 5), np.ones(3, np.int64), 3)
 @functools.cache
 def _compile() -> None:
     """Compiles the searches before the clock starts."""
-    _search(HARD, HARD, np.arange(3), math.inf, 3 * BURST, 0)
+    _search(HARD, HARD, np.arange(3), math.inf, 3 * OPTIONS.burst, 0)
 
 
 def _search(blocks: Intervals, temps: Intervals, index: Ints, deadline: float, work: int | None, seed: int) -> Ints:
@@ -112,7 +121,7 @@ def _search(blocks: Intervals, temps: Intervals, index: Ints, deadline: float, w
         return best.footprint == load or time.monotonic() > deadline
 
     offsets = np.empty(len(index), np.int64)
-    for by_duration, by_size in MIXES:
+    for by_duration, by_size in OPTIONS.mixes:
         footprint, _ = _skyline(x, _priority(x, by_duration, by_size), best.footprint - 1, offsets)
         best.offer(offsets, footprint)
         if is_over():
@@ -131,7 +140,7 @@ def _search(blocks: Intervals, temps: Intervals, index: Ints, deadline: float, w
         searches.append(_ejection(x, best, rng, load))
     spent = [0.0] * len(searches)
     while not is_over() and (work is None or sum(spent) < work):
-        search = min(range(len(searches)), key=lambda i: spent[i] / SHARES[i])
+        search = min(range(len(searches)), key=lambda i: spent[i] / OPTIONS.shares[i])
         spent[search] += next(searches[search], 0)  # 0: the footprint equals the load
     return best.offsets * unit
 
@@ -144,12 +153,12 @@ def _squeaky_wheel(x: Blocks, best: _Best, rng: np.random.Generator) -> Iterator
         # Half of the starts prefer long blocks, the others use a random mix.
         by_duration = 1.0 if rng.random() < 0.5 else rng.random()
         priority = _priority(x, by_duration, rng.random())
-        priority *= np.exp(rng.choice(NOISE) * rng.standard_normal(len(priority)))
-        for _ in range(TURNS):
+        priority *= np.exp(rng.choice(OPTIONS.noise) * rng.standard_normal(len(priority)))
+        for _ in range(OPTIONS.turns):
             footprint, visited = _skyline(x, priority, best.footprint - 1, offsets)
             best.offer(offsets, footprint)
             work += visited
-            if work > BURST:
+            if work > OPTIONS.burst:
                 yield work
                 work = 0
 
@@ -165,7 +174,7 @@ def _ejection(x: Blocks, best: _Best, rng: np.random.Generator, load: int) -> It
         offsets = best.offsets.copy()
         offsets[offsets + x.size > target] = -1
         state = np.array([np.count_nonzero(offsets < 0), 0])
-        while state[0] and state[1] < PATIENCE:
+        while state[0] and state[1] < OPTIONS.patience:
             yield _eject(x, offsets, weight, target, rng, state)
         if state[0]:
             step = step / 2 if step > 0.02 else 0.5
@@ -285,7 +294,7 @@ def _skyline(x, priority, limit, offsets):
             if (waiting_bytes[section] and top + waiting_bytes[section] > limit) or footprint > limit:
                 for j in range(len(priority)):
                     if (section - x.first[j]) % m < x.covers[j]:
-                        priority[j] *= BLAME
+                        priority[j] *= OPTIONS.blame
                 return NOTHING_WAITS, work + len(priority)
             section = section + 1 if section + 1 < m else 0
 
@@ -396,7 +405,7 @@ def _eject(x, offsets, weight, target, rng, state):
         if offsets[j] < 0:
             out[n_out] = j
             n_out += 1
-    while work < BURST and state[0] and state[1] < PATIENCE:
+    while work < OPTIONS.burst and state[0] and state[1] < OPTIONS.patience:
         i = rng.integers(0, n_out)
         block = out[i]
         n_out = n_out - 1

@@ -11,6 +11,7 @@ a ``State``; changes are recorded on a trail for ``undo``.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +19,21 @@ import numpy as np
 from simulator.compiled.encoding import Ints
 from simulator.compiled.jit import jit
 
-NODES, BUDGET, PLACED, CHANGED, FAILED, STAMP = range(6)  # of State.counters
-FITS = 1
-DOES_NOT_FIT = 0
-GAVE_UP = -1
 NOWHERE = np.int64(1 << 62)
 MAX_DEPTH = 8000  # maximum recursion depth; a frame takes about 500 bytes of an 8 MiB stack
+
+
+class Verdict(IntEnum):
+    """Answer of a search."""
+
+    FITS = 1
+    DOES_NOT_FIT = 0
+    GAVE_UP = -1
+
+
+# Counters of a search: visited nodes, and nodes after which it gives up; placed blocks; changes on the trail; keys in
+# ``failed``; stamp of the latest lift.
+COUNTERS = np.dtype([(name, np.int64) for name in ("nodes", "budget", "placed", "changed", "failed", "stamp")])
 
 
 class State(NamedTuple):
@@ -49,11 +59,11 @@ class State(NamedTuple):
     names: Any  # uint64[m] sum of the names of the waiting blocks that start here
     weight: Any  # float64[m] number of failures per section
     raised: Ints  # [m] queue of sections whose skyline rose
-    stamped: Ints  # [m] equals counters[STAMP] if a block's ``lowest`` rose here
+    stamped: Ints  # [m] equals the stamp if a block's ``lowest`` rose here
     placed: Ints  # [n] placed blocks in order of placement
     changes: Ints  # [2, ...] trail of the skyline (index s) and of lowest (index m + j), with the value before
     failed: Any  # uint64[2**k] hash table of infeasible subproblems
-    counters: Ints
+    counters: Any  # (1,) COUNTERS
     stop: Ints  # [1] nonzero: another search has the answer
 
 
@@ -96,7 +106,7 @@ def state(first: Ints, width: Ints, size: Ints, sections: int, stop: Ints, table
         np.zeros(n, np.int64),
         np.zeros((2, 32 * (len(where) + n)), np.int64),
         np.zeros(1 << table_bits, np.uint64),
-        np.zeros(6, np.int64),
+        np.zeros(1, COUNTERS),
         stop,
     )
 
@@ -104,20 +114,21 @@ def state(first: Ints, width: Ints, size: Ints, sections: int, stop: Ints, table
 @jit(nogil=True)
 def undo(x, placed, changed):
     """Restores an earlier state, given its numbers of placed blocks and changes."""
+    count = x.counters[0]
     m = len(x.skyline)
-    while x.counters[PLACED] > placed:
-        x.counters[PLACED] -= 1
-        j = x.placed[x.counters[PLACED]]
+    while count.placed > placed:
+        count.placed -= 1
+        j = x.placed[count.placed]
         x.names[x.first[j]] += x.name[j]
         for c in range(x.width[j]):
             s = (x.first[j] + c) % m
             x.load[s] += x.size[j]
             x.crossed[s] += c + 1 < x.width[j]
             x.n_waiting[s] += 1
-    while x.counters[CHANGED] > changed:
-        x.counters[CHANGED] -= 1
-        index = x.changes[0, x.counters[CHANGED]]
-        value = x.changes[1, x.counters[CHANGED]]
+    while count.changed > changed:
+        count.changed -= 1
+        index = x.changes[0, count.changed]
+        value = x.changes[1, count.changed]
         if index < m:
             x.skyline[index] = value
         else:
@@ -126,10 +137,11 @@ def undo(x, placed, changed):
 
 @jit(nogil=True)
 def _log(x, index, value):
-    position = x.counters[CHANGED]
+    count = x.counters[0]
+    position = count.changed
     x.changes[0, position] = index
     x.changes[1, position] = value
-    x.counters[CHANGED] = position + 1
+    count.changed = position + 1
 
 
 @jit(nogil=True)
@@ -141,14 +153,15 @@ def _lift(x, section, height):
 @jit(nogil=True)
 def _settle(x, capacity, n_raised):
     """Lifts the skyline to the lowest heights of waiting blocks; returns False if a load does not fit above it."""
+    count = x.counters[0]
     # Starts from the sections x.raised[:n_raised], whose skyline rose.
     m = len(x.skyline)
-    if x.counters[CHANGED] + 2 * len(x.members) > x.changes.shape[1]:
-        x.counters[BUDGET] = 0  # no room on the trail: give up
+    if count.changed + 2 * len(x.members) > x.changes.shape[1]:
+        count.budget = 0  # no room on the trail: give up
         return True
     while n_raised:
-        x.counters[STAMP] += 1
-        stamp = x.counters[STAMP]
+        count.stamp += 1
+        stamp = count.stamp
         for s in x.raised[:n_raised]:
             x.stamped[s] = stamp
             for j in x.members[x.members_at[s] : x.members_at[s] + x.n_waiting[s]]:
@@ -179,10 +192,11 @@ def _settle(x, capacity, n_raised):
 @jit(nogil=True)
 def _place(x, capacity, j, ground):
     """Places block j on the ground; returns False if the remaining blocks cannot fit."""
+    count = x.counters[0]
     m = len(x.skyline)
     x.offsets[j] = ground
-    x.placed[x.counters[PLACED]] = j
-    x.counters[PLACED] += 1
+    x.placed[count.placed] = j
+    count.placed += 1
     x.names[x.first[j]] -= x.name[j]
     for c in range(x.width[j]):
         s = (x.first[j] + c) % m
@@ -318,11 +332,12 @@ def fits(x, capacity, begin, length, depth, by_weight):
         by_weight: tie-break among equally few branches: most frequent failures first, else lowest skyline first.
 
     Returns:
-        FITS, DOES_NOT_FIT, or GAVE_UP if the node budget is exhausted or ``x.stop`` is set.
+        A Verdict; GAVE_UP if the node budget is exhausted or ``x.stop`` is set.
     """
+    count = x.counters[0]
     m = len(x.skyline)
-    if x.counters[NODES] >= x.counters[BUDGET] or x.stop[0] or depth > MAX_DEPTH:
-        return GAVE_UP
+    if count.nodes >= count.budget or x.stop[0] or depth > MAX_DEPTH:
+        return Verdict.GAVE_UP
     closed = False  # a ring without a cut
     if length == m and x.crossed[(begin - 1) % m]:
         closed = True
@@ -342,21 +357,21 @@ def fits(x, capacity, begin, length, depth, by_weight):
             is_whole = i - start == length
             if not is_whole and x.load[(begin + start) % m]:
                 answer = fits(x, capacity, (begin + start) % m, i - start, depth + 1, by_weight)
-                if answer != FITS:
+                if answer != Verdict.FITS:
                     return answer
         if not is_whole or x.load[begin] == 0:
-            return FITS
+            return Verdict.FITS
 
     key = _key(x, begin, length)
     if _find(x.failed, key) < 0:
-        return DOES_NOT_FIT
+        return Verdict.DOES_NOT_FIT
     section, height = _branch(x, capacity, begin, length, closed, by_weight)
     ground = x.skyline[section]
     resting, n_resting = _resting(x, section)
-    placed = x.counters[PLACED]
-    changed = x.counters[CHANGED]
+    placed = count.placed
+    changed = count.changed
     for i in range(n_resting + 1):
-        x.counters[NODES] += 1
+        count.nodes += 1
         if i < n_resting:
             j = resting[i]
             twin = False
@@ -373,10 +388,10 @@ def fits(x, capacity, begin, length, depth, by_weight):
             break
         if possible:
             answer = fits(x, capacity, begin, length, depth + 1, by_weight)
-            if answer != DOES_NOT_FIT:
+            if answer != Verdict.DOES_NOT_FIT:
                 return answer
         undo(x, placed, changed)
-    if 2 * x.counters[FAILED] < len(x.failed):
+    if 2 * count.failed < len(x.failed):
         x.failed[_find(x.failed, key)] = key
-        x.counters[FAILED] += 1
-    return DOES_NOT_FIT
+        count.failed += 1
+    return Verdict.DOES_NOT_FIT

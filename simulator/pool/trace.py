@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
@@ -18,8 +19,17 @@ from simulator.compiled.encoding import Ints
 from simulator.compiled.jit import jit
 from simulator.pool.intervals import Intervals
 
-KINDS = ("malloc", "write", "read", "free")  # those of simulator.program.Operation
-MALLOC, WRITE, READ, FREE = range(4)
+
+class OperationKind(IntEnum):
+    """Kinds of simulator.program.Operation, which have these names in lower case."""
+
+    MALLOC = 0
+    WRITE = 1
+    READ = 2
+    FREE = 3
+
+
+KINDS = tuple(kind.name.lower() for kind in OperationKind)
 
 
 class StreamError(ValueError):
@@ -43,7 +53,7 @@ class Stream:
         StreamError: a live block is malloc'ed, or a block that is not live is used or freed.
     """
 
-    kind: NDArray[np.int8]  # [n], MALLOC, WRITE, READ or FREE
+    kind: NDArray[np.int8]  # [n], an OperationKind
     block: Ints  # [n], identifier of the block: its address, or a number. It may be reused after the free.
     nbytes: Ints  # [n], size of each malloc; ignored elsewhere
 
@@ -69,12 +79,12 @@ class Stream:
         block = self.block[order]
         kind = self.kind[order]
         is_free = np.ones(len(self), bool)  # the block is not live
-        is_free[1:] = (block[1:] != block[:-1]) | (kind[:-1] == FREE)
-        malloc = kind == MALLOC
+        is_free[1:] = (block[1:] != block[:-1]) | (kind[:-1] == OperationKind.FREE)
+        malloc = kind == OperationKind.MALLOC
         invalid = order[malloc != is_free]
         if len(invalid):
             i = int(invalid.min())
-            reason = "is held already" if self.kind[i] == MALLOC else "is not held"
+            reason = "is held already" if self.kind[i] == OperationKind.MALLOC else "is not held"
             raise StreamError(i, f"{KINDS[self.kind[i]]} of a block that {reason}")
         out = np.empty(len(self), np.int64)
         out[order] = order[np.maximum.accumulate(np.where(malloc, np.arange(len(self)), 0))]
@@ -83,14 +93,14 @@ class Stream:
     @cached_property
     def frees(self) -> Ints:
         """int64[n], index of the free of each operation's block; n if it is never freed."""
-        free = np.flatnonzero(self.kind == FREE)
+        free = np.flatnonzero(self.kind == OperationKind.FREE)
         ends = np.full(len(self), len(self))
         ends[self.mallocs[free]] = free
         return ends[self.mallocs]
 
     def intervals(self) -> tuple[Intervals, Ints]:
         """Returns the whole stream on a line, by operation index, and int64[m], the malloc of each block."""
-        source = np.flatnonzero(self.kind == MALLOC)
+        source = np.flatnonzero(self.kind == OperationKind.MALLOC)
         return Intervals(source, self.frees[source], self.nbytes[source]), source
 
 
@@ -121,13 +131,13 @@ def detect(stream: Stream) -> Iteration:
     frees = stream.frees
     age = np.arange(n) - mallocs
     held_for = frees - mallocs
-    remains = (kind == MALLOC) & ((frees == n) | (2 * held_for >= n))
+    remains = (kind == OperationKind.MALLOC) & ((frees == n) | (2 * held_for >= n))
     setup = n if remains.all() else int(remains.argmin())
     half = -(-(n - setup) // 2)
     stays = held_for >= half  # choice 2
 
     size = np.unique(stream.nbytes[mallocs], return_inverse=True)[1]
-    identity = np.unique(np.where(stays & (kind != MALLOC), -1 - mallocs, age), return_inverse=True)[1]
+    identity = np.unique(np.where(stays & (kind != OperationKind.MALLOC), -1 - mallocs, age), return_inverse=True)[1]
     begins, ends = _repeating(((identity * n + size) * len(KINDS) + kind)[setup:])  # below 4 n², each a symbol
     begins = begins + setup
     ends = ends + setup
@@ -145,8 +155,10 @@ def detect(stream: Stream) -> Iteration:
             begin = int(begins[p - 1])
             end = int(ends[p - 1])
             index = np.arange(begin, end)
-            young = np.where(kind[index] == MALLOC, held_for[index] >= p, ~stays[index] & (age[index] >= p))
-            young[-p:] &= kind[index[-p:]] != MALLOC  # their frees may lie beyond it
+            young = np.where(
+                kind[index] == OperationKind.MALLOC, held_for[index] >= p, ~stays[index] & (age[index] >= p)
+            )
+            young[-p:] &= kind[index[-p:]] != OperationKind.MALLOC  # their frees may lie beyond it
             young = index[young]
             first = int(young[-1]) + 1 if len(young) else begin
             if end - first >= max(2 * p, half):
@@ -178,10 +190,10 @@ def _no_repetition(n: int, length: Ints) -> str:
 def _iteration(stream: Stream, begin: int, end: int, period: int) -> Iteration:
     """Builds the iteration from operations [begin, end), which repeat."""
     size = stream.nbytes[stream.mallocs]
-    change = np.where(stream.kind == MALLOC, size, np.where(stream.kind == FREE, -size, 0))
+    change = np.where(stream.kind == OperationKind.MALLOC, size, np.where(stream.kind == OperationKind.FREE, -size, 0))
     held = np.cumsum(change) - change  # before each operation
     begin += int(held[begin : begin + min(period, end - begin - 2 * period + 1)].argmin())  # choice 7
-    malloc = np.flatnonzero(stream.kind == MALLOC)
+    malloc = np.flatnonzero(stream.kind == OperationKind.MALLOC)
     permanent = malloc[(malloc < begin) & (stream.frees[malloc] >= end)]
     inside = malloc[(malloc >= begin) & (malloc < begin + period)]
     source = np.concatenate((permanent, inside))

@@ -14,7 +14,7 @@ from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
 from envs.memory_env import small_task
 from envs.task import ACTIONS, Task
 from simulator import OutOfMemory, simulate
-from simulator.compiled.encoding import STEP_COLUMNS
+from tests.envs import random_actions
 from tests.oracle.walk import Walk, current_node, dynamic_features
 from tests.strategies import machines, networks, programs, reachable_limits
 
@@ -48,8 +48,8 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
     rng = np.random.default_rng(seed)
     batch = Batch(tasks, walks, reward, "end", actions)
     if small_buffer:
-        for work in batch._works:
-            work.steps = np.empty((1, STEP_COLUMNS), np.int64)
+        for thread in batch._threads:
+            thread.make_steps(1)
     for i in range(walks):
         batch.seed(i, int(rng.integers(2**62)))
     ended = np.ones(walks, np.bool_)
@@ -63,7 +63,7 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
                 references[i] = Walk(batch.task(i), reward)
                 total[i] = 0.0
                 assert_walks_equal(batch, i, references[i], actions)
-        codes = np.array([rng.choice(np.flatnonzero(mask)) for mask in batch.mask])
+        codes = random_actions(rng, batch.mask)
         batch.step(codes)
         for i, walk in enumerate(references):
             if walk.done:  # no further action is needed
@@ -127,14 +127,14 @@ def test_threads_share_nothing() -> None:
     program, machine = small_task()
     tasks = [Task(program, machine, round(share * program.peak_bytes), 2**20, "joint") for share in (0.5, 0.6, 0.7)]
     batches = [Batch(tasks, 64, threads=threads, autoreset=True) for threads in (1, 3)]
-    assert [len(batch._works) for batch in batches] == [1, 3]
+    assert [len(batch._threads) for batch in batches] == [1, 3]
     for batch in batches:
         for i in range(64):
             batch.seed(i, i)
         batch.reset()
     rng = np.random.default_rng(0)
     for _ in range(200):
-        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in batches[0].mask])
+        actions = random_actions(rng, batches[0].mask)
         for batch in batches:
             batch.step(actions)
         for name in ("walks", "nodes", "mask", "current", "rewards", "terminated", "overhead", "feasible"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from envs.graph import NOTHING, OFFLOAD, REMOVE, OperationGraph, build_graph
+from envs.graph import NOTHING, OFFLOAD, REMOVE, Feature, OperationGraph, build_graph
 from simulator import Gap, Kernel, Program, Tensor
 from tests.programs import activations, parameter, straight
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
@@ -54,16 +55,16 @@ def test_features() -> None:
     expected = np.zeros((16, 5))
     for tensor, nodes in NODES.items():
         nbytes = 10 if tensor == "w" else 40
-        expected[nodes, 0] = nbytes / 180
-        expected[nodes, 1] = 3 * nbytes / 120
+        expected[nodes, Feature.SIZE] = nbytes / 180
+        expected[nodes, Feature.TRANSFER] = 3 * nbytes / 120
     expected[[5, 9], 2:4] = 10 / 120, 60 / 120  # a1: recomputed by f1; gap from 20 to 80
     expected[[7, 8], 2:4] = 10 / 120, 30 / 120  # a2: recomputed by f2; gap from 30 to 60
-    expected[2, 3] = 90 / 120  # w: gap from 10 to 100
-    expected[[0, 2, 5, 7, 8, 9], 4] = 1 / 3, 2 / 3, 2 / 3, 2 / 3, 1, 1
+    expected[2, Feature.REVISIT] = 90 / 120  # w: gap from 10 to 100
+    expected[[0, 2, 5, 7, 8, 9], Feature.ACTION] = 1 / 3, 2 / 3, 2 / 3, 2 / 3, 1, 1
     assert features == pytest.approx(expected, rel=1e-6)
     # Without removals the recomputation times are 0, and a gap's features are at the node that opens it.
     swap = expected.copy()
-    swap[:, 2] = 0
+    swap[:, Feature.RECOMPUTE_TIME] = 0
     swap[[8, 9], 2:] = 0
     assert graph_of_tiny("swap").features == pytest.approx(swap, rel=1e-6)
 
@@ -71,20 +72,7 @@ def test_features() -> None:
 def test_edges_and_weights() -> None:
     """Edges join consecutive operations, and those on one tensor, in both directions; plus self-loops."""
     graph = graph_of_tiny("swap")
-    pairs = {(i, i + 1) for i in range(15)} | {
-        (2, 12),
-        (12, 14),
-        (1, 3),
-        (3, 5),
-        (5, 9),
-        (9, 13),
-        (13, 15),
-        (4, 6),
-        (6, 7),
-        (7, 8),
-        (8, 10),
-        (10, 11),
-    }
+    pairs = {(i, i + 1) for i in range(15)}.union(*map(pairwise, NODES.values()))
     forward = sorted(pairs)
     backward = [(b, a) for a, b in forward]
     loops = [(i, i) for i in range(16)]

@@ -16,6 +16,7 @@ from envs.task import DEAD_END_REWARD
 from envs.tasks import FINGERPRINTS
 from simulator import FormatError, Machine, Program, Tensor, simulate
 from simulator.modes import least_residency
+from tests.envs import random_actions
 from tests.tiny import LIMIT, MACHINE, PROGRAM
 
 
@@ -82,7 +83,7 @@ def test_held_observations_are_not_overwritten():
     views = []
     addresses = set()
     for step in range(40):
-        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in info["action_mask"]])
+        actions = random_actions(rng, info["action_mask"])
         observation, *_, info = vector.step(actions)
         addresses.add(observation["nodes"].ctypes.data)
         if step % 5 == 0:
@@ -101,7 +102,7 @@ def test_copied_and_pickled_environments_are_independent(make):
     copies = copy.deepcopy(env), pickle.loads(pickle.dumps(env))
     for _ in range(20):
         masks = np.atleast_2d(info["action_mask"])
-        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in masks])
+        actions = random_actions(rng, masks)
         *expected, info = env.step(actions if info["action_mask"].ndim == 2 else actions[0])
         for copied in copies:
             np.testing.assert_equal(copied.step(actions if info["action_mask"].ndim == 2 else actions[0])[:4], expected)

@@ -23,7 +23,7 @@ from experiments.plan.capture import BatchError, Batches
 from experiments.plan.page import render_html as page
 from experiments.workloads.module import WorkloadError, batch_size_of, with_batch
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
-from simulator.pool.card import CardPeak, under_plan
+from simulator.pool.device_memory import DevicePeak, under_plan
 from tests.experiments.conftest import MB, Run, chain
 
 pytestmark = pytest.mark.usefixtures("counted")
@@ -187,7 +187,7 @@ def test_the_cheapest_plan_is_recommended() -> None:
 def test_parts_of_device_memory_share_a_unit_and_add_up() -> None:
     program = slow(chain(10))
     third = program.peak_bytes // 3 + 5_000
-    card = CardPeak(program.peak_bytes, third, third, third, third, program.peak_bytes * 3 // 4, False)
+    card = DevicePeak(program.peak_bytes, third, third, third, third, program.peak_bytes * 3 // 4, False)
     a = replace(answered(program, card.limit), card=card, memory=card.memory_bytes)
     _, parts = words.card(a)[0].rsplit(": ", 1)
     figures = [round(100 * float(n)) for n in re.findall(r"([\d.]+) MiB", parts)]
@@ -195,7 +195,7 @@ def test_parts_of_device_memory_share_a_unit_and_add_up() -> None:
     need, more, there = (float(n) for n in re.findall(r"([\d.]+) MiB", words.verdict(a))[:3])
     assert round(need - there, 2) == more
     assert set(re.findall(r"[KMG]iB", pages(a))) == {"MiB"}
-    card = CardPeak(program.peak_bytes, 3 * MB, 2 * MB, 4 * MB, 5 * MB, program.peak_bytes * 3 // 4, False)
+    card = DevicePeak(program.peak_bytes, 3 * MB, 2 * MB, 4 * MB, 5 * MB, program.peak_bytes * 3 // 4, False)
     a = replace(answered(program, card.limit), card=card, memory=card.memory_bytes)
     assert a.best is not None and a.best.timeline.peak_bytes <= card.limit < card.memory_bytes
     a = replace(a, best=planning.with_memory([a.best], card)[0])
@@ -287,8 +287,8 @@ def test_unserved_plans_are_replanned_with_less_memory() -> None:
     plan = Plan((Swap(0, 0, 5),))
     timeline = simulate(step, plan, gpu, step.peak_bytes)
 
-    def card(memory: int) -> CardPeak:
-        return CardPeak(step.peak_bytes, 0, 0, 0, 0, memory, False)
+    def card(memory: int) -> DevicePeak:
+        return DevicePeak(step.peak_bytes, 0, 0, 0, 0, memory, False)
 
     counted, _ = under_plan(card(step.peak_bytes), timeline)
     served, small = (

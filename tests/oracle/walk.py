@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.graph import AHEAD, FEATURES, NOTHING, OFFLOAD, PRESSURE, QUEUE, RELIEF, REMOVE, STUCK, VALID
+from envs.graph import FEATURES, NOTHING, OFFLOAD, REMOVE, Feature
 from envs.task import COPY, DEAD_END_REWARD, EARLY, KEEP, PLAIN, REWARDS, Task
 from envs.walk import Step
 from simulator import Plan
@@ -217,7 +217,7 @@ class Walk:
             self.clock.run(p, self.position, self.need, self.taken == OFFLOAD)
             if kind != NOTHING:
                 again = lower(task.program, self.plan()).steps if (self.taken == REMOVE).any() else ()
-                self.rerun_ns = sum(step.duration_ns for step in again if step.again)
+                self.rerun_ns = sum(step.duration_ns for step in again if step.is_recomputation)
         reward = 0.0
         if self._causal and not self.done:
             lasts = task.program.ideal_ns + self.clock.stall_ns(self.position) + self.rerun_ns
@@ -282,15 +282,15 @@ def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
     n = len(graph)
     p = min(walk.position, len(walk.need) - 1)
     acts = graph.action_gap >= 0
-    out[:n, VALID] = walk.mask()
-    out[:n, VALID][acts] -= walk.taken[graph.action_gap[acts]] == graph.action_kind[acts]
-    out[:n, RELIEF][acts] = walk.relief()[graph.action_gap[acts]]
-    out[:n, AHEAD] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
+    out[:n, Feature.VALID] = walk.mask()
+    out[:n, Feature.VALID][acts] -= walk.taken[graph.action_gap[acts]] == graph.action_kind[acts]
+    out[:n, Feature.RELIEF][acts] = walk.relief()[graph.action_gap[acts]]
+    out[:n, Feature.AHEAD] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
     if out.shape[1] > FEATURES:
-        out[:n, PRESSURE] = (walk.need[graph.kernel] - task.limit) * (1 / task.limit)
-        out[:n, QUEUE] = max(0, walk.free_ns - int(task.start_ns[p])) / task.ideal_ns
+        out[:n, Feature.PRESSURE] = (walk.need[graph.kernel] - task.limit) * (1 / task.limit)
+        out[:n, Feature.QUEUE] = max(0, walk.free_ns - int(task.start_ns[p])) / task.ideal_ns
         never = walk.stuck_at == len(walk.need)
-        out[:n, STUCK] = 1.0 if never else (task.start_ns[walk.stuck_at] - task.start_ns[p]) / task.ideal_ns
+        out[:n, Feature.STUCK] = 1.0 if never else (task.start_ns[walk.stuck_at] - task.start_ns[p]) / task.ideal_ns
 
 
 def current_node(walk: Walk) -> int:

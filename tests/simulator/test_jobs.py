@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from hypothesis import given, strategies as st
 
+import simulator
 from simulator import Job, JobsDeadlock, Machine, OutOfMemory, Plan, PlanError, Program, simulate, simulate_jobs
 from simulator.job import Eviction, Stall
-from simulator.job_state import ALONE_ONLY
 from simulator.schedule import lower
 from simulator.timeline import Span
 from tests import tiny
@@ -81,7 +83,7 @@ def test_what_is_not_a_simulation():
     for wrong in ({"arrives_ns": -1}, {"iterations": 0}, {"switches": ((5, Plan()), (5, Plan()))}):
         with pytest.raises(ValueError, match="job 'a'"):
             Job("a", tiny.PROGRAM, Plan(), **wrong)
-    for cost in ALONE_ONLY:
+    for cost in ("issue_ns", "wait_ns", "event_ns", "copy_contention"):
         with pytest.raises(ValueError, match=rf"^machine\.{cost} is "):
             simulate_jobs(once(GROWS), replace(MACHINE, **{cost: 0.25 if cost == "copy_contention" else 7}), 100)
     none = simulate_jobs([], MACHINE, 100)
@@ -100,6 +102,14 @@ def test_a_switch_to_the_same_decisions_changes_nothing():
         )
         timeline, other = (simulate_jobs(several, machine, *case[2:]) for several in (jobs, again))
         assert replace(other, jobs=tuple(replace(job, switches=()) for job in other.jobs)) == timeline, f"seed {seed}"
+
+
+def test_the_example_of_the_readme_runs():
+    section = Path(simulator.__file__).with_name("README.md").read_text().partition("## Several jobs\n")[2]
+    lines = section.partition("\nJobs share")[0]
+    names = dict(resnet=tiny.PROGRAM, vgg=GROWS, plan_a=tiny.SWAP_PLAN, plan_b=Plan())
+    exec(dedent(lines), names)
+    assert [len(job.boundaries) for job in names["timeline"].jobs] == [10, 5]
 
 
 # ------------------------------------------------------------------------------------------ what always holds

@@ -176,4 +176,4 @@ def test_each_decision_that_fits_alone_fits_beside_the_others(data):
     ]
     Plan(tuple(drops)).check(program)
     steps = lower(program, Plan(tuple(drops))).steps
-    assert all(program.kernels[step.kernel].recomputable for step in steps if step.again)
+    assert all(program.kernels[step.kernel].recomputable for step in steps if step.is_recomputation)

@@ -15,7 +15,7 @@ import numpy as np
 
 from simulator.compiled.jit import jit
 from simulator.pool.intervals import Intervals, Packing
-from simulator.pool.online.freelist import BEGIN, END, HEAD, events, give_back, insert, take
+from simulator.pool.online.freelist import events, free_list, give_back, insert, take
 
 GRANULARITY = 512  # CNMEM_GRANULARITY
 
@@ -47,11 +47,10 @@ def _serve(order, size, reserve):
     """Serves all mallocs and frees; returns offsets, bytes of the pool, list entries visited, and cudaMalloc calls."""
     n = len(size)
     offsets = np.zeros(n, np.int64)
-    head = np.zeros(n, np.int64)
-    # the newest last
-    used = np.empty(n, np.int64)
+    is_head = np.zeros(n, np.int64)
+    used = np.empty(n, np.int64)  # the newest last
     n_used = 0
-    free = np.empty((3, 2 * n + 2), np.int64)
+    free = free_list(2 * n + 2)
     m = insert(free, 0, 0, 0, reserve, 1) if reserve else 0
     reserved = reserve
     steps = 0
@@ -62,7 +61,7 @@ def _serve(order, size, reserve):
             best = -1
             smallest = np.int64(0)
             for j in range(m):
-                piece = free[END, j] - free[BEGIN, j]
+                piece = free.end[j] - free.begin[j]
                 if piece >= nbytes and (best < 0 or piece < smallest):
                     best = j
                     smallest = piece
@@ -73,8 +72,8 @@ def _serve(order, size, reserve):
                 m = insert(free, m, m, reserved, reserved + nbytes, 1)
                 reserved += nbytes
                 mallocs += 1
-            offsets[event] = free[BEGIN, best]
-            head[event] = free[HEAD, best]
+            offsets[event] = free.begin[best]
+            is_head[event] = free.is_head[best]
             m = take(free, m, best, nbytes)
             used[n_used] = event
             n_used += 1
@@ -87,7 +86,7 @@ def _serve(order, size, reserve):
             n_used -= 1
             for j in range(index, n_used):
                 used[j] = used[j + 1]
-            index_below = np.searchsorted(free[BEGIN, :m], offsets[block])
+            index_below = np.searchsorted(free.begin[:m], offsets[block])
             steps += min(index_below + 1, m)
-            m = give_back(free, m, index_below, offsets[block], offsets[block] + size[block], head[block])
+            m = give_back(free, m, index_below, offsets[block], offsets[block] + size[block], is_head[block])
     return offsets, reserved, steps, mallocs

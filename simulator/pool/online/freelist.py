@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from simulator.compiled.encoding import NEVER, Ints
 from simulator.compiled.jit import jit
 from simulator.pool.intervals import Intervals
 
-BEGIN, END, HEAD = range(3)  # rows of a free list: int64[3, capacity], pieces by ascending address
+
+class FreeList(NamedTuple):
+    """Free pieces by ascending address; a count outside says how many there are."""
+
+    begin: Ints  # [capacity]
+    end: Ints  # [capacity]
+    is_head: Ints  # [capacity], 1 if a cudaMalloc begins there
 
 
 def events(intervals: Intervals) -> Ints:
@@ -28,14 +36,20 @@ def events(intervals: Intervals) -> Ints:
 
 
 @jit
-def insert(free, m, at, begin, end, head):
-    """Inserts [begin, end) at index ``at`` of m pieces; ``head``: a cudaMalloc begins there. Returns the new m."""
+def free_list(capacity):
+    """Returns an empty free list."""
+    return FreeList(np.empty(capacity, np.int64), np.empty(capacity, np.int64), np.empty(capacity, np.int64))
+
+
+@jit
+def insert(free, m, at, begin, end, is_head):
+    """Inserts [begin, end) at index ``at`` of m pieces; ``is_head``: a cudaMalloc begins there. Returns the new m."""
     for j in range(m, at, -1):
-        for row in range(3):
-            free[row, j] = free[row, j - 1]
-    free[BEGIN, at] = begin
-    free[END, at] = end
-    free[HEAD, at] = head
+        for column in free:
+            column[j] = column[j - 1]
+    free.begin[at] = begin
+    free.end[at] = end
+    free.is_head[at] = is_head
     return m + 1
 
 
@@ -43,29 +57,29 @@ def insert(free, m, at, begin, end, head):
 def remove(free, m, at):
     """Removes the piece at index ``at`` of m; returns the new m."""
     for j in range(at, m - 1):
-        for row in range(3):
-            free[row, j] = free[row, j + 1]
+        for column in free:
+            column[j] = column[j + 1]
     return m - 1
 
 
 @jit
 def take(free, m, at, nbytes):
     """Cuts the first bytes off the piece at index ``at`` of m, or removes it entirely; returns the new m."""
-    free[BEGIN, at] += nbytes
-    free[HEAD, at] = 0
-    return remove(free, m, at) if free[BEGIN, at] == free[END, at] else m
+    free.begin[at] += nbytes
+    free.is_head[at] = 0
+    return remove(free, m, at) if free.begin[at] == free.end[at] else m
 
 
 @jit
-def give_back(free, m, at, begin, end, head):
+def give_back(free, m, at, begin, end, is_head):
     """Inserts [begin, end) into m pieces, ``at`` of which lie below, and merges; returns the new m.
 
     Neighbors merge unless a cudaMalloc begins between them.
     """
-    if at < m and free[BEGIN, at] == end and not free[HEAD, at]:
-        end = free[END, at]
+    if at < m and free.begin[at] == end and not free.is_head[at]:
+        end = free.end[at]
         m = remove(free, m, at)
-    if at > 0 and free[END, at - 1] == begin and not head:
-        free[END, at - 1] = end
+    if at > 0 and free.end[at - 1] == begin and not is_head:
+        free.end[at - 1] = end
         return m
-    return insert(free, m, at, begin, end, head)
+    return insert(free, m, at, begin, end, is_head)

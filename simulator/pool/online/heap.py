@@ -17,15 +17,15 @@ import numpy as np
 
 from simulator.compiled.jit import jit
 from simulator.pool.intervals import Intervals, Packing
-from simulator.pool.online.freelist import BEGIN, END, events, give_back, insert, take
+from simulator.pool.online.freelist import events, free_list, give_back, insert, take
 
-BLOCK = 1024  # "1KB blocks as the basic storage unit"
+BLOCK_BYTES = 1024  # "1KB blocks as the basic storage unit"
 
 
 def pack(intervals: Intervals) -> Packing:
     """Returns offsets for blocks on a line; raises ValueError if time repeats."""
     order = events(intervals)
-    size = intervals.rounded(BLOCK).nbytes
+    size = intervals.rounded(BLOCK_BYTES).nbytes
     offsets, steps = _serve(order, size)
     return Packing(offsets, int((offsets + size).max(initial=0)), steps=steps, driver_mallocs=int(len(order) > 0))
 
@@ -36,19 +36,19 @@ def _serve(order, size):
     n = len(size)
     offsets = np.zeros(n, np.int64)
     steps = 0
-    empty = np.empty((3, n + 2), np.int64)
+    empty = free_list(n + 2)
     m = insert(empty, 0, 0, 0, size.sum(), 0)  # the top node always has room for later requests
     for event in order:
         if event >= 0:
             first = 0
-            while empty[END, first] - empty[BEGIN, first] < size[event]:
+            while empty.end[first] - empty.begin[first] < size[event]:
                 first += 1
             steps += first + 1
-            offsets[event] = empty[BEGIN, first]
+            offsets[event] = empty.begin[first]
             m = take(empty, m, first, size[event])
         else:
             block = ~event
-            below = np.searchsorted(empty[BEGIN, :m], offsets[block])
+            below = np.searchsorted(empty.begin[:m], offsets[block])
             steps += 1 + min(below + 1, m)
             m = give_back(empty, m, below, offsets[block], offsets[block] + size[block], 0)
     return offsets, steps

@@ -35,7 +35,7 @@ def plan_for(captured: Captured, seed: int = 0) -> Plan:
     decisions = list(random_plan(program, seed).decisions)
     words = ("dropout", "bernoulli", "lstm")
     for _ in range(20):
-        recomputed = [s for s in lower(program, Plan(tuple(decisions))).steps if s.again]
+        recomputed = [s for s in lower(program, Plan(tuple(decisions))).steps if s.is_recomputation]
         draws = {s.before for s in recomputed if any(word in program.kernels[s.kernel].name for word in words)}
         decisions = [d for d in decisions if not (isinstance(d, Recompute) and {d.before, d.at} & draws)]
     assert not draws

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
 from simulator import Program
 from simulator.pool import program_lifetimes
-from simulator.pool.device import Block, Device, train
+from simulator.pool.device import Device, Variable, train
+from tests.simulator.pool.test_trace import own_bytes
 from tests.strategies import networks, programs
 
 SIZES = {"w": 9, "a": 4, "b": 8, "c": 2}
@@ -18,7 +17,7 @@ SIZES = {"w": 9, "a": 4, "b": 8, "c": 2}
 ITERATION = "+a +b -a +c -b -c "
 
 
-def run(device: Device, text: str, held: dict[str, Block]) -> None:
+def run(device: Device, text: str, held: dict[str, Variable]) -> None:
     """Executes "+a": malloc a, "-a": free a, "<a": read a; then no two blocks share a byte."""
     for kind, name in text.split():
         if kind == "+":
@@ -84,9 +83,8 @@ def test_swaps_on_demand() -> None:
 
 @given(programs() | networks(), st.integers(1, 4))
 def test_the_pool_serves_the_iteration_and_is_the_peak(program: Program, alignment: int) -> None:
-    # Each tensor has bytes of its own, so that nothing repeats inside the iteration.
-    tensors = tuple(replace(x, nbytes=1000 + t) for t, x in enumerate(program.tensors))
-    program = Program("own bytes", tensors, tuple(replace(k, workspace=0) for k in program.kernels))
+    program = own_bytes(program)
+    tensors = program.tensors
     lives = program_lifetimes(program)
     own = np.array([not tensors[t].persistent for t in lives.owner], bool)
     assume(own.any())

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from simulator import Plan, simulate
 from simulator.pool import packed, smartpool, timeline_lifetimes
-from simulator.pool.card import CardPeak, of_program, under_plan
+from simulator.pool.device_memory import DevicePeak, of_program, under_plan
 from simulator.pool.intervals import Intervals, overlap
 from simulator.pool.packed import SHARES, DoesNotPack, first_that_packs, pack_within, packed_bytes
 from simulator.pool.pinned_places import Held
@@ -74,14 +74,14 @@ def test_smaller_parts_of_a_limit_are_tried_until_the_packing_fits(monkeypatch: 
 
 
 def test_what_is_left_for_tensors() -> None:
-    found = CardPeak(80, 10, 10, 20, 30, 110, False)
+    found = DevicePeak(80, 10, 10, 20, 30, 110, False)
     assert (found.reserved, found.nbytes, found.beside) == (120, 150, 70)
     assert found.limit == (110 - 30) * 100 // 120 - 20  # the allocator has a sixth of what it reserves
-    assert CardPeak(80, 10, 10, 20, 30, 150, False).limit == 80  # the sum is the memory: all tensors
-    assert CardPeak(80, 10, 10, 20, 30, 140, True).limit == 80  # it fits without what is cached
-    assert CardPeak(80, 10, 10, 20, 30, 10, False).limit == 1
+    assert DevicePeak(80, 10, 10, 20, 30, 150, False).limit == 80  # the sum is the memory: all tensors
+    assert DevicePeak(80, 10, 10, 20, 30, 140, True).limit == 80  # it fits without what is cached
+    assert DevicePeak(80, 10, 10, 20, 30, 10, False).limit == 1
     with pytest.raises(ValueError, match="memory_bytes: not given"):
-        _ = CardPeak(80, 10, 10, 20, 30).limit
+        _ = DevicePeak(80, 10, 10, 20, 30).limit
 
 
 def chain(nbytes: int) -> Program:
@@ -100,7 +100,7 @@ def test_a_program_file_has_allocator_and_context() -> None:
 def test_under_a_plan() -> None:
     program = chain(11 * MIB)
     timeline = simulate(program, Plan(), MACHINE, program.peak_bytes)
-    card = CardPeak(22 * MIB, 1 * MIB, 2 * MIB, 2 * MIB, 5 * MIB, 64 * MIB, True)
+    card = DevicePeak(22 * MIB, 1 * MIB, 2 * MIB, 2 * MIB, 5 * MIB, 64 * MIB, True)
     assert under_plan(card, timeline) == (32 * MIB, True)  # two segments, and what stands beside them
     assert under_plan(replace(card, memory_bytes=32 * MIB), timeline) == (32 * MIB, True)
     assert under_plan(replace(card, memory_bytes=31 * MIB), timeline) == (32 * MIB, False)

@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from experiments.benchmark.packing import perfect, scattered
 from simulator.pool import Intervals, Packing, optimal, portfolio, smartpool
 from simulator.pool.files import load
-from simulator.pool.skyline import FITS
+from simulator.pool.skyline import Verdict
 from tests.oracle.packing import overlaps
 from tests.simulator.pool.test_pool import table
 
@@ -152,7 +152,9 @@ def test_benchmark(file: Path) -> None:
     blocks = load(file).intervals
     if file.name[0] in "DJ":  # their loads are 6 % below the capacity, and what is between is not known
         answer, offsets = optimal._Search(blocks, 0, None).fits(CAPACITY, seconds=60)
-        assert answer == FITS and overlaps(blocks, offsets) == [] and (offsets + blocks.nbytes).max() <= CAPACITY
+        assert (
+            answer == Verdict.FITS and overlaps(blocks, offsets) == [] and (offsets + blocks.nbytes).max() <= CAPACITY
+        )
         return
     packing = optimal.pack(blocks, seconds=30)
     right(blocks, packing)

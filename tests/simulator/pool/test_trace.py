@@ -13,7 +13,7 @@ from hypothesis import assume, given, strategies as st
 
 from simulator import Program
 from simulator.pool import program_lifetimes, smartpool
-from simulator.pool.trace import FREE, MALLOC, Iteration, NoIteration, Stream, detect
+from simulator.pool.trace import Iteration, NoIteration, OperationKind, Stream, detect
 from tests.strategies import programs
 
 
@@ -39,9 +39,9 @@ def replay(recorded: Stream, found: Iteration) -> None:
         block = int(found.block[(i - found.begin) % found.length])
         assert at.setdefault(malloc, block) == block
         assert recorded.nbytes[malloc] == found.intervals.nbytes[block]
-        if recorded.kind[i] == FREE:
+        if recorded.kind[i] == OperationKind.FREE:
             del at[malloc]
-        elif recorded.kind[i] == MALLOC:
+        elif recorded.kind[i] == OperationKind.MALLOC:
             held = sorted((offsets[b], offsets[b] + recorded.nbytes[m]) for m, b in at.items() if recorded.nbytes[m])
             assert all(end <= begin for (_, end), (begin, _) in zip(held, held[1:], strict=False))
 
@@ -142,6 +142,12 @@ def test_nothing_repeats(text: str, reason: str) -> None:
         detect(stream(text))
 
 
+def own_bytes(program: Program) -> Program:
+    """Gives each tensor a size of its own, so that nothing repeats inside the iteration; removes the workspaces."""
+    tensors = tuple(replace(x, nbytes=1000 + t) for t, x in enumerate(program.tensors))
+    return Program("own bytes", tensors, tuple(replace(k, workspace=0) for k in program.kernels))
+
+
 def unrolled(program: Program, iterations: int, rng: np.random.Generator, changed: bool) -> Iterator[tuple]:
     """Returns a program's raw stream: persistent tensors first, random ids, reused after their free.
 
@@ -179,9 +185,7 @@ def unrolled(program: Program, iterations: int, rng: np.random.Generator, change
 
 @given(programs(), st.integers(0, 2**32 - 1), st.booleans())
 def test_the_iteration_of_a_program_is_found_again(program: Program, seed: int, changed: bool) -> None:
-    # Each tensor has bytes of its own, so that nothing repeats inside the iteration, and there is no workspace.
-    tensors = tuple(replace(x, nbytes=1000 + t) for t, x in enumerate(program.tensors))
-    program = Program("own bytes", tensors, tuple(replace(k, workspace=0) for k in program.kernels))
+    program = own_bytes(program)
     operations = program.operations()
     assume(any(x.kind == "malloc" for x in operations))
     recorded = Stream.from_operations(unrolled(program, 6, np.random.default_rng(seed), changed))
@@ -189,7 +193,9 @@ def test_the_iteration_of_a_program_is_found_again(program: Program, seed: int, 
     assert found.length == len(operations)
     assert found.repetitions >= (4 if changed else 6)
     lives = program_lifetimes(program).intervals
-    unused = sum(x.nbytes for x, uses in zip(tensors, program.accesses, strict=True) if x.persistent and not uses)
+    unused = sum(
+        x.nbytes for x, uses in zip(program.tensors, program.accesses, strict=True) if x.persistent and not uses
+    )
     # Of the changed stream, tensors that nothing uses may be missing.
     assert lives.peak_bytes - (unused if changed else 0) <= found.intervals.peak_bytes <= lives.peak_bytes
     replay(recorded, found)

@@ -12,7 +12,7 @@ from simulator.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class CardPeak:
+class DevicePeak:
     """Breakdown of the peak device memory, in bytes; ``nbytes`` is the sum that NVML shows."""
 
     tensors: int  # the program's peak
@@ -56,27 +56,29 @@ class CardPeak:
         return max(tensor_bytes, self.tensors if self.fits else 1)
 
 
-def under_plan(card: CardPeak, timeline: Timeline) -> tuple[int, bool]:
+def under_plan(unplanned: DevicePeak, timeline: Timeline) -> tuple[int, bool]:
     """Returns the device memory of a planned step, and whether PyTorch's allocator can serve it.
 
-    The allocator releases cached blocks when ``card.memory_bytes`` (if given) is exhausted. Loop, workspaces and
-    context are taken from the unplanned ``card``.
+    The allocator releases cached blocks when ``unplanned.memory_bytes`` (if given) is exhausted. Loop, workspaces and
+    context are taken from ``unplanned``.
 
     Args:
-        card: device memory of the unplanned step.
+        unplanned: device memory of the unplanned step.
         timeline: covers at least two iterations.
     """
-    other_bytes = card.context + card.loop + card.workspaces
+    other_bytes = unplanned.context + unplanned.loop + unplanned.workspaces
     blocks, _ = timeline_lifetimes(timeline).intervals.unrolled(ITERATIONS)
-    reserved, served = caching.serve(blocks, None if card.memory_bytes is None else card.memory_bytes - other_bytes)
+    reserved, served = caching.serve(
+        blocks, None if unplanned.memory_bytes is None else unplanned.memory_bytes - other_bytes
+    )
     return (reserved if served else caching.serve(blocks)[0]) + other_bytes, served
 
 
-def of_program(program: Program, context: int, memory_bytes: int | None) -> CardPeak:
+def of_program(program: Program, context: int, memory_bytes: int | None) -> DevicePeak:
     """Returns the breakdown of a program loaded from a file: only allocator and context are modeled."""
     blocks, _ = program_lifetimes(program).intervals.unrolled(ITERATIONS)
     reserved, _ = caching.serve(blocks)
     fits = None
     if memory_bytes is not None:
         fits = reserved + context <= memory_bytes or caching.serve(blocks, memory_bytes - context)[1]
-    return CardPeak(program.peak_bytes, 0, 0, max(reserved - program.peak_bytes, 0), context, memory_bytes, fits)
+    return DevicePeak(program.peak_bytes, 0, 0, max(reserved - program.peak_bytes, 0), context, memory_bytes, fits)
