@@ -47,7 +47,7 @@ CODE = (
     "experiments/workloads",
     "experiments/measured",
 )  # packages that every row depends on
-SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules shared by figures of several papers
+SHARED = ("__init__", "core", "figure", "home_networks", "layerwise")  # modules shared by figures of several papers
 
 
 @cli.entry("reproduce")

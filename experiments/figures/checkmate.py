@@ -74,7 +74,7 @@ class Checkmate(Figure):
             "found": results,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         names = list(rows[0]["planners"])
         planners = []
         published = [row["published"]["overhead_percent"] for row in rows]

@@ -98,7 +98,7 @@ class Compiled(Figure):
         result: Row = json.loads(process.stdout.splitlines()[-1])
         return result
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         lines = []
         results = []
         lowest = 0

@@ -100,7 +100,7 @@ class Fig5(Figure):
             results[name] = compare(program, machine, task)
         return {"found": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         networks = results_by_network(rows)
         limits = rows[0]["limits"][-4:]
         all_duels = [duel for net in networks for duel in duels(net)]
@@ -383,7 +383,7 @@ class Paper(Figure):
             "small_simulator_calls": small_calls,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         lines = []
         for name, runs in group_by(rows, "line").items():
             learns = runs[0]["updates"] > 0

@@ -84,7 +84,7 @@ class Table2(Figure):
             }
         return {"limit": machine.memory_bytes, "factor": sizes.factor, "found": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         networks = [facts(row) for row in rows]
         return {
             "networks": networks,
@@ -211,7 +211,7 @@ class Fig6(Figure):
         results = {method: home.run_plan(program, plan, machine) for method, plan in plans.items()}
         return {"batch": batch, "limit": machine.memory_bytes, "ideal_ns": program.ideal_ns, "methods": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         claims = []
         for rival, theirs in CLAIMS.items():
             speedups = [
@@ -362,7 +362,7 @@ class Fig7(Figure):
                 }
         return {"unplanned": home.unplanned_batch(sizes), "ideal_ns": program.ideal_ns, "methods": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         return {"lines": fig7_lines(rows)}
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -493,7 +493,7 @@ class Fig9(Figure):
                 replayed.append(replay._asdict())
         return {"replays": replayed}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         lines = [
             {
                 **run,
@@ -523,7 +523,7 @@ class Fig9(Figure):
         return {"lines": lines, "plans": list(plans.values()), **summary}
 
     def chart(self, rows: list[Row]) -> Chart:
-        lines = self.numbers(rows)["lines"]
+        lines = self.template_values(rows)["lines"]
         names = list(dict.fromkeys(line["label"] for line in lines))
         marks: list[Line | Rule] = [Rule(0), Rule(1, line=":", text="paper: below 1 %"), Rule(-1, line=":")]
         for executor, color, marker in ((GRAPH, look("home").color, "o"), (STREAMS, INK, "^")):

@@ -65,7 +65,7 @@ class Fig8(Figure):
             "calls": planner.simulator_calls,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         keys = figures.group_by(({**row, "key": (row["network"], row["update"])} for row in rows), "key")
         networks = [fig8_facts(runs) for runs in keys.values()]
         ends = [net["last"] for net in networks]
@@ -178,7 +178,7 @@ class Table3(Figure):
             "processor": processor(),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         networks = [table3_facts(row) for row in rows]
         return {
             "networks": networks,

@@ -61,7 +61,7 @@ class Learning(Figure):
     def run(self, task: Row, machine: Machine) -> Row:
         return {}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         ends = []
         for (workload, _, limit, _), group in trainings(rows).items():
             for agent, runs in group.items():

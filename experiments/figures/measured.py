@@ -103,7 +103,7 @@ class Measured(Figure):
         kernel_rows = _rounded(steps.of_profile(data))
         return {"kind": "kernels", "label": label, "source": data.source, "step_ms": step_ms, "rows": kernel_rows}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         steps = all_steps(rows)
         fits = _rows_of(rows, "fit")
         unseen = [step for step in steps if not step["fit"]]

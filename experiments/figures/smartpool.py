@@ -74,7 +74,7 @@ class Fig8(Figure):
             "curve_points": [[round(float(a), 4), round(float(b), 3)] for a, b in zip(x, y, strict=True)],
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         minimum = next(row for row in rows if row["curve"] == LOAD_MIN)
         theirs = PAPER[rows[0]["network"]]["load"]
         return {
@@ -85,7 +85,7 @@ class Fig8(Figure):
         }
 
     def chart(self, rows: list[Row]) -> Chart:
-        curves = sorted(self.numbers(rows)["curves"], key=lambda row: -row["peak"])
+        curves = sorted(self.template_values(rows)["curves"], key=lambda row: -row["peak"])
         marks: list[Mark] = []
         for row, ink in zip(curves, [*[FAINT, *SWAPPED][: len(curves) - 1], LOAD], strict=True):
             x, y = zip(*row["curve_points"], strict=True)
@@ -146,7 +146,7 @@ class Fig9(Figure):
         waited = {n: sum(waits(timelines[-1], program)[:forward]) / program.ideal_ns for n, timelines in runs.items()}
         return {"load": program.peak_bytes, "ours": limits, "overheads": overheads, "forward": waited}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         lines = Lines(rows)
         aoa, doa, wdoa, swdoa = lines.scores
         best = lines.scores.min(axis=0)
@@ -262,7 +262,7 @@ class Table2(Figure):
             "on_demand_ns": on_demand_ns(program, machine, reduced),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         networks = [facts(row) for row in rows]
         return {
             "networks": networks,
@@ -403,7 +403,7 @@ class Cause(Figure):
         }
         return {"reductions": reductions}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         networks = [
             {**row, "paper": paper(row), "cells": [f"{value:.1%}" for value in row["reductions"].values()]}
             for row in rows
@@ -464,7 +464,7 @@ class Optimality(Figure):
         ns = {"ideal_ns": program.ideal_ns, "ramp_ns": program.start_ns[high]}
         return {"load": program.peak_bytes, **ns, "limits": [entry for entry in entries if entry is not None]}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         cases = points(rows)
         paid = [case for case in cases if case["ours"] > ZERO]
         avoided = {

@@ -63,7 +63,7 @@ class Fig10(Figure):
             "swapped": smallest_footprints(program, machine, task),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         overheads = rows[0]["overheads"]
         batch = min((row["batch"] for row in rows), key=lambda b: abs(b - 100))
         networks = []
@@ -229,7 +229,7 @@ class Fig11(Figure):
         totals = {"load": program.peak_bytes, "memory": machine.memory_bytes, "caffe": caffe}
         return {**totals, "bases": bases, "points": points}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         networks = [fig11_facts(row) for row in rows]
         gap = np.array([difference for net in networks for difference in net["off"]])
         scores, random = (100 * np.array([net["gains"][i] for net in networks]).ravel() for i in range(len(CONTROLS)))

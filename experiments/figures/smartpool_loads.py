@@ -67,7 +67,7 @@ class Table1(Figure):
             "singa": {"load": singa.peak_bytes, **extra, "ratios": ratios(program_lifetimes(singa).intervals, machine)},
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         networks = [facts(row) for row in rows]
         pools = [row["ratios"] for row in rows]
         return {
@@ -203,7 +203,7 @@ class Fig2(Figure):
             "captured": figures.program(task["network"], machine).peak_bytes,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         return {
             "networks": [{**row, "paper": PAPER[row["network"]]["load"]} for row in rows],
             "iterations": rows[0]["iterations"],

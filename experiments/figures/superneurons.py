@@ -45,7 +45,7 @@ class Fig2(Figure):
             "all": tensors,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         return {
             "networks": [{**row, "paper": FIG2_PAPER.get(row["network"], "not said")} for row in rows],
             "batch": FIG2_BATCH,
@@ -126,7 +126,7 @@ class Fig12(Figure):
             results.append(result)
         return {"found": results, "wanted": sum(min(algorithms(kernel))[1] for kernel in program.kernels)}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         lines = [
             {
                 "batch_size": row["batch_size"],
@@ -143,7 +143,7 @@ class Fig12(Figure):
         return {"rows": lines, "gains": span(line["times"] for line in lines)}
 
     def chart(self, rows: list[Row]) -> Chart:
-        lines = self.numbers(rows)["rows"]
+        lines = self.template_values(rows)["rows"]
         series = [
             ("least workspaces", PREDICTED, [line["slow"] for line in lines], []),
             (
@@ -193,7 +193,7 @@ class Table2(Figure):
             "allocation_ns": {name: allocation_ns(name, lives, machine) for name in ("cudamalloc", POOL)},
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         return {"networks": table2_facts(rows)}
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -262,7 +262,7 @@ class Fig11(Figure):
             "cached_short": run_cached(program, machine, int(task["short"] * program.peak_bytes)),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         networks = [fig11_facts(row) for row in rows]
         return {"networks": networks, "losses": span(net["loss"] for net in networks)}
 

@@ -308,7 +308,7 @@ class Table4(Figure):
             **iteration,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         lines = [
             {
                 **row,
@@ -326,7 +326,7 @@ class Table4(Figure):
         slower = [f" ({row['overhead']:.0%} slower)" if row.get("overhead") else "" for row in rows]
         bars = [
             (line["method"], line["label"], line["depth"], f"{line['depth']:,}{text}")
-            for line, text in zip(self.numbers(rows)["found"], slower, strict=True)
+            for line, text in zip(self.template_values(rows)["found"], slower, strict=True)
         ]
         paper = TABLE4_PAPER | (BATCH1_PAPER if any(row["batch"] == 1 for row in rows) else {})
         title = f"Deepest ResNet in 12 GB, batch size {rows[0]['batch']}: the paper (hollow), simulated (filled)"
@@ -410,7 +410,7 @@ class Table5(Figure):
         kernels = len(small.kernels)
         return {"found": results, "kernels": kernels, "memory": machine.memory_bytes, "host": machine.host_bytes}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         searched = [row for row in rows if "found" in row]
         planned = {row["network"]: row for row in rows if "planner" in row}
         results_by_method = [row["found"] for row in searched]

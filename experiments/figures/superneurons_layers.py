@@ -77,7 +77,7 @@ class Fig10(Figure):
             "layer": [sizes[t] for t in layer.accesses],
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         ours = our_facts(rows)
         pytorch = next((row for row in rows if row["shown"] == "captured"), None)
         units = {key: 0.5 if key == ROUNDED or "MB" not in key else 0.0011 for key in ours}
@@ -245,7 +245,7 @@ class Table1(Figure):
             "planner": figures.least_limit(planner, program, FREE, 1),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         lines = [facts(row) for row in rows]
         return {
             "lines": lines,
@@ -330,7 +330,7 @@ class Table3(Figure):
             "all": sum(t.nbytes for t in program.tensors),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         # The largest batch whose peak fits: the peak is proportional to the batch beside what is kept.
         first = rows[0]
         kept_bytes = len(KEPT) * rows[0]["weights"]
@@ -359,7 +359,7 @@ class Table3(Figure):
                 Line(xs, ours, ink, f"{name}, ours", marker, dash, width=2),
                 Line(xs, theirs, ink, f"{name}, paper", marker, "", size=8, hollow=True),
             ]
-        limit = self.numbers(rows)["limit"]
+        limit = self.template_values(rows)["limit"]
         marks.append(Rule(limit, text=f"peak fills the memory at {limit:,}"))
         x = Axis("batch size (above 1,024 only ours)", limits=(0, 1.04 * max(xs)), ticks=xs)
         panel = Panel("", marks, x, Axis("copied in one iteration (GB)", room=1.06))

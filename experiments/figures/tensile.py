@@ -65,7 +65,7 @@ class _Ratios(Figure):
 
     planners: Mapping[str, str] = PLANNERS
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         lines = []
         for row in rows:
             ours = {method: ratios(row["methods"][method], row.get("without", row)) for method in self.planners}
@@ -234,13 +234,13 @@ class Table2(_Ratios):
             results[method] = table2_outcome(programs, planned(Split(PLANNERS[method]), limit), machine)
         return {"without": table2_outcome(programs, empty_plans(programs), machine), "methods": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         wins_by_rival = {}
         for rival in ("vDNN", "Capuchin"):
             pairs = [[ratios(row["methods"][name], row["without"]) for name in ("TENSILE", rival)] for row in rows]
             wins = [ours[2] > theirs[2] for ours, theirs in pairs if ours and theirs]
             wins_by_rival[rival] = (sum(wins), len(wins))
-        return {**super().numbers(rows), "ahead": wins_by_rival}
+        return {**super().template_values(rows), "ahead": wins_by_rival}
 
     def chart(self, rows: list[Row]) -> Chart:
         return self.panels(f"Several jobs that share an RTX 2080 Ti, batch size {rows[0]['batch']}", rows)
@@ -297,7 +297,7 @@ class Ratio(Figure):
         plans_by_mode = {"without": empty_plans(programs), "with": plans or empty_plans(programs)}
         return {key: table2_outcome(programs, job_plans, machine) for key, job_plans in plans_by_mode.items()}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         groups = list(figures.group_by([facts(row) for row in rows], "jobs").values())
         return {
             "heads": [f"{line['ratio']:.0%}" for line in groups[0]],

@@ -72,7 +72,7 @@ class Times(Figure):
             results[name] = {"kernels": len(times), **scores, "iteration": float(predicted.sum() / times.sum())}
         return {"device": device, "held": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         lines = []
         for name in rows[0]["networks"]:
             runs = [row["held"][name] for row in rows]
@@ -178,7 +178,7 @@ class Start(Figure):
             methods[method] = {**run_controlled(job, machine, limit, predictor), **accuracy}
         return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "methods": methods}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         methods = {key: [row["methods"][key]["lost"] for row in rows] for key in LOOKS}
         lines = []
         for row in rows:
@@ -301,7 +301,7 @@ class Speed(Figure):
             **{key: {"peak_bytes": run.peak_bytes, "overhead": run.overhead} for key, run in runs.items()},
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: list[Row]) -> Row:
         lines = [speed_facts(row) for row in rows]
         groups = list(figures.group_by(lines, "key").values())
         vgg, mlp = ([row for row in lines if row["network"] == name and not row["adam"]] for name in SPEED_NETWORKS)

@@ -107,7 +107,7 @@ def test_table_1() -> None:
         peaks = [by_key[network, strategy]["peak"] for strategy in ("speed", "memory", "cost")]
         assert peaks == [4 * (4 * a + 2 * b), 4 * 4 * a, 4 * 4 * a]
     assert all(row["planner"] == row["peak"] for row in rows)
-    numbers = Table1().numbers(rows)
+    numbers = Table1().template_values(rows)
     assert (numbers["same"], numbers["close"], numbers["planner"]) == (6, 4, 6)
     program = layerwise.program("resnet50", layerwise.resnet(3, 4, 6, 3), 32)
     assert round(5.125 * MB) not in {t.nbytes for t in program.tensors}  # no accounting explains the paper's 401 MB
@@ -137,7 +137,7 @@ def test_table_3() -> None:
     assert small["cached"] == large["cached"] == 0 and 0 < beyond["cached"] < beyond["copied"]
     # CONV 34,944 + 614,656 + 885,120 + 1,327,488 + 884,992; FC 37,752,832 + 16,781,312 + 4,097,000.
     assert small["weights"] == 62_378_344 * 4
-    first = Table3().numbers(rows)["limit"]
+    first = Table3().template_values(rows)["limit"]
     per_image = ALEXNET.peak_bytes // 200
     sizes = [3 * small["weights"] + n * per_image for n in (first, first + 1)]
     assert sizes[0] <= GPU.memory_bytes < sizes[1]
