@@ -233,12 +233,16 @@ def _key(task: Row) -> str:
 def code(name: str) -> str:
     """Returns the SHA-256 of the code and workload settings that a figure's rows depend on."""
     root = cli.CONFIGS.parent
-    files = [path for folder in CODE for path in (root / folder).rglob("*.py")]
+    files = [path for folder in CODE for kind in ("*.py", "*.yaml") for path in (root / folder).rglob(kind)]
     files += (cli.CONFIGS / "workload").glob("*.yaml")
     folder = root / "experiments" / "figures"
     module = type(figure(name)).__module__.rpartition(".")[2]
     paper = module.partition("_")[0]
-    files += {*folder.glob(f"{paper}*.py"), *(folder / f"{shared}.py" for shared in SHARED)}
+    files += {
+        *folder.glob(f"{paper}*.py"),
+        *folder.glob(f"{paper}.yaml"),
+        *(folder / f"{shared}.py" for shared in SHARED),
+    }
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
