@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -101,6 +102,13 @@ def group_by(rows: Iterable[Row], key: str = "network") -> dict[Any, list[Row]]:
     for row in rows:
         groups.setdefault(row[key], []).append(row)
     return groups
+
+
+@cache
+def published(figure: str) -> Any:
+    """Returns the paper's numbers of a figure, from the YAML file of its paper (the name's first word)."""
+    paper = figure.partition("_")[0]
+    return yaml.safe_load((Path(__file__).parent / f"{paper}.yaml").read_text())[figure]
 
 
 def attempt(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> Plan | None:

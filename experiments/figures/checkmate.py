@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
@@ -20,21 +20,19 @@ from simulator import Machine, Plan, Program, Rerun, simulate
 from simulator.files import read_json
 
 DATA = cli.CONFIGS.parent / "tests" / "data" / "checkmate"
-LABELS = {"un_11": "U-Net, batch 11", "resnet50_184": "ResNet-50, batch 184"}
-PUBLISHED = ("overhead_percent", "lower_bound_percent", "solve_seconds", "status")
-GIB = 2**30
-SAME = 5e-5  # points; the published overheads have four decimals
 
 
 class Checkmate(Figure):
     """Overhead against the memory budget of "Checkmate" (MLSys 2020), compared with planners that recompute."""
 
     name = "checkmate"
+    labels: ClassVar = {"un_11": "U-Net, batch 11", "resnet50_184": "ResNet-50, batch 184"}
+    same = 5e-5  # points; the published overheads have four decimals
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         if not (DATA / "answers.json").exists():
             raise cli.UsageError(f"{DATA} not found: the graphs come with the repository and the source distribution")
-        valid = {network: sorted(published(network)) for network in LABELS}
+        valid = {network: sorted(published(network)) for network in self.labels}
         planners: dict[str, Any] = cli.to_dict(settings)["planners"]
         tasks: list[Row] = []
         for network, budgets in cli.to_dict(settings)["budgets"].items():
@@ -48,7 +46,7 @@ class Checkmate(Figure):
 
     def run(self, task: Row, machine: Machine) -> Row:
         program = Program.load(DATA / f"{task['network']}.json.gz")
-        limit = int(task["budget_gib"] * GIB)
+        limit = int(task["budget_gib"] * 2**30)
         theirs = published(task["network"])[task["budget_gib"]]
         replayed = simulate(program, plan_from(theirs["run"]), machine, limit)
         results: Row = {}
@@ -68,7 +66,9 @@ class Checkmate(Figure):
                 "plan_s": seconds,
             }
         return {
-            "published": {key: theirs[key] for key in PUBLISHED},
+            "published": {
+                key: theirs[key] for key in ("overhead_percent", "lower_bound_percent", "solve_seconds", "status")
+            },
             "replayed": {"overhead_percent": round(100 * replayed.overhead, 4), "peak_bytes": replayed.peak_bytes},
             "floor_percent": round(100 * floor(program, machine, limit, "recompute").overhead, 4),
             "found": results,
@@ -81,19 +81,19 @@ class Checkmate(Figure):
         for name in names:
             ours = [row["found"][name]["overhead_percent"] for row in rows]
             differences = [a - b for a, b in zip(ours, published, strict=True) if a is not None]
-            below = sum(o < -SAME for o in differences)
-            equal = sum(abs(o) <= SAME for o in differences)
+            below = sum(o < -self.same for o in differences)
+            equal = sum(abs(o) <= self.same for o in differences)
             planners.append({"label": look(name).label, "below": below, "same": equal})
         lines = [
             {
                 **row,
-                "label": LABELS[row["network"]],
+                "label": self.labels[row["network"]],
                 "solved": duration(row["published"]["solve_seconds"]),
                 "cells": [cell(row["found"][name]) for name in names],
             }
             for row in rows
         ]
-        exact = [abs(r["replayed"]["overhead_percent"] - b) <= SAME for r, b in zip(rows, published, strict=True)]
+        exact = [abs(r["replayed"]["overhead_percent"] - b) <= self.same for r, b in zip(rows, published, strict=True)]
         return {
             "lines": lines,
             "heads": [entry["label"] for entry in planners],
@@ -116,7 +116,7 @@ class Checkmate(Figure):
             marks.append(Line(budgets, published, INK, "Checkmate, Gurobi, up to 24 h", "_", "", size=16, front=5))
             panels.append(
                 Panel(
-                    LABELS[network],
+                    self.labels[network],
                     marks,
                     Axis("memory budget", "{:g} GiB"),
                     Axis("overhead of an iteration", "%", scale="log"),

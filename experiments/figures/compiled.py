@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from operator import truediv
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig
@@ -38,18 +38,6 @@ from experiments.workloads.transformers import GPT2, ViT
 from simulator.machine import Machine
 from simulator.plan import Swap
 
-NEAR = 0.005  # of the memory; closer peaks count as one point
-
-
-LOOKS = {  # color, label, marker and line of each kind of method
-    "ours": ("C0", "ours", "o", "-"),
-    "joint": ("C5", "ours, with swaps", "X", ""),
-    "budget": ("C1", "PyTorch's budget", "s", ""),
-    "chains": ("C4", "its budget, our solver", "P", ""),
-    "checkpoint": ("C2", "checkpoint", "^", ""),
-    "none": ("C3", "torch.compile", "D", ""),
-}
-
 
 class WithLoss(nn.Module):
     """Model with its loss in one graph, so the caller holds no tensors between forward and backward."""
@@ -66,6 +54,14 @@ class Compiled(Figure):
     """Measured peaks and times of compiled steps: ours, PyTorch's memory budgets, checkpointing, and neither."""
 
     name = "compiled"
+    looks: ClassVar = {  # color, label, marker and line of each kind of method
+        "ours": ("C0", "ours", "o", "-"),
+        "joint": ("C5", "ours, with swaps", "X", ""),
+        "budget": ("C1", "PyTorch's budget", "s", ""),
+        "chains": ("C4", "its budget, our solver", "P", ""),
+        "checkpoint": ("C2", "checkpoint", "^", ""),
+        "none": ("C3", "torch.compile", "D", ""),
+    }
     needs_all_cores = True
     on_demand = True
     simulated = False
@@ -144,7 +140,7 @@ class Compiled(Figure):
         for row in rows:
             methods = row["methods"]
             marks = []
-            for method_kind, look in LOOKS.items():
+            for method_kind, look in self.looks.items():
                 points = sorted(
                     (m["peak_bytes"] / methods["none"]["peak_bytes"], m["ratio"])
                     for name, m in methods.items()
@@ -156,7 +152,7 @@ class Compiled(Figure):
 
 
 def look_key(name: str, method: Row) -> str:
-    """Returns the key of a method in ``LOOKS``, or "" if its limit was refused."""
+    """Returns the key of a method in ``Compiled.looks``, or "" if its limit was refused."""
     if "refused" in method:
         return ""
     if method.get("ours"):
@@ -221,7 +217,7 @@ def measure_task(task: Row) -> Row:
     def add_at_peak_of(name: str) -> None:
         """Measures our plan at the peak of a rival, unless another rival has the same peak."""
         peak_bytes = rows[name]["peak_bytes"]
-        has_match = any("beside" in m and abs(m["asked"] / peak_bytes - 1) < NEAR for m in rows.values())
+        has_match = any("beside" in m and abs(m["asked"] / peak_bytes - 1) < 0.005 for m in rows.values())
         if peak_bytes < rows["none"]["peak_bytes"] and not has_match:
             add_ours(f"at {name}", peak_bytes, beside=name, asked=peak_bytes)
 

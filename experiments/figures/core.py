@@ -39,10 +39,8 @@ from simulator.plan import PlanError
 PUBLISHED = "published"  # the best of all heuristics, as one agent without a budget
 WITHOUT = 100.0  # points for a run without a plan in time, and the maximum score
 LATE = 1.25, 0.1  # tolerance of a time budget: a factor, plus seconds
-SPLITS = ("train", "test")
 BUDGETS = {"calls", "seconds", "seed"}  # budget options that an agent may accept
 DRAWS = 2_000
-LEVEL = 95
 NO_NETWORK = "without_network"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 _TASK = {"workload", "machine", "limit", "split", "fingerprint"}
@@ -52,6 +50,7 @@ class Core(Figure):
     """Core suite of the benchmark: named tasks, agents with equal budgets, and scores."""
 
     name = "core"
+    splits = ("train", "test")
     needs_all_cores = True
 
     def tasks(self, settings: DictConfig) -> list[Row]:
@@ -62,7 +61,7 @@ class Core(Figure):
             if agent.get("planner") != PUBLISHED:
                 planner_factory(agent, f"figure.agents.{name}")
         for name, task in config["tasks"].items():
-            if set(task) != _TASK or task["split"] not in SPLITS:
+            if set(task) != _TASK or task["split"] not in self.splits:
                 raise cli.UsageError(
                     f"figure.tasks.{name}: expected {', '.join(sorted(_TASK))}, of split train or test"
                 )
@@ -114,7 +113,7 @@ class Core(Figure):
         lines = []
         for agent, budget in sorted(by_key, key=lambda key: (*sort_key(key[1]), iqm(by_key[key]))):
             gaps = by_key[agent, budget]
-            parts = [gaps[[row["split"] == split for row in rows]] for split in SPLITS]
+            parts = [gaps[[row["split"] == split for row in rows]] for split in self.splits]
             lines.append(
                 {
                     "budget": describe(budget),
@@ -265,7 +264,7 @@ def interval(values: NDArray[np.float64]) -> tuple[float, float]:
     (n, seeds) = values.shape
     tasks = rng.integers(n, size=(DRAWS, n, 1))
     samples = values[tasks, rng.integers(seeds, size=(DRAWS, n, seeds))].reshape(DRAWS, -1)
-    low, high = np.percentile(trim_mean(samples, 0.25, axis=1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    low, high = np.percentile(trim_mean(samples, 0.25, axis=1), [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -281,9 +280,7 @@ def describe(budget: Budget) -> str:
     return f"{calls:,.0f} calls" if calls is not None else f"{seconds:g} s" if seconds is not None else "–"
 
 
-LABELS = {PUBLISHED: "best published", NO_NETWORK: "the same search without the network"}
-
-
 def label(agent: str) -> str:
     """Returns an agent's display name."""
-    return LABELS.get(agent) or palette.label(agent)
+    labels = {PUBLISHED: "best published", NO_NETWORK: "the same search without the network"}
+    return labels.get(agent) or palette.label(agent)

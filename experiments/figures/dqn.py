@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from agents.learned.dqn_paper import Trainer
 
 
-CLOSE = 0.005  # of the peak; resolution of a baseline's smallest limit
 SAME = 1e-6  # overheads that differ by less count as equal
 
 
@@ -42,18 +41,14 @@ class Baseline(NamedTuple):
     planner: str
     options: dict[str, Any]
     marker: str
-    unsupported: tuple[str, ...]  # families that the paper's program could not run (section 5.1)
 
 
-_OTHERS = ("kmeans", "resnet_stochastic")
 BASELINES = {
-    "tflms": Baseline("TFLMS", "tflms", {}, "D", _OTHERS),
-    "memonger": Baseline("MXNet-memonger", "memonger", {}, "s", ("lstm", *_OTHERS)),
-    "sn_swap": Baseline("SuperNeurons, swap", "superneurons", {"mode": "swap"}, "v", ("lstm", *_OTHERS)),
-    "sn_recompute": Baseline(
-        "SuperNeurons, recompute", "superneurons", {"mode": "recompute"}, "^", ("resnet", "lstm", *_OTHERS)
-    ),
-    "sn_joint": Baseline("SuperNeurons, both", "superneurons", {"mode": "joint"}, "P", ("lstm", *_OTHERS)),
+    "tflms": Baseline("TFLMS", "tflms", {}, "D"),
+    "memonger": Baseline("MXNet-memonger", "memonger", {}, "s"),
+    "sn_swap": Baseline("SuperNeurons, swap", "superneurons", {"mode": "swap"}, "v"),
+    "sn_recompute": Baseline("SuperNeurons, recompute", "superneurons", {"mode": "recompute"}, "^"),
+    "sn_joint": Baseline("SuperNeurons, both", "superneurons", {"mode": "joint"}, "P"),
 }
 SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # planner and options by key of the rows; equal simulator calls
     "planned": ("dqn", {}),
@@ -61,9 +56,6 @@ SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # planner and options by ke
     "policy_search": ("policy_search", {}),
     "annealing": ("annealing", {}),
 }
-RIVALS = {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}  # baselines whose decisions the DQN's mode includes
-ORDER = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # families in the paper's order
-TOP = 0.6  # of the overhead axis; points above it are labeled
 MODES = {"swap": "DQN over edits, swap", "joint": "DQN over edits, swap and recompute"}
 
 
@@ -71,6 +63,9 @@ class Fig5(Figure):
     """Fig. 5: overhead against memory reduction, for the DQN over edits and the paper's baselines."""
 
     name = "dqn_fig5"
+    families = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # in the paper's order
+    close = 0.005  # of the peak; resolution of a baseline's smallest limit
+    top = 0.6  # of the overhead axis; points above it are labeled
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         groups = [[str(name) for name in group] for group in cli.values(settings, "groups")]
@@ -141,7 +136,7 @@ class Fig5(Figure):
                 marks.append(Line(x, y, FAINT, "the floor: no plan is below", width=1, front=2))
             for key, baseline in BASELINES.items():
                 points = sorted(net.common["baselines"][key], reverse=True)
-                hollow = family(net.name) in baseline.unsupported
+                hollow = family(net.name) in self.published[key]
                 heights += [o for _, o in points]
                 x = [1 - share for share, _ in points]
                 y = [o for _, o in points]
@@ -165,7 +160,7 @@ class Fig5(Figure):
                     )
                 )
             highest = max(heights)
-            top = min(1.08 * highest, TOP)
+            top = min(1.08 * highest, self.top)
             overflow = f", to {highest:.0%}" if highest > top else ""
             missing = [b.label for key, b in BASELINES.items() if not net.common["baselines"][key]]
             none = ", ".join(missing) if len(missing) < len(BASELINES) else "any baseline"
@@ -254,7 +249,7 @@ def smallest_limit(key: str, program: Program, machine: Machine, grid: list[int]
         return None
     high = min(feasible)
     low = max((limit for limit in grid if limit < high), default=high)
-    tolerance = int(CLOSE * program.peak_bytes)
+    tolerance = int(Fig5.close * program.peak_bytes)
     return bisect(lambda n: overhead(key, program, machine, n, min_bytes) is not None, low, high, tolerance)[1]
 
 
@@ -271,7 +266,7 @@ class Network(NamedTuple):
 def results_by_network(rows: list[Row]) -> list[Network]:
     """Returns the networks in the order of the paper's families, then of the tasks."""
     names = list(dict.fromkeys(name for row in rows for name in row["networks"]))
-    names.sort(key=lambda name: [*ORDER, family(name)].index(family(name)))
+    names.sort(key=lambda name: [*Fig5.families, family(name)].index(family(name)))
     results = []
     for name in names:
         runs = [row["found"][name] for row in sorted(rows, key=lambda r: r["seed"]) if name in row["networks"]]
@@ -295,7 +290,8 @@ def duels(net: Network) -> Iterator[Row]:
     Each has the DQN's mean and worst overhead over its seeds (infinite if a seed has no plan), and the rival's
     overhead.
     """
-    for mode, rivals in RIVALS.items():
+    # A mode is compared with the baselines whose decisions it includes.
+    for mode, rivals in {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}.items():
         for key in rivals:
             for limit, theirs in net.common["baselines"][key]:
                 ours = net.dqn[mode].get(limit, [])
@@ -333,22 +329,22 @@ def cells(net: Network, limits: list[float]) -> list[str]:
     return cells
 
 
-PARTS = 10  # parts of a training whose mean overheads are stored
-KEYS = {"network", "episodes", "tuned", "agent", "small", "small_episodes"}
-INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#777777")
-
-
 class Paper(Figure):
     """Trainings of the DQN paper's plain form on one task: as printed, tuned, and fine-tuned from a smaller network."""
 
     name = "dqn_paper"
     on_demand = True
+    parts = 10  # of a training, whose mean overheads are stored
+    keys = ("network", "episodes", "tuned", "agent", "small", "small_episodes")  # of a line in the settings
+    inks = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#777777")
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         config = cli.to_dict(settings)
         for name, line in config["lines"].items():
-            if not isinstance(line, dict) or not {"network", "episodes"} <= set(line) <= KEYS:
-                raise cli.UsageError(f"figure.lines.{name}: expected network, episodes and some of {', '.join(KEYS)}")
+            if not isinstance(line, dict) or not {"network", "episodes"} <= set(line) <= set(self.keys):
+                raise cli.UsageError(
+                    f"figure.lines.{name}: expected network, episodes and some of {', '.join(self.keys)}"
+                )
             for key in ("network", "small"):
                 network(str(line.get(key, line["network"])), f"lines.{name}.{key}")
         limit = share_of_peak(config["limit"])
@@ -376,9 +372,9 @@ class Paper(Figure):
             "q_after": trainer.first_value(),
             "best": percent(trainer.best_overhead),
             "mean": round(float(np.mean(overheads)), 4),
-            "parts": [round(float(part.mean()), 4) for part in np.array_split(overheads, PARTS)],
+            "parts": [round(float(part.mean()), 4) for part in np.array_split(overheads, self.parts)],
             "updates": trainer.updates,
-            "steps": float(np.mean([e.steps for e in trainer.history[-PARTS:]])),
+            "steps": float(np.mean([e.steps for e in trainer.history[-self.parts :]])),
             "simulator_calls": trainer.simulator_calls,
             "small_simulator_calls": small_calls,
         }
@@ -401,11 +397,13 @@ class Paper(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         marks = []
-        for (name, runs), ink in zip(group_by(rows, "line").items(), INKS, strict=False):  # others are in the table
+        for (name, runs), ink in zip(
+            group_by(rows, "line").items(), self.inks, strict=False
+        ):  # others are in the table
             parts = np.array([run["parts"] for run in runs])
             marks.append(
                 Line(
-                    (np.arange(PARTS) + 1) * runs[0]["episodes"] / PARTS,
+                    (np.arange(self.parts) + 1) * runs[0]["episodes"] / self.parts,
                     parts.mean(0),
                     ink,
                     name,

@@ -22,7 +22,7 @@ from jinja2.runtime import Context
 from omegaconf import DictConfig
 
 from experiments.common.report import Row
-from experiments.figures import label, networks
+from experiments.figures import label, networks, published
 from simulator.machine import Machine
 
 if TYPE_CHECKING:
@@ -73,6 +73,11 @@ class Figure:
     def chart(self, rows: list[Row]) -> Chart:
         """Returns the picture of the rows."""
         raise NotImplementedError
+
+    @property
+    def published(self) -> Any:
+        """The paper's numbers."""
+        return published(self.name)
 
     @property
     def text(self) -> str:

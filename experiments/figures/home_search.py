@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +22,9 @@ from experiments.figures import home_networks as home
 from experiments.figures.figure import Figure, span
 from experiments.figures.home_networks import NETWORKS
 from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule, pairs
-from experiments.plotting.palette import FAINT, INK, SWARM, look
+from experiments.plotting.palette import FAINT, INK, look
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-
-STATED = {"resnet18_cifar": 16, "squeezenet": 30, "inception_v3_cifar": 89}  # iterations until close to the end
-OTHERS = 42  # "other models only need 42 iterations on average"
-NEAR = 0.01  # of the final time; counts as "close"
-MARKERS = {"worst": "v", "mean": "s", "best": "o"}
-NAMES = dict(zip(UPDATES, ("Algorithm 3", "one evaluation"), strict=True))
 
 
 class Fig8(Figure):
@@ -37,6 +32,12 @@ class Fig8(Figure):
 
     name = "home_fig8"
     paper_networks = NETWORKS
+    near = 0.01  # of the final time; counts as "close"
+    swarm: ClassVar = {  # label, color and marker of a curve
+        "worst": ("worst particle", "#9a9a9a", "v"),
+        "mean": ("mean of the particles", "#1f5fa8", "s"),
+        "best": ("best particle", "#cb181d", "o"),
+    }
 
     def tasks(self, settings: DictConfig) -> list[Row]:
         share = home.batch_share(settings)
@@ -72,7 +73,7 @@ class Fig8(Figure):
         printed, single = ([row for row in rows if row["update"] == update] for update in UPDATES)
         return {
             "networks": networks,
-            "near": NEAR,
+            "near": self.near,
             "particles": rows[0]["particles"],
             "needed": span(map(iterations_needed, printed)),
             "needed_whole": span(map(iterations_needed, single)),
@@ -82,23 +83,24 @@ class Fig8(Figure):
 
     def chart(self, rows: list[Row]) -> Chart:
         panels = []
-        names = {"worst": "worst particle", "mean": "mean of the particles", "best": "best particle"}
         for network, runs in figures.group_by(rows).items():
             marks: list[Mark] = [Rule(1, horizontal=True)]
-            stated = network in STATED
-            text = "paper: close to the end" if stated else f"paper: {OTHERS}, mean of all but InceptionV3"
-            marks.append(Rule(STATED.get(network, OTHERS), color=FAINT, label=text, line=DASHED if stated else DOTTED))
+            others = self.published["others"]
+            stated = network in self.published
+            text = "paper: close to the end" if stated else f"paper: {others}, mean of all but InceptionV3"
+            iterations = self.published.get(network, others)
+            marks.append(Rule(iterations, color=FAINT, label=text, line=DASHED if stated else DOTTED))
             updates = figures.group_by(runs, "update")
-            for key, ink in SWARM.items():
+            for key, (label, ink, marker) in self.swarm.items():
                 seeds = [np.array(run[key], float) / run["ideal_ns"] for run in updates[UPDATES[0]]]
                 marks += [Line(range(1, len(y) + 1), y, ink, width=0.8, alpha=0.5) for y in seeds]
                 mean = curve(updates[UPDATES[0]], key)
-                marks.append(Line(range(1, len(mean) + 1), mean, ink, names[key], MARKERS[key], width=2))
+                marks.append(Line(range(1, len(mean) + 1), mean, ink, label, marker, width=2))
             best = curve(updates[UPDATES[1]], "best")
             label = "best, one evaluation per particle"
             marks.append(Line(range(1, len(best) + 1), best, INK, label, line="--", front=4))
             converged = round(fmean(map(iterations_needed, updates[UPDATES[1]])))
-            label = f"the same, within {NEAR:.0%} of its end"
+            label = f"the same, within {self.near:.0%} of its end"
             marks.append(Line([converged], [best[converged - 1]], INK, label, "*", "", size=12, front=5))
             title = f"{NETWORKS[network].label}, batch {runs[0]['batch']:,}"
             x = Axis("iteration of the search", "{:g}", scale="log", ticks=(1, 10, 100, 500))
@@ -119,19 +121,20 @@ def curve(runs: list[Row], key: str) -> NDArray[np.float64]:
 
 
 def iterations_needed(run: Row) -> int:
-    """Returns the iterations until the best particle is within ``NEAR`` of the final one."""
+    """Returns the iterations until the best particle is within ``Fig8.near`` of the final one."""
     best = run["best"]
-    return next(i for i, ns in enumerate(best, 1) if ns is not None and ns <= (1 + NEAR) * best[-1])
+    return next(i for i, ns in enumerate(best, 1) if ns is not None and ns <= (1 + Fig8.near) * best[-1])
 
 
 def fig8_facts(runs: list[Row]) -> Row:
     """Returns the means over the seeds of one network with one update rule."""
     network = runs[0]["network"]
     best = curve(runs, "best")
+    paper = figures.published("home_fig8")
     return {
         "label": NETWORKS[network].label,
-        "update": NAMES[runs[0]["update"]],
-        "paper": STATED.get(network, f"(mean {OTHERS})"),
+        "update": "Algorithm 3" if runs[0]["update"] == UPDATES[0] else "one evaluation",
+        "paper": paper.get(network, f"(mean {paper['others']})"),
         "needed": fmean(map(iterations_needed, runs)),
         "calls": fmean(run["calls"] / len(run["best"]) for run in runs),
         "first": best[0],
@@ -139,14 +142,12 @@ def fig8_facts(runs: list[Row]) -> Row:
     }
 
 
-EVALUATIONS = 500  # timed
-
-
 class Table3(Figure):
     """Table 3: cost of HOME's search, and of one evaluation of a policy."""
 
     name = "home_table3"
     paper_networks = NETWORKS
+    evaluations = 500  # timed
     simulated = False
 
     def tasks(self, settings: DictConfig) -> list[Row]:
@@ -165,7 +166,7 @@ class Table3(Figure):
         evaluator = Evaluator(Engine(program, machine, machine.memory_bytes), gaps)
         rng = np.random.default_rng(0)
         modes = [placements(program, gap, "joint") for gap in gaps]
-        particles = np.stack([rng.choice(np.array(mode, np.int8), EVALUATIONS) for mode in modes], axis=1)
+        particles = np.stack([rng.choice(np.array(mode, np.int8), self.evaluations) for mode in modes], axis=1)
         begin = time.process_time()
         evaluator.evaluate(particles)
         return {
@@ -174,7 +175,7 @@ class Table3(Figure):
             "search_s": search_s,
             "iterations_run": len(planner.history),
             "calls": planner.simulator_calls,
-            "evaluation_s": (time.process_time() - begin) / EVALUATIONS,
+            "evaluation_s": (time.process_time() - begin) / self.evaluations,
             "processor": processor(),
         }
 

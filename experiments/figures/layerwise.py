@@ -28,10 +28,6 @@ from simulator.modes import RECOMPUTED, SWAPPED
 from simulator.plan import Decision, Plan, Recompute, Swap
 from simulator.program import Gap, Kernel, KernelKind, Phase, Program, Tensor, TensorKind
 
-MB = 2**20  # the paper's unit: CONV1's output at batch 200 is 221.56
-FLOAT = 4
-STEP_NS = 1000  # of every kernel; the accounting ignores time
-IN_PLACE: tuple[KernelKind, ...] = ("activation", "lrn")
 Part = tuple[str, KernelKind, int]  # name, kind, numbers in the output for one image
 FREE = Machine("copies that take no time", 2**60, 10**18, 10**18, d2h_latency_ns=0, h2d_latency_ns=0, host_bytes=2**60)
 
@@ -170,11 +166,11 @@ def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 
     kernels: list[Kernel] = []
 
     def add_tensor(label: str, floats: int, kind: TensorKind) -> int:
-        tensors.append(Tensor(label, batch_size * floats * FLOAT, kind))
+        tensors.append(Tensor(label, 4 * batch_size * floats, kind))
         return len(tensors) - 1
 
     def add_kernel(layer: Layer, phase: Phase, inputs: list[int], outputs: list[int]) -> None:
-        kernels.append(Kernel(layer.name, layer.kind, phase, tuple(inputs), tuple(outputs), STEP_NS))
+        kernels.append(Kernel(layer.name, layer.kind, phase, tuple(inputs), tuple(outputs), 1000))
 
     readers: list[list[int]] = [[] for _ in layers]
     for i, layer in enumerate(layers):
@@ -198,7 +194,7 @@ def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 
         if layer.kind == "other":
             dx = [y]
             add_kernel(layer, "backward", [*x, y], dx)
-        elif layer.kind in IN_PLACE:
+        elif layer.kind in ("activation", "lrn"):  # in place
             dx = dy
             add_kernel(layer, "backward", [*x, y, *dy], dx)
         elif layer.kind == "copy":

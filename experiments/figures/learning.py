@@ -7,7 +7,7 @@ import math
 import re
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,24 +23,24 @@ from experiments.plotting.charts import Axis, Chart, Line, Panel
 from simulator import Machine
 from simulator.files import FormatError, read_json
 
-MARGIN = 0.005  # of ideal time, over annealing
-SHOWN = {  # headings by key of a run
-    "dqn": "DQN",
-    "uniform_calls": "no network, equal calls",
-    "uniform_seconds": "no network, equal seconds",
-    "greedy": "greedy policy",
-    "autoswap": "best AutoSwap",
-    "annealing": "annealing",
-}
 CASE = ("workload", "machine", "limit_fraction", "mode")
 MEANT = {GREEDY: "greedy policy", OVERHEAD: f"last {LAST} episodes", BEST: "best plan so far"}
-INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")
 
 
 class Learning(Figure):
     """Curves of trainings by simulator calls, and a table of train_dqn runs, over the seeds."""
 
     name = "learning"
+    margin = 0.005  # of ideal time, over annealing
+    shown: ClassVar = {  # headings by key of a run
+        "dqn": "DQN",
+        "uniform_calls": "no network, equal calls",
+        "uniform_seconds": "no network, equal seconds",
+        "greedy": "greedy policy",
+        "autoswap": "best AutoSwap",
+        "annealing": "annealing",
+    }
+    inks = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")
     on_demand = True
     simulated = False
 
@@ -80,12 +80,14 @@ class Learning(Figure):
                         "best": iqm(best[-1:]),
                     }
                 )
-        return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends}
+        return {"cases": cases(rows), "heads": self.shown.values(), "points": 100 * self.margin, "ends": ends}
 
     def chart(self, rows: list[Row]) -> Chart:
         panels = []
         tasks = trainings(rows)
-        inks = dict(zip(dict.fromkeys(agent for group in tasks.values() for agent in group), cycle(INKS), strict=False))
+        inks = dict(
+            zip(dict.fromkeys(agent for group in tasks.values() for agent in group), cycle(self.inks), strict=False)
+        )
         for (workload, _, limit, mode), group in tasks.items():
             for key, title in MEANT.items():
                 marks = []
@@ -206,15 +208,17 @@ def trainings(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
 def cases(rows: list[Row]) -> list[Row]:
     """Groups the runs by workload, limit and mode.
 
-    ``holds``: the agent is never above the best AutoSwap score, nor more than ``MARGIN`` above annealing.
+    ``holds``: the agent is never above the best AutoSwap score, nor more than ``Learning.margin`` above annealing.
     """
     keyed = [{**row, "case": tuple(row[key] for key in CASE)} for row in rows if "calls" not in row]
     return [
         {
             **runs[0],
             "seeds": len(runs),
-            "cells": [spread([run[key] for run in runs]) for key in SHOWN],
-            "holds": "yes" if all(r["dqn"] <= min(r["autoswap"], r["annealing"] + MARGIN) for r in runs) else "no",
+            "cells": [spread([run[key] for run in runs]) for key in Learning.shown],
+            "holds": "yes"
+            if all(r["dqn"] <= min(r["autoswap"], r["annealing"] + Learning.margin) for r in runs)
+            else "no",
         }
         for runs in group_by(keyed, "case").values()
     ]

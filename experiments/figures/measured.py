@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from omegaconf import DictConfig
@@ -16,23 +16,14 @@ from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures.figure import Figure
 from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, Rule, Words, between, groups
-from experiments.plotting.palette import CONTROL, FAINT, GRID, INK, KERNELS, OURS
+from experiments.plotting.palette import FAINT, INK
 from simulator.machine import Machine
 
 DATA = cli.CONFIGS.parent / "tests" / "data" / "measured"
 STEPS = "steps.csv"  # steps with only the time published
 PEAKS = "xmem_points.csv"
-PARTS = ("steps", "fit", "peaks", "plans")
-STEP_BAR = 0.1
-KERNEL_BAR = 0.15
-PEAK_BAR = 0.042
-LEFT_OUT_BAR = 0.12
-PLAN_BAR = 0.03  # of the ideal time, in points of overhead
-# time models of experiments/measured/plans.py
-MODEL = "model"
-ROOFLINE = "roofline"
-ESTIMATORS = {"ours": "ours", "xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
-LEAST_US = 20.0
+# Accepted errors; of a plan in overhead.
+BARS = {"step": 0.1, "kernel": 0.15, "peak": 0.042, "left_out": 0.12, "plan": 0.03}
 FITTED = (
     "h100_resnet50.csv",
     "v100_resnet50_by_kind.csv",
@@ -45,10 +36,35 @@ class Measured(Figure):
     """Comparison of predictions with measurements of real GPUs: times of kernels and whole steps, and peaks."""
 
     name = "measured"
+    # Colors of our model and of the control, and of kernels by kind.
+    ours = "#1f5fa8"
+    control = "#f16913"
+    kernels: ClassVar = {
+        "conv": "#1f5fa8",
+        "matmul": "#cb181d",
+        "norm": "#f16913",
+        "activation": "#238b45",
+        "pool": "#8e5bd0",
+        "elementwise": "#00a6c8",
+        "optimizer": "#222222",
+        "reduce": "#d6336c",
+        "copy": "#b8860b",
+        "dropout": "#9a9a9a",
+        "rnn": "#8c564b",
+        "lrn": "#bcbd22",
+        "other": "#7a5c3a",
+    }
+    estimators: ClassVar = {
+        "ours": "ours",
+        "xmem": "xMem",
+        "dnnmem": "DNNMem",
+        "schedtune": "SchedTune",
+        "llmem": "LLMem",
+    }
     simulated = False
 
     def tasks(self, settings: DictConfig) -> list[Row]:
-        parts = figures.choices(settings, "parts", PARTS, "part ")
+        parts = figures.choices(settings, "parts", ("steps", "fit", "peaks", "plans"), "part ")
         if not (DATA / STEPS).exists():
             raise cli.UsageError(f"{DATA} not found: the measurements come with the repository")
         tasks: list[Row] = []
@@ -115,18 +131,18 @@ class Measured(Figure):
                     "name": _title(row["label"]),
                     "count": len(large),
                     "errors": [error(large), error(large, 4)],
-                    "bar": bar(error(large), KERNEL_BAR),
+                    "bar": bar(error(large), "kernel"),
                 }
                 for row, large in kernels(rows)
             ],
-            "fits": [{**row, "bar": bar(row["held_out"]["middle"], KERNEL_BAR)} for row in fits],
+            "fits": [{**row, "bar": bar(row["held_out"]["middle"], "kernel")} for row in fits],
             "left_out": [
-                {**net, "name": _title(f"h200: {net['workload']}"), "bar": bar(abs(net["left_out"]), LEFT_OUT_BAR)}
+                {**net, "name": _title(f"h200: {net['workload']}"), "bar": bar(abs(net["left_out"]), "left_out")}
                 for row in fits
                 for net in row["networks"]
             ],
             "peaks": [
-                {**mean, "name": ESTIMATORS[name], "bar": bar(mean["error"], PEAK_BAR) if name == "ours" else None}
+                {**mean, "name": self.estimators[name], "bar": bar(mean["error"], "peak") if name == "ours" else None}
                 for name, mean in means(_rows_of(rows, "peaks")).items()
             ],
             "plans": [plan_facts(row) for row in sorted(_rows_of(rows, "plans"), key=lambda row: -row["limit"])],
@@ -145,7 +161,7 @@ class Measured(Figure):
             x = [[step[key] + 1 for step in steps] for key in ("error", "old")]
             ticks = (0.7, 1, 1.5, 2, 3, 5)
             marks = [
-                Rule(1 - STEP_BAR, 1 + STEP_BAR, color=GRID),
+                Rule(1 - BARS["step"], 1 + BARS["step"], color="#eeeeee"),
                 ONE,
                 *paired_marks(x, [bool(step["fit"]) for step in steps], "ours, fitted to it"),
             ]
@@ -162,13 +178,13 @@ class Measured(Figure):
             panels.append(plans_panel(sorted(plans, key=lambda row: -row["limit"])))
         if estimators := means(_rows_of(rows, "peaks")):
             points = _rows_of(rows, "peaks")
-            marks = [Rule(1 - PEAK_BAR, 1 + PEAK_BAR, color=GRID), ONE]
+            marks = [Rule(1 - BARS["peak"], 1 + BARS["peak"], color="#eeeeee"), ONE]
             for y, name in enumerate(estimators):
-                key, ink = ("error", OURS) if name == "ours" else (f"{name}_error", CONTROL)
+                key, ink = ("error", Measured.ours) if name == "ours" else (f"{name}_error", Measured.control)
                 ratios = [1 + row[key] for row in points if row[key] is not None]
                 marks.append(Line(ratios, [y] * len(ratios), ink, marker="o", line="", alpha=0.6))
             texts = [
-                f"{ESTIMATORS[name]}\nmean {mean['error']:.0%}\n{mean['wrong']}/{mean['verdicts']} wrong"
+                f"{self.estimators[name]}\nmean {mean['error']:.0%}\n{mean['wrong']}/{mean['verdicts']} wrong"
                 for name, mean in estimators.items()
             ]
             panels.append(Panel(f"Peaks of {len(points)} runs", marks, Axis("said over measured"), Axis(names=texts)))
@@ -209,7 +225,7 @@ def all_steps(rows: list[Row]) -> list[Row]:
                     "error": error,
                     "fit": note,
                     "old": control / measured - 1,
-                    "bar": bar(abs(error), STEP_BAR),
+                    "bar": bar(abs(error), "step"),
                 }
             )
     return sorted(steps_ms, key=lambda step: not step["fit"])
@@ -229,7 +245,7 @@ def _title(label: str) -> str:
 def kernels(rows: list[Row]) -> Iterator[tuple[Row, list[list[Any]]]]:
     """Yields each file with kernels, and its individually compared kernels."""
     for row in _rows_of(rows, "steps"):
-        if row["kind"] == "kernels" and (large := [kernel for kernel in row["rows"] if kernel[2] >= LEAST_US]):
+        if row["kind"] == "kernels" and (large := [kernel for kernel in row["rows"] if kernel[2] >= 20]):
             yield row, large
 
 
@@ -238,8 +254,9 @@ def error(large: list[list[Any]], column: int = 3) -> float:
     return median(abs(kernel[column] / kernel[2] - 1) for kernel in large)
 
 
-def bar(error: float, threshold: float) -> str:
-    """Formats whether the error meets its threshold."""
+def bar(error: float, kind: str) -> str:
+    """Formats whether the error meets its bar."""
+    threshold = BARS[kind]
     return f"{100 * threshold:g}%: {'reached' if error <= threshold else 'missed'}"
 
 
@@ -255,8 +272,8 @@ def means(points: list[Row]) -> dict[str, Row]:
 def plan_facts(row: Row) -> Row:
     """Returns the predictions for plans at a limit, and their times under measured durations."""
     by_model = {entry["times"]: entry for entry in row["rows"]}
-    model = by_model[MODEL]
-    roofline = by_model[ROOFLINE]
+    model = by_model["model"]
+    roofline = by_model["roofline"]
     error = abs(model["said"] - model["measured"])
     excess = model["measured"] - model["own"]
     return {
@@ -264,9 +281,9 @@ def plan_facts(row: Row) -> Row:
         "model": model,
         "old": roofline,
         "apart": 100 * error,
-        "bar": bar(error, PLAN_BAR),
+        "bar": bar(error, "plan"),
         "more": [100 * excess, 100 * (roofline["measured"] - roofline["own"])],
-        "more_bar": bar(excess, PLAN_BAR),
+        "more_bar": bar(excess, "plan"),
     }
 
 
@@ -275,11 +292,11 @@ def paired_marks(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: st
     (ours, control), rows = x, range(len(hollow))
     marks: list[Mark] = [
         between(ours, control, rows, FAINT),
-        Line(control, rows, CONTROL, "one roofline", "o", "", size=7),
+        Line(control, rows, Measured.control, "one roofline", "o", "", size=7),
     ]
     for is_fitted, name in ((False, "ours"), (True, label)):
         values = [value if is_hollow == is_fitted else None for value, is_hollow in zip(ours, hollow, strict=True)]
-        marks.append(Line(values, rows, OURS, name, "o", "", size=8, hollow=is_fitted, front=4))
+        marks.append(Line(values, rows, Measured.ours, name, "o", "", size=8, hollow=is_fitted, front=4))
     return marks
 
 
@@ -288,12 +305,13 @@ def scatter(large: list[list[Any]], column: int, title: str) -> Panel:
     low = min(kernel[2] for kernel in large) / 1.5
     high = max(kernel[2] for kernel in large) * 1.5
     ends = np.array([low, high])
-    marks: list[Mark] = [Line(ends, ends, INK, width=1, band=((1 - KERNEL_BAR) * ends, (1 + KERNEL_BAR) * ends))]
-    for kind in sorted({kernel[1] for kernel in large}, key=list(KERNELS).index):
+    accepted = BARS["kernel"]
+    marks: list[Mark] = [Line(ends, ends, INK, width=1, band=((1 - accepted) * ends, (1 + accepted) * ends))]
+    for kind in sorted({kernel[1] for kernel in large}, key=list(Measured.kernels).index):
         group = [kernel for kernel in large if kernel[1] == kind]
         x, y = ([kernel[i] for kernel in group] for i in (2, column))
-        marks.append(Line(x, y, KERNELS[kind], kind, "o", "", size=4, alpha=0.75))
-    text = f"median error {error(large, column):.1%}\ngray: ±{KERNEL_BAR:.0%}"
+        marks.append(Line(x, y, Measured.kernels[kind], kind, "o", "", size=4, alpha=0.75))
+    text = f"median error {error(large, column):.1%}\ngray: ±{accepted:.0%}"
     marks.append(Words(high / 1.1, 0.12, text, "right", top=True))
     axes = [Axis(f"{name} (us)", "{:g}", (low, high), "log", (100, 1000)) for name in ("measured", "said")]
     return Panel(title, marks, *axes)
@@ -304,7 +322,7 @@ def kinds_panel(row: Row) -> Panel:
     kinds = [kind for kind in row["rows"] if kind[2] >= 100 and kind[3]]
     series = [
         (label, ink, [kind[i] / 1e3 for kind in kinds], ())
-        for i, ink, label in ((2, INK, "measured"), (3, OURS, "ours"), (4, CONTROL, "one roofline"))
+        for i, ink, label in ((2, INK, "measured"), (3, Measured.ours, "ours"), (4, Measured.control, "one roofline"))
     ]
     title = f"By kind, fitted to it: {_title(row['label']).rpartition(', ')[0]}"
     return Panel(
@@ -319,7 +337,10 @@ def plans_panel(rows: list[Row]) -> Panel:
     """Draws the overheads by limit and time model: predicted (hollow), under measured times, and the floor."""
     marks: list[Mark] = []
     x = np.arange(len(rows))
-    for key, ink, name, shift in ((MODEL, OURS, "ours", -0.12), (ROOFLINE, CONTROL, "one roofline", 0.12)):
+    for key, ink, name, shift in (
+        ("model", Measured.ours, "ours", -0.12),
+        ("roofline", Measured.control, "one roofline", 0.12),
+    ):
         entries = [next(entry for entry in row["rows"] if entry["times"] == key) for row in rows]
         predicted, measured = ([entry[k] for entry in entries] for k in ("said", "measured"))
         marks += [

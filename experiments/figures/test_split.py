@@ -15,7 +15,7 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up
 from experiments.figures import network, program
-from experiments.figures.core import DRAWS, LEVEL, NO_NETWORK, PUBLISHED, label
+from experiments.figures.core import DRAWS, NO_NETWORK, PUBLISHED, label
 from experiments.figures.figure import Figure, Range
 from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel, between
 from experiments.plotting.palette import INK, Look, look
@@ -115,7 +115,6 @@ class TestSplit(Figure):
             "families": [*families, "mean of these"] if fresh else None,
             "networks": networks,
             "fresh": by_family,
-            "level": LEVEL,
         }
 
     def chart(self, rows: list[Row]) -> Chart:
@@ -188,4 +187,4 @@ def mean_interval(gaps: np.ndarray) -> Range | None:
     if np.isnan(gaps).any():
         return None
     samples = np.random.default_rng(0).integers(len(gaps), size=(DRAWS, len(gaps)))
-    return Range(np.percentile(gaps[samples].mean(1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2]))
+    return Range(np.percentile(gaps[samples].mean(1), [2.5, 97.5]))

@@ -111,7 +111,7 @@ def test_trainings_of_the_papers_dqn_are_reproduced() -> None:
     saved = committed("dqn_paper")
     for row in saved["rows"]:
         if row["seed"] == 0 and row["line"] in ("tuned", "50 episodes on VGG11, then 10"):
-            task = {key: row[key] for key in ("line", "seed", "limit", *dqn.KEYS) if key in row}
+            task = {key: row[key] for key in ("line", "seed", "limit", *dqn.Paper.keys) if key in row}
             recomputed = dqn.Paper().run(task, Machine.load(saved["machine"]))
             assert untimed({**row, **recomputed}) == untimed(row)
 

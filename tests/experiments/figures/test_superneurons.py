@@ -14,9 +14,9 @@ from experiments import figures
 from experiments.common.bisection import largest
 from experiments.figures import layerwise, superneurons as captured, superneurons_capacity as capacity
 from experiments.figures.figure import Figure, find
-from experiments.figures.layerwise import MB, Layer
+from experiments.figures.layerwise import Layer
 from experiments.figures.superneurons_capacity import Deeper, without_names
-from experiments.figures.superneurons_layers import FIG10_PAPER, ROUNDED, TABLE1_PAPER, Fig10, Table1, Table3, our_facts
+from experiments.figures.superneurons_layers import FIG10_PAPER, Fig10, Table1, Table3, our_facts
 from experiments.workloads.vgg import AlexNet
 from simulator import Kernel, Machine, Plan, Program, Tensor, simulate
 from tests import tiny
@@ -98,7 +98,8 @@ def test_alexnet_is_the_network_that_pytorch_trains() -> None:
 def test_table_1() -> None:
     rows = rows_of(Table1(), networks=["alexnet", "resnet50"])
     by_key = {(row["network"], row["strategy"]): row for row in rows}
-    assert all(row["again"] == TABLE1_PAPER[n][s][0] for (n, s), row in by_key.items())
+    paper = Table1().published
+    assert all(row["again"] == paper[n][s][0] for (n, s), row in by_key.items())
     # AlexNet: A = 200 * 96 * 55 * 55 floats, B = 200 * 96 * 27 * 27; ResNet50: A = 32 * 64 * 114 * 114, B of 56 * 56.
     for network, a, b in (
         ("alexnet", 200 * 96 * 55**2, 200 * 96 * 27**2),
@@ -110,7 +111,7 @@ def test_table_1() -> None:
     numbers = Table1().template_values(rows)
     assert (numbers["same"], numbers["close"], numbers["planner"]) == (6, 4, 6)
     program = layerwise.program("resnet50", layerwise.resnet(3, 4, 6, 3), 32)
-    assert round(5.125 * MB) not in {t.nbytes for t in program.tensors}  # no accounting explains the paper's 401 MB
+    assert round(5.125 * MIB) not in {t.nbytes for t in program.tensors}  # no accounting explains the paper's 401 MB
 
 
 def test_fig_10() -> None:
@@ -118,8 +119,8 @@ def test_fig_10() -> None:
     ours = our_facts(rows)
     differ = {key for key, paper in FIG10_PAPER.items() if abs(ours[key] - paper) >= (0.0011 if "MB" in key else 0.5)}
     offload = "+ prefetch and offload"
-    assert differ == {f"{offload}: peak, MB", f"{offload}: MB at step 32", ROUNDED}
-    sizes = {t.name: t.nbytes / MB for t in ALEXNET.tensors}
+    assert differ == {f"{offload}: peak, MB", f"{offload}: MB at step 32", Fig10.rounded}
+    sizes = {t.name: t.nbytes / MIB for t in ALEXNET.tensors}
     # The nine tensors at POOL2: 2 of CONV1's size, 1 of POOL1's, 4 of CONV2's (one a gradient), 2 of POOL2's.
     nine = 2 * sizes["CONV1"] + sizes["POOL1"] + 4 * sizes["CONV2"] + 2 * sizes["POOL2"]
     assert ours[f"{offload}: peak, MB"] == pytest.approx(nine) and round(nine, 3) == 1132.056
