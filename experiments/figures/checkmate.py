@@ -13,7 +13,7 @@ from agents.floor import floor
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure
+from experiments.figures.figure import Figure, Rows
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, floor as floor_area
 from experiments.plotting.palette import INK, look
 from simulator import Machine, Plan, Program, Rerun, simulate
@@ -29,12 +29,12 @@ class Checkmate(Figure):
     labels: ClassVar = {"un_11": "U-Net, batch 11", "resnet50_184": "ResNet-50, batch 184"}
     same = 5e-5  # points; the published overheads have four decimals
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         if not (DATA / "answers.json").exists():
             raise cli.UsageError(f"{DATA} not found: the graphs come with the repository and the source distribution")
         valid = {network: sorted(published(network)) for network in self.labels}
         planners: dict[str, Any] = cli.to_dict(settings)["planners"]
-        tasks: list[Row] = []
+        tasks: Rows = []
         for network, budgets in cli.to_dict(settings)["budgets"].items():
             if network not in valid:
                 raise cli.UsageError(f"figure.budgets: unknown network {network!r}{cli.nearest(network, set(valid))}")
@@ -74,7 +74,7 @@ class Checkmate(Figure):
             "found": results,
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         names = list(rows[0]["planners"])
         planners = []
         published = [row["published"]["overhead_percent"] for row in rows]
@@ -102,7 +102,7 @@ class Checkmate(Figure):
             "exact": sum(exact),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
         for network, lines in figures.group_by(sorted(rows, key=lambda row: row["budget_gib"])).items():
             budgets = [row["budget_gib"] for row in lines]
@@ -127,7 +127,7 @@ class Checkmate(Figure):
 
 def published(network: str) -> dict[float, Row]:
     """Returns the published results of a network, by budget in GiB."""
-    models: list[Row] = read_json(DATA / "answers.json")["models"]
+    models: Rows = read_json(DATA / "answers.json")["models"]
     return {b["budget_gib"]: b for m in models if m["program"] == f"{network}.json.gz" for b in m["budgets"]}
 
 

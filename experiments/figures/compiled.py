@@ -29,7 +29,7 @@ from executor.compiled import ChainSolver, CompileError, allocated_peak, compile
 from executor.compiled.backend import CPU
 from experiments.common import cli
 from experiments.common.report import Row, warm_up
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.plotting.charts import Axis, Chart, Line, Panel
 from experiments.validate_gpu.networks import timed
 from experiments.workloads.llama import Llama, SwiGLU
@@ -66,7 +66,7 @@ class Compiled(Figure):
     on_demand = True
     simulated = False
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         config = cli.to_dict(settings)
         if config["device"] not in ("cpu", "cuda"):
             raise cli.UsageError(f"figure.device: expected cpu or cuda, got {config['device']}")
@@ -94,7 +94,7 @@ class Compiled(Figure):
         result: Row = json.loads(process.stdout.splitlines()[-1])
         return result
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = []
         results = []
         lowest = 0
@@ -132,7 +132,7 @@ class Compiled(Figure):
             "differ": sum(not m["bits"] for m in planned),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
         device = rows[0]["on"]
         text, measure = ("on the CPU", "CPU time") if device == "CPU" else (f"on an {device}", "time")
@@ -175,7 +175,7 @@ def measure_task(task: Row) -> Row:
     rows: dict[str, Row] = {}
     reference_bits: list[Tensor] = []
 
-    def add(name: str, make: Callable[[nn.Module], Any], **facts: Any) -> None:
+    def add(name: str, make: Callable[[nn.Module], Any], **details: Any) -> None:
         model_copy = copy.deepcopy(model)
         begin = _seconds()
         compiled = make(model_copy)
@@ -190,13 +190,13 @@ def measure_task(task: Row) -> Row:
         try:
             step()
         except CompileError as error:
-            rows[name] = {"refused": str(error).split("\n")[0], **facts}
+            rows[name] = {"refused": str(error).split("\n")[0], **details}
             return
-        rows[name] = row = {"compile_s": round(_seconds() - begin, 2), **facts}
+        rows[name] = row = {"compile_s": round(_seconds() - begin, 2), **details}
         gradients = [p.grad.clone() for p in model_copy.parameters() if p.grad is not None]
         model_copy.zero_grad()
         row["peak_bytes"] = allocated_peak(step, device)
-        if facts.get("ours"):
+        if details.get("ours"):
             (graph,) = report(compiled).graphs
             row |= {
                 "predicted_bytes": graph.peak_bytes,
@@ -210,9 +210,9 @@ def measure_task(task: Row) -> Row:
         row["bits"] = all(map(torch.equal, gradients, reference_bits))
         runs[name] = step
 
-    def add_ours(name: str, memory: int | float, mode: str = "recompute", **facts: Any) -> None:
+    def add_ours(name: str, memory: int | float, mode: str = "recompute", **details: Any) -> None:
         settings = {"memory": memory, "planner": task["planner"], "seconds": task["seconds"], "mode": mode}
-        add(name, lambda model_copy: compile(model_copy, **settings), ours=True, mode=mode, **facts)
+        add(name, lambda model_copy: compile(model_copy, **settings), ours=True, mode=mode, **details)
 
     def add_at_peak_of(name: str) -> None:
         """Measures our plan at the peak of a rival, unless another rival has the same peak."""

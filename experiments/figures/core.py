@@ -28,7 +28,7 @@ from agents.planner import Planner
 from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up
 from experiments.figures import network, program, share_of_peak
-from experiments.figures.figure import Figure, Range
+from experiments.figures.figure import Figure, Range, Rows
 from experiments.plotting import palette
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
 from simulator import Machine, Program
@@ -53,9 +53,9 @@ class Core(Figure):
     splits = ("train", "test")
     needs_all_cores = True
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         config = cli.to_dict(settings)
-        tasks: list[Row] = []
+        tasks: Rows = []
         shared = {key: config[key] for key in ("agents", "calls", "seconds", "seeds")}
         for name, agent in config["agents"].items():
             if agent.get("planner") != PUBLISHED:
@@ -82,7 +82,7 @@ class Core(Figure):
         begin = time.perf_counter()
         bound = floor(built, machine, limit)
         floor_s = time.perf_counter() - begin
-        runs: list[Row] = []
+        runs: Rows = []
         for name, agent in task["agents"].items():
             entry = f"figure.agents.{name}"
             if agent.get("planner") == PUBLISHED:
@@ -108,7 +108,7 @@ class Core(Figure):
             "runs": runs,
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         by_key = scores(rows)
         lines = []
         for agent, budget in sorted(by_key, key=lambda key: (*sort_key(key[1]), iqm(by_key[key]))):
@@ -126,7 +126,7 @@ class Core(Figure):
             )
         return {"lines": lines, "late": LATE, "most": WITHOUT}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         by_key = scores(rows)
         least = 0.01
         budgets = sorted({budget for _, budget in by_key if budget != (None, None)}, key=sort_key) or [(None, None)]
@@ -225,7 +225,7 @@ def best_published(built: Program, machine: Machine, limit: int, bound: float) -
     }
 
 
-def bundled_runs(task: Row, excluded: set[str]) -> list[Row]:
+def bundled_runs(task: Row, excluded: set[str]) -> Rows:
     """Returns the bundled runs of this task by other agents; their seconds are from another computer."""
     file = RESULTS / "core.json"
     rows = read_json(file)["rows"] if file.exists() else []

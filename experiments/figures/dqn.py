@@ -21,10 +21,10 @@ from experiments.common import cli
 from experiments.common.bisection import bisect
 from experiments.common.report import Row
 from experiments.figures import group_by, network, program, share_of_peak
-from experiments.figures.figure import Figure
+from experiments.figures.figure import Figure, Rows
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
 from experiments.plotting.palette import FAINT, color
-from simulator import Machine, Program, simulate
+from simulator import Machine, Program
 from simulator.limits import limit_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Fig5(Figure):
     close = 0.005  # of the peak; resolution of a baseline's smallest limit
     top = 0.6  # of the overhead axis; points above it are labeled
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         groups = [[str(name) for name in group] for group in cli.values(settings, "groups")]
         figures.networks(OmegaConf.create({"networks": [name for group in groups for name in group]}))
         limits = figures.numbers(settings, "limits", lambda value: 0 < value < 1, "fractions between 0 and 1")
@@ -95,37 +95,41 @@ class Fig5(Figure):
             results[name] = compare(program, machine, task)
         return {"found": results}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         networks = results_by_network(rows)
         limits = rows[0]["limits"][-4:]
         all_duels = [duel for net in networks for duel in duels(net)]
         above = [duel for duel in all_duels if duel["worst"] > duel["theirs"] + SAME]
         below = [d["theirs"] - d["mean"] for d in all_duels if d["theirs"] > SAME and d["mean"] < float("inf")]
         details = [point for net in networks for mode in MODES for point in net.details[mode]]
+        # Searches are compared where all of them ran and found a plan, and none is free.
         planned = [point for point in details if (point["planned"] or 0.0) > SAME]
-        pairs = [p for p in planned if all(p[key] is not None for key in SEARCHES)]
+        compared = [point for point in planned if all(point[key] is not None for key in SEARCHES)]
+        means = {key: 100 * np.mean([point[key] for point in compared]) if compared else None for key in SEARCHES}
         gaps = [
             float(np.mean(net.dqn["joint"][limit])) - bound
             for net in networks
             for limit, bound in net.common["floor"]
             if net.dqn["joint"].get(limit)
         ]
+        heads = [f"−{1 - limit:.0%} memory" for limit in limits]
+        lines = [{"label": figures.label(net.name), "cells": cells(net, limits)} for net in networks]
+        at_floor = [gap for gap in gaps if gap <= SAME]
         return {
-            "heads": [f"−{1 - limit:.0%} memory" for limit in limits],
+            "heads": heads,
             "pairs": len(all_duels),
             "above": len(above),
-            "networks": [{"label": figures.label(net.name), "cells": cells(net, limits)} for net in networks],
+            "networks": lines,
             "below": 100 * np.median(below) if below else None,
-            "all": len(pairs) or None,
-            **{key: 100 * np.mean([p[key] for p in pairs]) if pairs else None for key in SEARCHES},
-            "calls": rows[0]["calls"],
+            "all": len(compared) or None,
+            **means,
             "seeds": max(net.seeds for net in networks),
             "gaps": len(gaps),
             "gap": 100 * max(gaps) if gaps else None,
-            "at_floor": sum(gap <= SAME for gap in gaps),
+            "at_floor": len(at_floor),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         limits = rows[0]["limits"]
         panels = []
         for net in results_by_network(rows):
@@ -208,7 +212,7 @@ def compare(program: Program, machine: Machine, task: Row) -> Row:
     }
 
 
-def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode: str, extra: list[Row]) -> list[Row]:
+def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode: str, extra: Rows) -> Rows:
     """Returns the overheads of SEARCHES at every limit, the loosest first.
 
     A plan for a tighter limit also fits the next, as does one of ``extra``, from a mode that this mode includes. No
@@ -225,9 +229,7 @@ def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode
         }
         shared = {"mode": mode, "min_bytes": task["min_bytes"], "seed": task["seed"], "calls": task["calls"]}
         for key, (planner, options) in SEARCHES.items() if point["overhead"] > 0 else ():
-            plan = figures.attempt(agents.make(planner, **options, **shared), program, machine, limit)
-            if plan is not None:
-                point[key] = simulate(program, plan, machine, limit).overhead
+            point[key] = figures.overhead(agents.make(planner, **options, **shared), program, machine, limit)
         if point["planned"] is not None:
             point["overhead"] = min(point["overhead"], point["planned"])
         if point["overhead"] < math.inf:
@@ -238,8 +240,7 @@ def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode
 def overhead(key: str, program: Program, machine: Machine, limit: int, min_bytes: int) -> float | None:
     """Returns a baseline's overhead within a limit, or None if it finds no plan."""
     planner = agents.make(BASELINES[key].planner, min_bytes=min_bytes, **BASELINES[key].options)
-    plan = figures.attempt(planner, program, machine, limit)
-    return None if plan is None else simulate(program, plan, machine, limit).overhead
+    return figures.overhead(planner, program, machine, limit)
 
 
 def smallest_limit(key: str, program: Program, machine: Machine, grid: list[int], min_bytes: int) -> int | None:
@@ -259,11 +260,11 @@ class Network(NamedTuple):
     name: str
     common: Row  # results that do not depend on the seed
     dqn: dict[str, dict[float, list[float]]]  # by mode and limit, over the seeds that found a plan
-    details: dict[str, list[Row]]  # by mode, over limits and seeds
+    details: dict[str, Rows]  # by mode, over limits and seeds
     seeds: int
 
 
-def results_by_network(rows: list[Row]) -> list[Network]:
+def results_by_network(rows: Rows) -> list[Network]:
     """Returns the networks in the order of the paper's families, then of the tasks."""
     names = list(dict.fromkeys(name for row in rows for name in row["networks"]))
     names.sort(key=lambda name: [*Fig5.families, family(name)].index(family(name)))
@@ -338,7 +339,7 @@ class Paper(Figure):
     keys = ("network", "episodes", "tuned", "agent", "small", "small_episodes")  # of a line in the settings
     inks = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#777777")
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         config = cli.to_dict(settings)
         for name, line in config["lines"].items():
             if not isinstance(line, dict) or not {"network", "episodes"} <= set(line) <= set(self.keys):
@@ -379,7 +380,7 @@ class Paper(Figure):
             "small_simulator_calls": small_calls,
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = []
         for name, runs in group_by(rows, "line").items():
             learns = runs[0]["updates"] > 0
@@ -395,7 +396,7 @@ class Paper(Figure):
             )
         return {"lines": lines}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         marks = []
         for (name, runs), ink in zip(
             group_by(rows, "line").items(), self.inks, strict=False
@@ -438,5 +439,5 @@ def percent(overhead: float) -> float | None:
     return None if math.isnan(overhead) else round(100 * overhead, 4)
 
 
-def _cell(runs: list[Row], key: str, has_value: bool = True) -> str:
+def _cell(runs: Rows, key: str, has_value: bool = True) -> str:
     return ", ".join("none" if run[key] is None else f"{run[key]:.2f}" for run in runs) if has_value else "–"

@@ -2,9 +2,9 @@
 
 A figure is a class in its paper's module, and a section of the paper's page (Markdown). A section has a title, a
 paragraph, a table and a list of notes; text after its ``###`` is not on the generated page. The template's variables
-are the figure's ``template_values``. Filters beside Jinja's: ``f`` formats as ``str.format`` does, ``MiB``, ``GiB``,
-``GB`` and ``ms`` convert from bytes and ns, ``columns`` writes a list as table cells, and ``brief`` selects the rows of
-the committed page. A cell of a missing value (None) is empty, and a note with one is left out.
+are the figure's ``template_values`` and ``rows``. Filters beside Jinja's: ``f`` formats as ``str.format`` does;
+``MiB``, ``GiB``, ``GB`` and ``ms`` convert from bytes and ns; ``columns`` writes a list as table cells; ``brief``
+selects the rows of the committed page. A cell of a missing value (None) is empty, and a note with one is left out.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from experiments.plotting.charts import Chart
 
 FOLDER = Path(__file__).parent
+Rows = list[Row]
 
 
 class Figure:
@@ -52,7 +53,7 @@ class Figure:
     def __init_subclass__(cls) -> None:
         Figure.by_name[cls.name] = cls
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         """Returns the tasks, by default one per network, as JSON-serializable data.
 
         The longest task comes last, since tasks start from the end; a process runs one at a time.
@@ -66,11 +67,11 @@ class Figure:
         """Returns the result of a task, which is added to the task to form a row."""
         raise NotImplementedError
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         """Returns the variables of the section's template, by default the rows as ``networks``."""
         return {"networks": rows}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         """Returns the picture of the rows."""
         raise NotImplementedError
 
@@ -94,18 +95,18 @@ class Figure:
         """First paragraph of the section."""
         return " ".join(self.text.partition("\n")[2].partition("\n|")[0].split())
 
-    def format_text(self, rows: list[Row], brief: bool = False) -> tuple[list[str], list[list[str]], list[str]]:
+    def format_text(self, rows: Rows, brief: bool = False) -> tuple[list[str], list[list[str]], list[str]]:
         """Returns headings and cells of the table (empty without a value), and the notes with all values present.
 
         ``brief`` selects the rows of the committed page.
         """
         template = TEMPLATES.from_string(self.text.partition("\n### ")[0])
-        head, *notes = re.split(r"\n- ", template.render(self.template_values(rows), brief=brief))
+        head, *notes = re.split(r"\n- ", template.render(self.template_values(rows), rows=rows, brief=brief))
         lines = [line.strip("|").split("|") for line in head.splitlines() if line.startswith("|")]
         heads, _, *cells = [["" if MISSING in cell else cell.strip() for cell in line] for line in lines]
         return heads, cells, [" ".join(note.split()) for note in notes if MISSING not in note]
 
-    def draw(self, rows: list[Row], path: Path) -> None:
+    def draw(self, rows: Rows, path: Path) -> None:
         """Saves the picture as PNG."""
         from experiments.plotting import charts  # importing Matplotlib is slow
 
@@ -174,12 +175,13 @@ def _in_unit(unit: float, value: Any) -> Any:
     return value if value is None or isinstance(value, _Absent) else value / unit
 
 
-def _columns(values: Iterable[object]) -> str:
-    return " | ".join(map(str, values))
+def _columns(values: Iterable[object], spec: str = "") -> str:
+    """Formats the values as cells."""
+    return " | ".join(format(value, spec) for value in values)
 
 
 @jinja2.pass_context
-def _brief(context: Context, rows: list[Row], key: str, *values: object) -> list[Row]:
+def _brief(context: Context, rows: Rows, key: str, *values: object) -> Rows:
     """Keeps the rows with one of the values of ``key`` on the committed page, and all rows if a value has no row."""
     chosen = [row for row in rows if row[key] in values]
     is_complete = {row[key] for row in chosen} == set(values)  # else these are a user's own settings

@@ -19,7 +19,7 @@ from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
 from experiments.figures import home_networks as home, published
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.home_networks import ASPLOS, LOOKS, METHODS, NETWORKS, TABLE2
 from experiments.measured.replays import FOLDER, Replay, replays
 from experiments.plotting.charts import ONE, Axis, Bars, Chart, Line, Mark, Panel, Rule, Words, pairs
@@ -38,7 +38,7 @@ class Table2(Figure):
     name = "home_table2"
     paper_networks = NETWORKS
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         resolution = cli.number(settings, "resolution")
         if not 0 < resolution < 1:
             raise cli.UsageError(f"figure.resolution: expected a number between 0 and 1, got {resolution}")
@@ -85,13 +85,10 @@ class Table2(Figure):
             }
         return {"limit": machine.memory_bytes, "factor": sizes.factor, "found": results}
 
-    def template_values(self, rows: list[Row]) -> Row:
-        networks = [facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [table2_entry(row) for row in rows]
         return {
             "networks": networks,
-            "limit": rows[0]["limit"],
-            "slower": rows[0]["slower"],
-            "count": len(rows),
             **{f"{key}s": span(net[key] for net in networks) for key in ("gain", "gain_paper", "bounded_over")},
             "ahead": [
                 {
@@ -105,8 +102,8 @@ class Table2(Figure):
             ],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = [facts(row) for row in rows]
+    def chart(self, rows: Rows) -> Chart:
+        networks = [table2_entry(row) for row in rows]
         panels: dict[str, list[Mark]] = {key: [ONE] for key in ("batch", "bounded", "rate_at", "rate")}
         for shift, method in zip((-0.25, 0, 0.25), ("Capuchin", ASPLOS, "HOME"), strict=True):
             for key, marks in panels.items():
@@ -164,7 +161,7 @@ def largest_batch(is_feasible: Callable[[int], bool], low: int, high: int, resol
     return low
 
 
-def facts(row: Row) -> Row:
+def table2_entry(row: Row) -> Row:
     """Returns one network's batches and images/s by method, at its own and at the paper's largest batch."""
     paper = NETWORKS[row["network"]]
     results = row["found"]
@@ -198,7 +195,7 @@ class Fig6(Figure):
     compared = 0.5  # least share of the claims; the paper's batches are large
     dashes: ClassVar = {"vDNN": "-.", "SuperNeurons": ":", "Capuchin": "--", ASPLOS: (0, (6, 2))}
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         shares = figures.numbers(settings, "shares", lambda value: 0 < value < float("inf"), "positive numbers")
         options = home.search_options(settings)
         return [{**task, "share": share, **options} for task in super().tasks(settings) for share in sorted(shares)]
@@ -210,7 +207,7 @@ class Fig6(Figure):
         results = {method: home.run_plan(program, plan, machine) for method, plan in plans.items()}
         return {"batch": batch, "limit": machine.memory_bytes, "ideal_ns": program.ideal_ns, "methods": results}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         claims = []
         for rival, theirs in self.published.items():
             speedups = [
@@ -242,7 +239,7 @@ class Fig6(Figure):
             "over_plain": max((ours / plain for ours, plain in ends if plain), default=None),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         images = []
         overheads = []
         for network, lines in figures.group_by(rows).items():
@@ -333,7 +330,7 @@ class Fig7(Figure):
         "swapping": ("#cb181d", ".."),
     }
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         batches = figures.batch_sizes(settings, 2)
         for name in batches.keys() - NETWORKS.keys():
             raise cli.UsageError(f"figure.batches: {name!r} is not one of HOME's networks ({', '.join(NETWORKS)})")
@@ -356,10 +353,10 @@ class Fig7(Figure):
                 }
         return {"unplanned": home.unplanned_batch(sizes), "ideal_ns": program.ideal_ns, "methods": results}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         return {"lines": fig7_lines(rows)}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         times = []
         shares = []
         for row in rows:
@@ -434,7 +431,7 @@ def intersect(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> li
     return [(start, end) for start, end in pairs if start < end]
 
 
-def fig7_lines(rows: list[Row]) -> list[Row]:
+def fig7_lines(rows: Rows) -> Rows:
     """Returns a line per network and method; table cells have the paper's share, if stated, and ours."""
     lines = []
     for row in rows:
@@ -470,13 +467,8 @@ class Fig9(Figure):
     name = "home_fig9"
     streams = "launches from Python"
     graph = "one CUDA graph"
-    labels: ClassVar = {
-        "resnet50_imagenet_bf16": "ResNet-50",
-        "gpt2_medium_bf16": "GPT-2 medium",
-        "llama_bf16": "Llama",
-    }
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         names = figures.choices(settings, "executors", ("streams", "graph"))
         return [{"executor": getattr(self, name)} for name in names]
 
@@ -493,13 +485,13 @@ class Fig9(Figure):
                 replayed.append(replay._asdict())
         return {"replays": replayed}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = [
             {
                 **run,
                 "executor": row["executor"],
                 "error": run["predicted_ns"] / run["measured_ns"] - 1,
-                "label": f"{self.labels[run['workload']]} {run['fraction']:.0%}, {run['planner']}",
+                "label": f"{figures.label(run['workload'])} {run['fraction']:.0%}, {run['planner']}",
             }
             for row in sorted(rows, key=lambda row: row["executor"] != self.graph)
             for run in row["replays"]
@@ -522,7 +514,7 @@ class Fig9(Figure):
                 plans.setdefault(run["label"], {"label": run["label"], "graph": None, "streams": None})[name] = run
         return {"lines": lines, "plans": list(plans.values()), **summary}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         lines = self.template_values(rows)["lines"]
         names = list(dict.fromkeys(line["label"] for line in lines))
         marks: list[Line | Rule] = [Rule(0), Rule(1, line=":", text="paper: below 1 %"), Rule(-1, line=":")]

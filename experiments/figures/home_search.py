@@ -19,7 +19,7 @@ from agents.heuristics.layers import feature_maps
 from experiments import figures
 from experiments.common.report import Row, warm_up
 from experiments.figures import home_networks as home
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.home_networks import NETWORKS
 from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule, pairs
 from experiments.plotting.palette import FAINT, INK, look
@@ -39,7 +39,7 @@ class Fig8(Figure):
         "best": ("best particle", "#cb181d", "o"),
     }
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         share = home.batch_share(settings)
         options = home.search_options(settings)
         seeds = figures.integers(settings, "seeds", 0)
@@ -66,22 +66,21 @@ class Fig8(Figure):
             "calls": planner.simulator_calls,
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         keys = figures.group_by(({**row, "key": (row["network"], row["update"])} for row in rows), "key")
-        networks = [fig8_facts(runs) for runs in keys.values()]
+        networks = [fig8_entry(runs) for runs in keys.values()]
         ends = [net["last"] for net in networks]
         printed, single = ([row for row in rows if row["update"] == update] for update in UPDATES)
         return {
             "networks": networks,
             "near": self.near,
-            "particles": rows[0]["particles"],
             "needed": span(map(iterations_needed, printed)),
             "needed_whole": span(map(iterations_needed, single)),
             "worse": span(b - a for a, b in zip(ends[::2], ends[1::2], strict=False)),
             "each": span(r["calls"] / len(r["best"]) for r in printed),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
         for network, runs in figures.group_by(rows).items():
             marks: list[Mark] = [Rule(1, horizontal=True)]
@@ -109,7 +108,7 @@ class Fig8(Figure):
         return Chart(title, panels, 3, (4.4, 3.2), (0.0, 1.1))
 
 
-def curve(runs: list[Row], key: str) -> NDArray[np.float64]:
+def curve(runs: Rows, key: str) -> NDArray[np.float64]:
     """Returns the swarm's best, mean or worst iteration time per search iteration, averaged over seeds.
 
     The result is float64[iterations], relative to total kernel time. A search that ended early keeps its last value.
@@ -126,7 +125,7 @@ def iterations_needed(run: Row) -> int:
     return next(i for i, ns in enumerate(best, 1) if ns is not None and ns <= (1 + Fig8.near) * best[-1])
 
 
-def fig8_facts(runs: list[Row]) -> Row:
+def fig8_entry(runs: Rows) -> Row:
     """Returns the means over the seeds of one network with one update rule."""
     network = runs[0]["network"]
     best = curve(runs, "best")
@@ -150,7 +149,7 @@ class Table3(Figure):
     evaluations = 500  # timed
     simulated = False
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         options = {"share": home.batch_share(settings), **home.search_options(settings)}
         return [{**task, **options} for task in super().tasks(settings)]
 
@@ -179,17 +178,16 @@ class Table3(Figure):
             "processor": processor(),
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
-        networks = [table3_facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [table3_entry(row) for row in rows]
         return {
             "networks": networks,
             "processors": sorted({row["processor"] for row in rows}),
-            "particles": rows[0]["particles"],
             "times": span(net["time"] for net in networks),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = [table3_facts(row) for row in rows]
+    def chart(self, rows: Rows) -> Chart:
+        networks = [table3_entry(row) for row in rows]
         names = Axis(names=[net["label"] for net in networks])
         panels = []
         search = ("search_paper", "search_s")
@@ -220,7 +218,7 @@ def processor() -> str:
     )
 
 
-def table3_facts(row: Row) -> Row:
+def table3_entry(row: Row) -> Row:
     """Returns one network's numbers with the paper's."""
     paper = NETWORKS[row["network"]]
     return {

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 from agents.heuristics.superneurons import STRATEGIES, evictable_gaps, layer_bytes, segment_bytes, segments
+from experiments.figures import published
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.modes import RECOMPUTED, SWAPPED
@@ -52,34 +54,8 @@ class MemoryStep(NamedTuple):
 
 def alexnet() -> list[Layer]:
     """Returns AlexNet's 23 layers, for images of 3 x 227 x 227 (section 4.1.1, footnote)."""
-    return _chain(
-        [
-            ("CONV1", "conv", 96 * 55 * 55),
-            ("RELU1", "activation", 0),
-            ("LRN1", "lrn", 0),
-            ("POOL1", "pool", 96 * 27 * 27),
-            ("CONV2", "conv", 256 * 27 * 27),
-            ("RELU2", "activation", 0),
-            ("LRN2", "lrn", 0),
-            ("POOL2", "pool", 256 * 13 * 13),
-            ("CONV3", "conv", 384 * 13 * 13),
-            ("RELU3", "activation", 0),
-            ("CONV4", "conv", 384 * 13 * 13),
-            ("RELU4", "activation", 0),
-            ("CONV5", "conv", 256 * 13 * 13),
-            ("RELU5", "activation", 0),
-            ("POOL5", "pool", 256 * 6 * 6),
-            ("FC1", "matmul", 4096),
-            ("RELU6", "activation", 0),
-            ("DROPOUT1", "dropout", 0),
-            ("FC2", "matmul", 4096),
-            ("RELU7", "activation", 0),
-            ("DROPOUT2", "dropout", 0),
-            ("FC3", "matmul", 1000),
-            ("SOFTMAX", "other", 0),
-        ],
-        [],
-    )
+    table = published("superneurons_layers")
+    return _chain([(name, kind, prod(size) if size else 0) for name, (kind, *size) in table.items()], [])
 
 
 def resnet(*blocks: int) -> list[Layer]:

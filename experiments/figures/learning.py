@@ -18,7 +18,7 @@ from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD
 from experiments.common.report import ABLATION, Row, console
 from experiments.figures import group_by
 from experiments.figures.core import WITHOUT, interval, iqm
-from experiments.figures.figure import Figure, Range
+from experiments.figures.figure import Figure, Range, Rows
 from experiments.plotting.charts import Axis, Chart, Line, Panel
 from simulator import Machine
 from simulator.files import FormatError, read_json
@@ -44,7 +44,7 @@ class Learning(Figure):
     on_demand = True
     simulated = False
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         folder = Path(str(settings.runs)).expanduser()
         files = sorted(folder.rglob("summary.json"))
         runs = [summary for file in files if (summary := summarize(file)) is not None]
@@ -61,7 +61,7 @@ class Learning(Figure):
     def run(self, task: Row, machine: Machine) -> Row:
         return {}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         ends = []
         for (workload, _, limit, _), group in trainings(rows).items():
             for agent, runs in group.items():
@@ -82,7 +82,7 @@ class Learning(Figure):
                 )
         return {"cases": cases(rows), "heads": self.shown.values(), "points": 100 * self.margin, "ends": ends}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
         tasks = trainings(rows)
         inks = dict(
@@ -179,7 +179,7 @@ def spread(values: list[float | None]) -> str:
     return text if len(numbers) == len(values) else f"{text}, {len(values) - len(numbers)} infeasible"
 
 
-def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64]]:
+def over_seeds(runs: Rows, key: str) -> tuple[list[int], NDArray[np.float64]]:
     """Returns the simulator calls at which every run has a value, and the gaps there in points of ideal time.
 
     Gaps are float64[points, seeds]. Between two points of a run the previous one holds; without a plan the gap is
@@ -195,9 +195,9 @@ def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64
     return x, gaps
 
 
-def trainings(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
+def trainings(rows: Rows) -> dict[tuple[Any, ...], dict[str, Rows]]:
     """Groups the curves by task, then by agent."""
-    curves: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    curves: dict[tuple[Any, ...], dict[str, Rows]] = {}
     for row in rows:
         if "calls" in row:
             name = row["agent"] if row["reward"] == "paper" else f"{row['agent']}, {row['reward']}"
@@ -205,7 +205,7 @@ def trainings(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
     return curves
 
 
-def cases(rows: list[Row]) -> list[Row]:
+def cases(rows: Rows) -> Rows:
     """Groups the runs by workload, limit and mode.
 
     ``holds``: the agent is never above the best AutoSwap score, nor more than ``Learning.margin`` above annealing.

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure
+from experiments.figures.figure import Figure, Rows
 from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, Rule, Words, between, groups
 from experiments.plotting.palette import FAINT, INK
 from simulator.machine import Machine
@@ -29,7 +29,6 @@ FITTED = (
     "v100_resnet50_by_kind.csv",
     *(f"nvidia_h200-{network}.json" for network in ("gpt2_medium_bf16", "llama_bf16", "resnet50_imagenet_bf16")),
 )
-GPUS = {"h100": "H100", "h200": "H200", "v100": "V100", "a100_80gb": "A100 80 GB", "rtx2080ti": "RTX 2080 Ti"}
 
 
 class Measured(Figure):
@@ -63,11 +62,11 @@ class Measured(Figure):
     }
     simulated = False
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         parts = figures.choices(settings, "parts", ("steps", "fit", "peaks", "plans"), "part ")
         if not (DATA / STEPS).exists():
             raise cli.UsageError(f"{DATA} not found: the measurements come with the repository")
-        tasks: list[Row] = []
+        tasks: Rows = []
         if "steps" in parts:
             tasks += [{"part": "steps", "file": path.name, "sha256": _digest(path)} for path in _files()]
         if "peaks" in parts:
@@ -119,39 +118,37 @@ class Measured(Figure):
         kernel_rows = _rounded(steps.of_profile(data))
         return {"kind": "kernels", "label": label, "source": data.source, "step_ms": step_ms, "rows": kernel_rows}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         steps = all_steps(rows)
         fits = _rows_of(rows, "fit")
         unseen = [step for step in steps if not step["fit"]]
         errors = [[abs(step[key]) for step in unseen] for key in ("error", "old")]
+        large_kernels = []
+        for row, large in kernels(rows):
+            middle = error(large)
+            entry = {"name": _title(row["label"]), "count": len(large), "bar": bar(middle, "kernel")}
+            large_kernels.append({**entry, "errors": [middle, error(large, 4)]})
+        left_out = []
+        for network in (network for row in fits for network in row["networks"]):
+            name = _title(f"h200: {network['workload']}")
+            left_out.append({**network, "name": name, "bar": bar(abs(network["left_out"]), "left_out")})
+        peaks = []
+        for name, mean in means(_rows_of(rows, "peaks")).items():
+            verdict = bar(mean["error"], "peak") if name == "ours" else None
+            peaks.append({**mean, "name": self.estimators[name], "bar": verdict})
         return {
             "steps": steps,
-            "kernels": [
-                {
-                    "name": _title(row["label"]),
-                    "count": len(large),
-                    "errors": [error(large), error(large, 4)],
-                    "bar": bar(error(large), "kernel"),
-                }
-                for row, large in kernels(rows)
-            ],
+            "kernels": large_kernels,
             "fits": [{**row, "bar": bar(row["held_out"]["middle"], "kernel")} for row in fits],
-            "left_out": [
-                {**net, "name": _title(f"h200: {net['workload']}"), "bar": bar(abs(net["left_out"]), "left_out")}
-                for row in fits
-                for net in row["networks"]
-            ],
-            "peaks": [
-                {**mean, "name": self.estimators[name], "bar": bar(mean["error"], "peak") if name == "ours" else None}
-                for name, mean in means(_rows_of(rows, "peaks")).items()
-            ],
-            "plans": [plan_facts(row) for row in sorted(_rows_of(rows, "plans"), key=lambda row: -row["limit"])],
+            "left_out": left_out,
+            "peaks": peaks,
+            "plans": list(map(plan_entry, _rows_of(rows, "plans"))),
             "unseen": len(unseen) or None,
             "errors": [sum(e) / len(e) if e else None for e in errors],
             "worst": [max(e, default=None) for e in errors],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels: list[Panel] = []
         if large := [kernel for _, compared in kernels(rows) for kernel in compared]:
             names = [_title(row["label"]) for row, _ in kernels(rows)]
@@ -175,7 +172,7 @@ class Measured(Figure):
             )
         panels += [kinds_panel(row) for row in _rows_of(rows, "steps") if row["kind"] == "kinds"]
         if plans := _rows_of(rows, "plans"):
-            panels.append(plans_panel(sorted(plans, key=lambda row: -row["limit"])))
+            panels.append(plans_panel(plans))
         if estimators := means(_rows_of(rows, "peaks")):
             points = _rows_of(rows, "peaks")
             marks = [Rule(1 - BARS["peak"], 1 + BARS["peak"], color="#eeeeee"), ONE]
@@ -206,9 +203,9 @@ def _rounded(rows: list[Any]) -> list[list[Any]]:
     return [[row.name, row.kind, *(round(us, 3) for us in (row.measured, row.ours, row.control))] for row in rows]
 
 
-def all_steps(rows: list[Row]) -> list[Row]:
+def all_steps(rows: Rows) -> Rows:
     """Returns every step in ms with relative errors of our model and the control, fitted steps first."""
-    steps_ms: list[Row] = []
+    steps_ms: Rows = []
     for row in _rows_of(rows, "steps"):
         steps = row["rows"]
         if row["kind"] != "whole":
@@ -231,18 +228,19 @@ def all_steps(rows: list[Row]) -> list[Row]:
     return sorted(steps_ms, key=lambda step: not step["fit"])
 
 
-def _rows_of(rows: list[Row], part: str) -> list[Row]:
-    return [row for row in rows if row["part"] == part]
+def _rows_of(rows: Rows, part: str) -> Rows:
+    """Returns the rows of a part; those of plans in the order of their limits, the loosest first."""
+    return sorted((row for row in rows if row["part"] == part), key=lambda row: -row.get("limit", 0))
 
 
 def _title(label: str) -> str:
     machine, _, workload = label.partition(": ")
     for short, long in (("resnet50", "ResNet-50"), ("vgg13", "VGG13"), ("float", "fp"), ("tf32", "TF32")):
         workload = workload.replace(short, long)
-    return f"{GPUS.get(machine, machine)}, {workload}"
+    return f"{figures.label(machine)}, {workload}"
 
 
-def kernels(rows: list[Row]) -> Iterator[tuple[Row, list[list[Any]]]]:
+def kernels(rows: Rows) -> Iterator[tuple[Row, list[list[Any]]]]:
     """Yields each file with kernels, and its individually compared kernels."""
     for row in _rows_of(rows, "steps"):
         if row["kind"] == "kernels" and (large := [kernel for kernel in row["rows"] if kernel[2] >= 20]):
@@ -260,7 +258,7 @@ def bar(error: float, kind: str) -> str:
     return f"{100 * threshold:g}%: {'reached' if error <= threshold else 'missed'}"
 
 
-def means(points: list[Row]) -> dict[str, Row]:
+def means(points: Rows) -> dict[str, Row]:
     """Returns the estimators that have an error, ours first, as ``experiments.measured.peaks.means`` does."""
     if not points:
         return {}
@@ -269,7 +267,7 @@ def means(points: list[Row]) -> dict[str, Row]:
     return {name: mean for name, mean in peaks.means(points).items() if mean["of"]}
 
 
-def plan_facts(row: Row) -> Row:
+def plan_entry(row: Row) -> Row:
     """Returns the predictions for plans at a limit, and their times under measured durations."""
     by_model = {entry["times"]: entry for entry in row["rows"]}
     model = by_model["model"]
@@ -333,7 +331,7 @@ def kinds_panel(row: Row) -> Panel:
     )
 
 
-def plans_panel(rows: list[Row]) -> Panel:
+def plans_panel(rows: Rows) -> Panel:
     """Draws the overheads by limit and time model: predicted (hollow), under measured times, and the floor."""
     marks: list[Mark] = []
     x = np.arange(len(rows))

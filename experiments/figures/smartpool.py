@@ -16,7 +16,7 @@ from experiments.common import cli
 from experiments.common.bisection import bisect
 from experiments.common.report import MB, Row
 from experiments.figures import published
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.smartpool_loads import PAPER, ZERO, last_kernels, limits_mb, our_limit, run_planner, waits
 from experiments.plotting import plots
 from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule, floor as floor_area, pairs
@@ -33,10 +33,10 @@ class Fig8(Figure):
     no_swap = "no swap"
     load_min = "load_min"
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         network = settings.network
         limits = limits_mb(settings, settings.network)
-        curves: list[Row] = [{"curve": self.no_swap, "limit": None}, {"curve": self.load_min, "limit": None}]
+        curves: Rows = [{"curve": self.no_swap, "limit": None}, {"curve": self.load_min, "limit": None}]
         curves += [{"curve": f"limit {limit:g} MB", "limit": limit} for limit in limits]
         return [{"network": network, **curve} for curve in curves]
 
@@ -74,7 +74,7 @@ class Fig8(Figure):
             "curve_points": [[round(float(a), 4), round(float(b), 3)] for a, b in zip(x, y, strict=True)],
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         minimum = next(row for row in rows if row["curve"] == self.load_min)
         paper_load = PAPER[rows[0]["network"]]["load"]
         lowest = self.published["lowest_mb"]
@@ -85,7 +85,7 @@ class Fig8(Figure):
             "lowest": lowest,
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         curves = sorted(self.template_values(rows)["curves"], key=lambda row: -row["peak"])
         marks: list[Mark] = []
         for row, ink in zip(curves, [*[FAINT, *SWAPPED][: len(curves) - 1], LOAD], strict=True):
@@ -122,7 +122,7 @@ class Fig9(Figure):
     name = "smartpool_fig9"
     styles = (("-", "#08306b"), ("--", "#4a9bd4"), (":", "#f16913"), ("-.", "#8e5bd0"))  # line and color, by SCORES
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         network = settings.network
         shared = {"network": network, "limits": sorted(limits_mb(settings, network), reverse=True)}
         seeds = figures.integers(settings, "seeds", 0)
@@ -143,7 +143,7 @@ class Fig9(Figure):
         waited = {n: sum(waits(timelines[-1], program)[:forward]) / program.ideal_ns for n, timelines in runs.items()}
         return {"load": program.peak_bytes, "ours": limits, "overheads": overheads, "forward": waited}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = Lines(rows)
         aoa, doa, wdoa, swdoa = lines.scores
         best = lines.scores.min(axis=0)
@@ -165,7 +165,7 @@ class Fig9(Figure):
             "free": [lines.free_limit(overheads) for overheads in (lines.bo_median, best, lines.floor)],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         lines = Lines(rows)
         bo = lines.bo_median
         # The floor does not decrease with a tighter limit: between two limits the wider one's floor holds.
@@ -194,7 +194,7 @@ class Fig9(Figure):
 class Lines:
     """Rows as float64[limits] arrays; ``scores`` is [scores, limits], ``bo`` is [seeds, limits]."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: Rows) -> None:
         first = next(row for row in rows if row["seed"] is None)
         self.network = first["network"]
         self.paper = first["limits"]
@@ -225,7 +225,7 @@ class Table2(Figure):
     fastest_link = 2.0  # highest speed that is tried, relative to the link's
     paper_networks = REDUCED_MB
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         steps = cli.integer(settings, "steps", least=2)
         return [{**task, "steps": steps} for task in super().tasks(settings)]
 
@@ -248,8 +248,8 @@ class Table2(Figure):
             "on_demand_ns": on_demand_ns(program, machine, reduced),
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
-        networks = [facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [table2_entry(row) for row in rows]
         return {
             "networks": networks,
             "count": len(rows),
@@ -258,8 +258,8 @@ class Table2(Figure):
             "early": span(net["early"] for net in networks),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = [facts(row) for row in rows]
+    def chart(self, rows: Rows) -> Chart:
+        networks = [table2_entry(row) for row in rows]
         theirs, ours, most = ([net[key] for net in networks] for key in ("paper", "of_theirs", "most_of_theirs"))
         join, hollow, filled = pairs(look("autoswap_bo")._replace(marker="o"), theirs, ours)
         marks = [
@@ -342,7 +342,7 @@ def slowest_link(program: Program, machine: Machine, limit: int) -> float | None
     return high
 
 
-def facts(row: Row) -> Row:
+def table2_entry(row: Row) -> Row:
     """Returns a network's limits in MB and as fractions of the load."""
     load = PAPER[row["network"]]["load"]
     reduction = row["load"] - row["reduced"]
@@ -369,7 +369,7 @@ class Cause(Figure):
     looks = (("#1f5fa8", "s"), ("#f16913", "^"), ("#8c564b", "v"), ("#238b45", "D"), ("#8e5bd0", "P"), ("#cb181d", "X"))
     paper_networks = REDUCED_MB
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         options = {
             "steps": cli.integer(settings, "steps", least=2),
             "links": figures.numbers(settings, "links", lambda x: 0 < x <= 1, "numbers of at most 1"),
@@ -387,14 +387,10 @@ class Cause(Figure):
         }
         return {"reductions": reductions}
 
-    def template_values(self, rows: list[Row]) -> Row:
-        networks = [
-            {**row, "paper": paper(row), "cells": [f"{value:.1%}" for value in row["reductions"].values()]}
-            for row in rows
-        ]
-        return {"networks": networks, "heads": list(rows[0]["reductions"])}
+    def template_values(self, rows: Rows) -> Row:
+        return {"networks": [{**row, "paper": paper(row)} for row in rows]}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         positions = range(len(rows))
         marks = [Line([paper(row) for row in rows], positions, INK, "paper", "o", "", size=9, hollow=True)]
         for label, (color, marker) in zip(rows[0]["reductions"], self.looks, strict=False):
@@ -430,7 +426,7 @@ class Optimality(Figure):
     example = ("vgg16", 350)  # network, and limit in MB
     negligible = 0.005  # fraction of an iteration
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         leave = figures.numbers(settings, "leave", lambda share: 0 < share < 1, "shares between 0 and 1")
         calls = cli.integer(settings, "calls", least=20)
         return [{**task, "leave": sorted(leave), "calls": calls} for task in super().tasks(settings)]
@@ -446,7 +442,7 @@ class Optimality(Figure):
         ns = {"ideal_ns": program.ideal_ns, "ramp_ns": program.start_ns[high]}
         return {"load": program.peak_bytes, **ns, "limits": [entry for entry in entries if entry is not None]}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         cases = points(rows)
         paid = [case for case in cases if case["ours"] > ZERO]
         avoided = {
@@ -464,7 +460,7 @@ class Optimality(Figure):
             "examples": [case for case in paid if case["share"] is None],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         cases = points(rows)
         panels = []
         heights = Axis("overhead of an iteration", "%", (-0.015, 1.08 * max(0.01, *(case["ours"] for case in cases))))
@@ -551,7 +547,7 @@ def idle_intervals(timeline: Timeline, begin: int, end: int) -> list[tuple[int, 
     return intervals
 
 
-def points(rows: list[Row]) -> list[Row]:
+def points(rows: Rows) -> Rows:
     """Returns a row per limit of every network.
 
     Overheads: "ours" is AutoSwap's, "known" the best known plan's, "floor" the certified lower bound. Avoidable

@@ -16,7 +16,7 @@ from agents.planner import MIB
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.smartpool_loads import ZERO, kept_by_singa
 from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule
 from experiments.plotting.palette import ALLOCATORS, HUES, INK, SWAPPED, look
@@ -32,7 +32,7 @@ class Fig10(Figure):
     name = "smartpool_fig10"
     pools = ("cudamalloc", "cnmem", "smartpool")  # without a plan
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         expected = "numbers of at least 0"
         overheads = figures.numbers(settings, "overheads", lambda value: 0 <= value < float("inf"), expected)
         batches = figures.integers(settings, "batches", 2)
@@ -59,7 +59,7 @@ class Fig10(Figure):
             "swapped": smallest_footprints(program, machine, task),
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         overheads = rows[0]["overheads"]
         batch = min((row["batch"] for row in rows), key=lambda b: abs(b - 100))
         networks = []
@@ -80,7 +80,7 @@ class Fig10(Figure):
                 shares = [saving(row, i) for row in rows]
                 kept = span(saving(row, i, row["kept_by_singa"]) for row in rows)
                 enough = sum(share >= claim["share"] for share in shares)
-                claims.append({**claim, "saved": span(shares), "kept": kept, "enough": enough, "count": len(rows)})
+                claims.append({**claim, "saved": span(shares), "kept": kept, "enough": enough})
         return {
             "networks": networks,
             "claims": claims,
@@ -90,7 +90,7 @@ class Fig10(Figure):
             "heads": [f"+AutoSwap {o:.0%}" for o in overheads],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         overheads = rows[0]["overheads"]
         memory = rows[0]["memory"] / 2**30
         panels = []
@@ -138,7 +138,7 @@ def make_planner(task: Row, score: str = "bo", **options: Any) -> SmartPoolAutoS
     return SmartPoolAutoSwap(score, steps=task["steps"], evaluations=task["evaluations"], **options)
 
 
-def smallest_footprints(program: Program, machine: Machine, search: Row) -> list[Row]:
+def smallest_footprints(program: Program, machine: Machine, search: Row) -> Rows:
     """Returns the smallest footprint that the planner finds for each overhead."""
     pool = search["pool"]
     seconds = search["seconds"]
@@ -165,7 +165,7 @@ def saving(row: Row, i: int, extra: int = 0) -> float:
     return float(1 - (row["swapped"][i]["footprint"] + extra) / (row["footprints"]["cnmem"] + extra))
 
 
-def by_network(rows: list[Row]) -> dict[str, list[Row]]:
+def by_network(rows: Rows) -> dict[str, Rows]:
     """Groups rows by network, in order of batch size."""
     return {name: sorted(lines, key=lambda row: row["batch"]) for name, lines in figures.group_by(rows).items()}
 
@@ -188,7 +188,7 @@ class Fig11(Figure):
     same = 0.05  # points of reduction that are not a difference
     close = 0.02  # fraction of overhead within which methods are comparable
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         overheads, limits = (
             figures.numbers(settings, key, lambda value, most=most: 0 <= value <= most, f"numbers from 0 to {most:g}")
             for key, most in (("overheads", math.inf), ("geeps", 1.0))
@@ -219,13 +219,12 @@ class Fig11(Figure):
         totals = {"load": program.peak_bytes, "memory": machine.memory_bytes, "caffe": caffe}
         return {**totals, "bases": bases, "points": points}
 
-    def template_values(self, rows: list[Row]) -> Row:
-        networks = [fig11_facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [fig11_entry(row) for row in rows]
         gap = np.array([difference for net in networks for difference in net["off"]])
         scores, random = (100 * np.array([net["gains"][i] for net in networks]).ravel() for i in range(len(CONTROLS)))
         return {
             "networks": networks,
-            "count": len(rows),
             "tuned": len(scores),
             "scores": int((scores > self.same).sum()),
             "ahead": int((random > self.same).sum()),
@@ -239,7 +238,7 @@ class Fig11(Figure):
             "better": int(((gap < -self.close) & np.isfinite(gap)).sum()),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
         for row in rows:
             marks: list[Mark] = []
@@ -335,7 +334,7 @@ def deepest(points: np.ndarray, overhead: float = ZERO) -> float:
     return float(points[points[:, 1] <= overhead, 0].max(initial=0.0))
 
 
-def fig11_facts(row: Row) -> Row:
+def fig11_entry(row: Row) -> Row:
     """Returns a network's reductions and overheads by method."""
     ours, memonger, neurons, geeps = (reductions(row, name) for name in POOLS)
     limits = [max(overhead, ZERO) for overhead in row["overheads"]]

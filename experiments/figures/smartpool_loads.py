@@ -13,7 +13,7 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import published
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, Rule, Words, pairs
 from experiments.plotting.palette import ALLOCATORS, FAINT, LOAD
 from simulator import Timeline, simulate
@@ -55,12 +55,11 @@ class Table1(Figure):
             "singa": {"load": singa.peak_bytes, **extra, "ratios": ratios(program_lifetimes(singa).intervals, machine)},
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
-        networks = [facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [table1_entry(row) for row in rows]
         pools = [row["ratios"] for row in rows]
         return {
             "networks": networks,
-            "count": len(rows),
             "early": span(len(row["online"]["early"]) for row in rows),
             "equal": sum(net["pool"] == round(net["ratios"]["smartpool"] * net["load"]) for net in networks),
             "exact": max(r["smartpool"] for r in pools),
@@ -68,8 +67,8 @@ class Table1(Figure):
             "apart": max(abs(r["smartpool_first"] - r["smartpool"]) for r in pools),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        nets = [facts(row) for row in rows]
+    def chart(self, rows: Rows) -> Chart:
+        nets = [table1_entry(row) for row in rows]
         names = Axis(names=[net["label"] for net in nets])
         loads: list[Mark] = [
             Line(
@@ -134,7 +133,7 @@ def kept_by_singa(model: Any) -> tuple[list[Tensor], list[Tensor]]:
     return gradients, filters
 
 
-def facts(row: Row) -> Row:
+def table1_entry(row: Row) -> Row:
     """Returns a network's numbers with the paper's."""
     paper = PAPER[row["network"]]
     singa = row["singa"]
@@ -165,7 +164,7 @@ class Fig2(Figure):
 
     name = "smartpool_fig2"
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         iterations = cli.integer(settings, "iterations", least=3)
         names = figures.networks(settings)
         return [{"network": name, "iterations": iterations, "curve": name == names[0]} for name in names]
@@ -191,16 +190,15 @@ class Fig2(Figure):
             "captured": figures.program(task["network"], machine).peak_bytes,
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         return {
             "networks": [{**row, "paper": PAPER[row["network"]]["load"]} for row in rows],
-            "iterations": rows[0]["iterations"],
             "count": len(rows),
             "middle": sum(all(row["same"][1:]) for row in rows),
             "exact": sum(row["peaks"][1] == row["captured"] for row in rows),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         row = next(row for row in rows if row["points"])
         total = sum(row["operations"])
         ink = ALLOCATORS["smartpool"].color

@@ -15,7 +15,7 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import published
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Panel, Rule, groups
 from experiments.plotting.palette import ALLOCATORS, FAINT, INK, MEASURED, PREDICTED
 from simulator import simulate
@@ -43,13 +43,10 @@ class Fig2(Figure):
             "all": tensors,
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
-        return {
-            "networks": [{**row, "paper": self.published.get(row["network"], "not said")} for row in rows],
-            "batch": self.batch,
-        }
+    def template_values(self, rows: Rows) -> Row:
+        return {"networks": [{**row, "paper": self.published.get(row["network"], "not said")} for row in rows]}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         names = [figures.label(row["network"]) for row in rows]
         columns = (("all", "all tensors", PREDICTED), ("sum", "all tensors and workspaces", MEASURED))
         series = [(label, ink, [row[key] / 1e9 for row in rows], []) for key, label, ink in columns]
@@ -82,7 +79,7 @@ class Fig8(Figure):
         shares = [{name: n / totals.total() for name, n in totals.items()} for totals in (times, sizes)]
         return {"time": shares[0], "memory": shares[1]}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         names = [figures.label(row["network"]) for row in rows]
         panels = []
         for key, title in (("time", "Time"), ("memory", "Memory")):
@@ -101,7 +98,7 @@ class Fig12(Figure):
 
     name = "superneurons_fig12"
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         shares = figures.numbers(settings, "pools", lambda share: share >= 1, "numbers of at least 1")
         return [{"batch_size": batch, "pools": shares} for batch in figures.integers(settings, "batches", 1)]
 
@@ -124,7 +121,7 @@ class Fig12(Figure):
             results.append(result)
         return {"found": results, "wanted": sum(min(algorithms(kernel))[1] for kernel in program.kernels)}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = [
             {
                 "batch_size": row["batch_size"],
@@ -138,10 +135,10 @@ class Fig12(Figure):
             for result in row["found"]
             for slow, fast in [(result["least"]["images_per_s"], result["filled"]["images_per_s"])]
         ]
-        return {"rows": lines, "gains": span(line["times"] for line in lines)}
+        return {"lines": lines, "gains": span(line["times"] for line in lines)}
 
-    def chart(self, rows: list[Row]) -> Chart:
-        lines = self.template_values(rows)["rows"]
+    def chart(self, rows: Rows) -> Chart:
+        lines = self.template_values(rows)["lines"]
         series = [
             ("least workspaces", PREDICTED, [line["slow"] for line in lines], []),
             (
@@ -168,7 +165,7 @@ class Table2(Figure):
     name = "superneurons_table2"
     paper_networks = published("superneurons_table2")
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         return [{**task, "batch": 128 if task["network"] == "alexnet" else 16} for task in super().tasks(settings)]
 
     def run(self, task: Row, machine: Machine) -> Row:
@@ -181,11 +178,11 @@ class Table2(Figure):
             "allocation_ns": {name: allocation_ns(name, lives, machine) for name in ("cudamalloc", "superneurons")},
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
-        return {"networks": table2_facts(rows)}
+    def template_values(self, rows: Rows) -> Row:
+        return {"networks": table2_entries(rows)}
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = table2_facts(rows)
+    def chart(self, rows: Rows) -> Chart:
+        networks = table2_entries(rows)
         labels = {
             "paper": ("the paper", INK),
             "each": ("ours: one cost per block, fitted", ALLOCATORS["superneurons"].color),
@@ -205,7 +202,7 @@ class Table2(Figure):
         return Chart(title, [panel], size=(2.6 + 1.45 * len(rows), 3.8))
 
 
-def table2_facts(rows: list[Row]) -> list[Row]:
+def table2_entries(rows: Rows) -> Rows:
     """Returns the pool's speedup over cudaMalloc, and images/s without the pool, by what an allocation costs.
 
     ``each``: one cost per block for all networks, the median of the costs that give the paper's differences.
@@ -232,7 +229,7 @@ class Fig11(Figure):
 
     name = "superneurons_fig11"
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         short = cli.number(settings, "short")
         batches = figures.batch_sizes(settings, 1)
         return [{"network": name, "batch": batch, "short": short} for name, batch in batches.items()]
@@ -247,12 +244,12 @@ class Fig11(Figure):
             "cached_short": run_cached(program, machine, int(task["short"] * program.peak_bytes)),
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
-        networks = [fig11_facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [fig11_entry(row) for row in rows]
         return {"networks": networks, "losses": span(net["loss"] for net in networks)}
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = [fig11_facts(row) for row in rows]
+    def chart(self, rows: Rows) -> Chart:
+        networks = [fig11_entry(row) for row in rows]
         series = [
             (label, color, [net["speeds"][i] for net in networks], [f"{net['speeds'][i]:.0%}" for net in networks])
             for i, (label, color) in enumerate((("with Tensor Cache", "#1f5fa8"), ("without", "#f16913")))
@@ -289,7 +286,7 @@ def run_cached(program: Program, machine: Machine, limit: int) -> Row | None:
     }
 
 
-def fig11_facts(row: Row) -> Row:
+def fig11_entry(row: Row) -> Row:
     """Returns the speeds of a network, also relative to the iteration without swaps."""
     short = row["cached_short"]
     ns = [row[key]["iteration_ns"] for key in ("cached", "without")]

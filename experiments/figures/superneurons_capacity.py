@@ -31,7 +31,7 @@ from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
 from experiments.figures import attempt, choices, published
-from experiments.figures.figure import Figure
+from experiments.figures.figure import Figure, Rows
 from experiments.figures.home_networks import Sizes
 from experiments.plotting.charts import Axis, Bars, Chart, Mark, Panel, Rule
 from experiments.plotting.palette import INK, color, label
@@ -271,7 +271,7 @@ class Table4(Figure):
     first: ClassVar = {"own": CAPTURED, "none": 128}
     most = 2048
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         methods = choices(settings, "methods", METHODS)
         captured = str(settings.captured)
         if captured not in methods:
@@ -306,7 +306,7 @@ class Table4(Figure):
             **iteration,
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = [
             {
                 **row,
@@ -318,9 +318,9 @@ class Table4(Figure):
             for row in rows
         ]
         paper = [{"framework": name, "there": depth} for name, depth in self.published[16].items()]
-        return {"paper": paper, "batch": rows[0]["batch"], "found": lines}
+        return {"paper": paper, "found": lines}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         slower = [f" ({row['overhead']:.0%} slower)" if row.get("overhead") else "" for row in rows]
         bars = [
             (line["method"], line["label"], line["depth"], f"{line['depth']:,}{text}")
@@ -368,7 +368,7 @@ class Table5(Figure):
     most = 1 << 14  # batch size
     checked = "superneurons"  # method at whose batch the derived program is compared with a capture
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         names = figures.networks(settings, self.paper_networks)
         methods = choices(settings, "methods", METHODS)
         ours = str(settings.ours)
@@ -376,7 +376,7 @@ class Table5(Figure):
             raise cli.UsageError(
                 f"figure.methods: {self.checked} is required, since captures are compared at its batch"
             )
-        searches: list[Row] = [{"network": name, "methods": methods} for name in names]
+        searches: Rows = [{"network": name, "methods": methods} for name in names]
         return searches + [
             {"network": n, "planner": ours, "batch": self.paper_networks[n]["SuperNeurons"]} for n in names
         ]
@@ -385,10 +385,7 @@ class Table5(Figure):
         name = task["network"]
         if "planner" in task:
             program = figures.program(name, machine, batch_size=task["batch"], algorithms=False)
-            plan = figures.attempt(agents.make(task["planner"]), program, machine, machine.memory_bytes)
-            if plan is None:
-                return {"overhead": None}
-            return {"overhead": simulate(program, plan, machine, machine.memory_bytes).overhead}
+            return {"overhead": figures.overhead(agents.make(task["planner"]), program, machine, machine.memory_bytes)}
         small, large = (figures.program(name, machine, batch_size=batch, algorithms=False) for batch in self.batches)
         sizes = Sizes((small, large), self.batches, machine)
         results = {}
@@ -401,38 +398,31 @@ class Table5(Figure):
         kernels = len(small.kernels)
         return {"found": results, "kernels": kernels, "memory": machine.memory_bytes, "host": machine.host_bytes}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         searched = [row for row in rows if "found" in row]
         planned = {row["network"]: row for row in rows if "planner" in row}
-        results_by_method = [row["found"] for row in searched]
+        methods = searched[0]["found"]
+        networks = []
+        for row in searched:
+            results = row["found"].values()
+            slower = [f" ({result['overhead']:.0%})" if result.get("overhead") else "" for result in results]
+            cells = [f"{result['batch']:,}{text}" for result, text in zip(results, slower, strict=True)]
+            paper = ["N/A" if batch is None else f"{batch:,}" for batch in self.paper_networks[row["network"]].values()]
+            overhead = planned[row["network"]]["overhead"]
+            networks.append({"network": row["network"], "overhead": overhead, "paper": paper, "cells": cells})
+        ahead = {
+            name: sum(row["found"][name]["batch"] > row["found"][self.checked]["batch"] for row in searched)
+            for name in methods
+        }
         return {
-            "networks": [
-                {
-                    "network": row["network"],
-                    "overhead": planned[row["network"]]["overhead"],
-                    "paper": ["N/A" if n is None else f"{n:,}" for n in self.paper_networks[row["network"]].values()],
-                    "cells": [
-                        f"{result['batch']:,}" + (f" ({result['overhead']:.0%})" if result.get("overhead") else "")
-                        for result in row["found"].values()
-                    ],
-                }
-                for row in searched
-            ],
+            "networks": networks,
             "frameworks": [f"{name}, paper" for name in self.paper_networks["alexnet"]],
-            "methods": [METHODS[method].label for method in results_by_method[0]],
-            "count": len(searched),
+            "methods": [METHODS[method].label for method in methods],
             "planner": label(next(iter(planned.values()))["planner"]),
-            **{
-                f"{name}_ahead": sum(
-                    results[name]["batch"] > results[self.checked]["batch"] for results in results_by_method
-                )
-                if name in results_by_method[0]
-                else None
-                for name in ("vdnn_all", "memonger")
-            },
+            "ahead": {"vdnn_all": None, "memonger": None, **ahead},
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
         for row in (row for row in rows if "found" in row):
             sizes = {m: result["batch"] for m, result in row["found"].items()}

@@ -13,7 +13,7 @@ from agents.planner import MIB
 from experiments import figures
 from experiments.common.report import Row
 from experiments.figures import layerwise, published
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.layerwise import FREE
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel, Rule
 from experiments.plotting.palette import INK, MEASURED, PREDICTED
@@ -42,7 +42,7 @@ class Fig10(Figure):
     pool5 = 32
     pool2 = 39
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         names = figures.choices(settings, "shown", FIG10_LABELS)
         return [{"shown": name, "batch_size": settings.batch_size} for name in names]
 
@@ -65,14 +65,14 @@ class Fig10(Figure):
             "layer": [sizes[t] for t in layer.accesses],
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
-        ours = our_facts(rows)
+    def template_values(self, rows: Rows) -> Row:
+        ours = our_numbers(rows)
         pytorch = next((row for row in rows if row["shown"] == "captured"), None)
         units = {key: 0.5 if key == self.rounded or "MB" not in key else 0.0011 for key in ours}
         exact = sum(abs(value - FIG10_PAPER[key]) < units[key] for key, value in ours.items())
         return {"lines": lines(ours, pytorch), "of": len(ours), "exact": exact, "captured": pytorch}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         top = 1.1 * max((row["all"] for row in rows if row["shown"] in PLANS), default=0) / MIB
         panels = []
         for row in rows:
@@ -129,7 +129,7 @@ def captured_steps(batch_size: int, machine: Machine) -> Row:
     }
 
 
-def our_facts(rows: list[Row]) -> dict[str, float]:
+def our_numbers(rows: Rows) -> dict[str, float]:
     """Returns our numbers, by the keys of ``FIG10_PAPER``, for the techniques that were computed."""
     numbers: dict[str, float] = {}
     for row in rows:
@@ -160,7 +160,7 @@ def _peak_step(row: Row) -> int:
     return sizes.index(max(sizes))
 
 
-def lines(ours: dict[str, float], captured: Row | None) -> list[Row]:
+def lines(ours: dict[str, float], captured: Row | None) -> Rows:
     """Returns a table line per number in the paper's text, with PyTorch's values for the peaks."""
     pytorch = (
         {}
@@ -207,7 +207,7 @@ class Table1(Figure):
         "resnet101": (partial(layerwise.resnet, 3, 4, 23, 3), 32),
     }
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         names = figures.choices(settings, "networks", self.networks, "network ")
         return [{"network": name, "strategy": strategy} for name in names for strategy in TABLE1_LABELS]
 
@@ -229,8 +229,8 @@ class Table1(Figure):
             "planner": figures.least_limit(planner, program, FREE, 1),
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
-        lines = [facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        lines = [table1_entry(row) for row in rows]
         return {
             "lines": lines,
             "count": len(rows),
@@ -239,8 +239,8 @@ class Table1(Figure):
             "planner": sum(row["planner"] == row["peak"] for row in rows),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = figures.group_by(map(facts, rows))
+    def chart(self, rows: Rows) -> Chart:
+        networks = figures.group_by(map(table1_entry, rows))
         panels = []
         quantities = (("Layers recomputed", "again", 1), ("Peak memory (MB)", "peak", MIB))
         for i, (title, key, unit) in enumerate(quantities):
@@ -261,7 +261,7 @@ class Table1(Figure):
         return Chart("Recomputed layers and peak memory by strategy, SuperNeurons, Table 1", panels, 2, (7.5, 3.8))
 
 
-def facts(row: Row) -> Row:
+def table1_entry(row: Row) -> Row:
     """Returns the numbers of a network under a strategy, next to those of the paper."""
     layers, peak = published("superneurons_table1")[row["network"]][row["strategy"]]
     return {
@@ -280,7 +280,7 @@ class Table3(Figure):
     name = "superneurons_table3"
     kept = ("weights", "gradients of weights", "momentum")
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         return [{"batch_size": batch} for batch in figures.integers(settings, "batches", 1)]
 
     def run(self, task: Row, machine: Machine) -> Row:
@@ -303,7 +303,7 @@ class Table3(Figure):
             "all": sum(t.nbytes for t in program.tensors),
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         # The largest batch whose peak fits: the peak is proportional to the batch beside what is kept.
         first = rows[0]
         kept_bytes = len(self.kept) * rows[0]["weights"]
@@ -321,7 +321,7 @@ class Table3(Figure):
             "limit": int((first["memory"] - kept_bytes) * first["batch_size"] // (first["peak"] - kept_bytes)),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         xs = [row["batch_size"] for row in rows]
         marks: list[Mark] = []
         curves = (("copied", PREDICTED, "without cache", "s", "--"), ("cached", MEASURED, "Tensor Cache", "o", "-"))

@@ -19,7 +19,7 @@ from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
 from experiments.figures import published
-from experiments.figures.figure import Figure
+from experiments.figures.figure import Figure, Rows
 from experiments.figures.smartpool_loads import ZERO
 from experiments.plotting import palette
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel
@@ -54,7 +54,7 @@ class _Ratios(Figure):
     most = 5.0  # maximum cost-benefit ratio in the picture
     hatches: ClassVar = {"Capuchin": "///", "AutoSwap": "\\\\\\", "LP rounding": "xxx"}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = []
         for row in rows:
             ours = {method: ratios(row["methods"][method], row.get("without", row)) for method in self.planners}
@@ -63,7 +63,7 @@ class _Ratios(Figure):
                 lines += [{"label": label, "cells": cells}] if values else []
         return {"lines": lines, "heads": list(self.planners)}
 
-    def panels(self, title: str, rows: list[Row]) -> Chart:
+    def panels(self, title: str, rows: Rows) -> Chart:
         """Makes a panel each of memory saved, time lost and their ratio; the paper's values are diamonds."""
         panels = []
         high = 0.72 / len(self.planners)
@@ -151,7 +151,7 @@ class Table1(_Ratios):
     name = "tensile_table1"
     planners: Mapping[str, str] = {**dict(list(PLANNERS.items())[:3]), HELD: "tensile"}
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         batch = cli.integer(settings, "batch", least=1)
         return [{**task, "batch": batch} for task in super().tasks(settings)]
 
@@ -176,7 +176,7 @@ class Table1(_Ratios):
         maps = sum(program.tensors[m.tensor].nbytes for m in feature_maps(program, 1))
         return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "maps": maps, "methods": results}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         batch = rows[0]["batch"]
         title = f"What vDNN, Capuchin and TENSILE save and cost: one job, batch size {batch}, RTX 2080 Ti"
         return self.panels(title, rows)
@@ -203,7 +203,7 @@ class Table2(_Ratios):
 
     name = "tensile_table2"
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         batch = cli.integer(settings, "batch", least=1)
         mixtures = cli.values(settings, "jobs")
         for i, names in enumerate(mixtures):
@@ -226,7 +226,7 @@ class Table2(_Ratios):
             results[method] = table2_outcome(programs, planned(Split(PLANNERS[method]), limit), machine)
         return {"without": table2_outcome(programs, empty_plans(programs), machine), "methods": results}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         wins_by_rival = {}
         for rival in ("vDNN", "Capuchin"):
             pairs = [[ratios(row["methods"][name], row["without"]) for name in ("TENSILE", rival)] for row in rows]
@@ -234,7 +234,7 @@ class Table2(_Ratios):
             wins_by_rival[rival] = (sum(wins), len(wins))
         return {**super().template_values(rows), "ahead": wins_by_rival}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         return self.panels(f"Several jobs that share an RTX 2080 Ti, batch size {rows[0]['batch']}", rows)
 
 
@@ -276,7 +276,7 @@ class Ratio(Figure):
     name = "tensile_ratio"
     styles = (("#1f5fa8", "o", "-"), ("#f16913", "^", "--"), ("#238b45", "s", ":"))
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         ratios = figures.numbers(settings, "ratios", lambda x: 0 <= x <= 1, "numbers from 0 to 1")
         network = figures.network(str(settings.network), "network")
         batch = cli.integer(settings, "batch", least=1)
@@ -290,8 +290,8 @@ class Ratio(Figure):
         plans_by_mode = {"without": empty_plans(programs), "with": plans or empty_plans(programs)}
         return {key: table2_outcome(programs, job_plans, machine) for key, job_plans in plans_by_mode.items()}
 
-    def template_values(self, rows: list[Row]) -> Row:
-        groups = list(figures.group_by([facts(row) for row in rows], "jobs").values())
+    def template_values(self, rows: Rows) -> Row:
+        groups = list(figures.group_by([ratio_entry(row) for row in rows], "jobs").values())
         return {
             "heads": [f"{line['ratio']:.0%}" for line in groups[0]],
             "groups": [{**group[0], "cells": [line["cell"] for line in group]} for group in groups],
@@ -299,8 +299,8 @@ class Ratio(Figure):
             "full": [min(line["ratio"] for line in group if line["saved"] == group[-1]["saved"]) for group in groups],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        groups = figures.group_by([facts(row) for row in rows], "jobs")
+    def chart(self, rows: Rows) -> Chart:
+        groups = figures.group_by([ratio_entry(row) for row in rows], "jobs")
         ratios = [row["ratio"] for row in next(iter(groups.values()))]
         panels = []
         for key, (title, axis, form) in zip(("saved", "lost", "benefit"), PANELS, strict=True):
@@ -313,7 +313,7 @@ class Ratio(Figure):
         return Chart(f"TENSILE's maximum swapping ratio, batch size {rows[0]['batch']}", panels, 3, (4.8, 3.8))
 
 
-def facts(row: Row) -> Row:
+def ratio_entry(row: Row) -> Row:
     """Returns a row with its ratios; the cost-benefit ratio is None if no time is lost."""
     saved, lost, benefit = ratios(row["with"], row["without"])  # type: ignore[misc]
     is_free = lost <= ZERO

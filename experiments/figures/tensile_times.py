@@ -21,7 +21,7 @@ from agents.planner import MIB, Infeasible, decisions_of
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.smartpool_loads import ZERO
 from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule, groups
 from simulator import simulate, simulate_jobs
@@ -43,7 +43,7 @@ class Times(Figure):
     needs_all_cores = True
     simulated = False
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         batch = cli.integer(settings, "batch", least=1)
         repeats = cli.integer(settings, "repeats", least=1)
         names = figures.networks(settings)
@@ -70,7 +70,7 @@ class Times(Figure):
             results[name] = {"kernels": len(times), **scores, "iteration": float(predicted.sum() / times.sum())}
         return {"device": device, "held": results}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = []
         for name in rows[0]["networks"]:
             runs = [row["held"][name] for row in rows]
@@ -85,7 +85,7 @@ class Times(Figure):
         heads = [f"{row['source']}, {name}" for row in rows for name in self.names.values()]
         return {"networks": lines, "heads": heads + [f"{row['source']}, iteration" for row in rows]}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         inks = {"all": "#9a9a9a", "expensive": "#b3123d"}
         panels = []
         for row in rows:
@@ -131,7 +131,7 @@ class Start(Figure):
         "measured": ("measured before", "#238b45", "D", ":", 12.0),
     }
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         names = figures.networks(settings)
         limits = cli.to_dict(settings.limits)
         for name in limits:
@@ -174,7 +174,7 @@ class Start(Figure):
             methods[method] = {**run_controlled(job, machine, limit, predictor), **accuracy}
         return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "methods": methods}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         methods = {key: [row["methods"][key]["lost"] for row in rows] for key in self.looks}
         lines = []
         for row in rows:
@@ -191,7 +191,7 @@ class Start(Figure):
             "first": {key: span(run[0] for run in losses if run) for key, losses in methods.items()},
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         x = list(range(1, rows[0]["iterations"] + 1))
         panels = []
         for row in rows:
@@ -259,7 +259,7 @@ class Speed(Figure):
         "within": "Dashed: no swaps across iterations",
     }
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         factors = figures.numbers(settings, "factors", lambda x: x > 0, "positive numbers")
         tasks = []
         for key, adam in (("batches", False), ("adam", True)):
@@ -294,8 +294,8 @@ class Speed(Figure):
             **{key: {"peak_bytes": run.peak_bytes, "overhead": run.overhead} for key, run in runs.items()},
         }
 
-    def template_values(self, rows: list[Row]) -> Row:
-        lines = [speed_facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        lines = [speed_entry(row) for row in rows]
         claim = self.published["mlp"]
         groups = list(figures.group_by(lines, "key").values())
         vgg, mlp = (
@@ -313,11 +313,11 @@ class Speed(Figure):
             "states": [max(group, key=lambda row: row["alone"] - row["within"]) for group in (vgg, adam, mlp) if group],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        facts = [speed_facts(row) for row in rows]
+    def chart(self, rows: Rows) -> Chart:
+        entries = [speed_entry(row) for row in rows]
         claims = ((self.published["mlp"], "the paper's MLP"), (self.published["vgg16_imagenet"], "the paper's VGG"))
         panels = []
-        by_key = figures.group_by(facts, "key")
+        by_key = figures.group_by(entries, "key")
         for dashed, title in self.panels.items():
             marks: list[Mark] = [Rule(share, horizontal=True, line=":", text=text) for share, text in claims]
             for (key, lines), (color, marker) in zip(by_key.items(), self.styles, strict=False):
@@ -377,7 +377,7 @@ def shift(swap: Swap, issue_ns: int, first: Sequence[int], last: Sequence[int], 
     return replace(swap, after=last[swap.after], before=first[swap.before], prefetch=prefetch, copy=copy)
 
 
-def speed_facts(row: Row) -> Row:
+def speed_entry(row: Row) -> Row:
     """Returns the fractions of the peak that are saved, by mode, with a table cell in per cent."""
     saved = {key: 1 - row[key]["peak_bytes"] / row["peak_bytes"] for key in ("alone", "within", "held")}
     cell = "/".join(f"{100 * value:.1f}" for value in saved.values()) + f"(+{100 * row['held']['overhead']:.1f})"

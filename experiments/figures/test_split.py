@@ -16,7 +16,7 @@ from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up
 from experiments.figures import network, program
 from experiments.figures.core import DRAWS, NO_NETWORK, PUBLISHED, label
-from experiments.figures.figure import Figure, Range
+from experiments.figures.figure import Figure, Range, Rows
 from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel, between
 from experiments.plotting.palette import INK, Look, look
 from simulator import Machine
@@ -29,7 +29,7 @@ class TestSplit(Figure):
     name = "test_split"
     needs_all_cores = True
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         config = cli.to_dict(settings)
         tasks = []
         for key, prefix in (("networks", ""), ("fresh", "fresh_")):
@@ -62,7 +62,7 @@ class TestSplit(Figure):
         bound = 0.0 if task["fresh"] else 100 * floor(built, machine, limit).overhead
         floor_s = time.perf_counter() - begin
 
-        def entry(line: str, calls: int | None, seed: int | None, results: list[Row]) -> Row:
+        def entry(line: str, calls: int | None, seed: int | None, results: Rows) -> Row:
             percent = [result["overhead_percent"] for result in results if result["overhead_percent"] is not None]
             return {
                 "line": line,
@@ -82,7 +82,7 @@ class TestSplit(Figure):
         floors = {"floor_percent": round(bound, 4), "floor_s": round(floor_s, 2)}
         return {"kernels": len(built.kernels), **floors, "found": found}
 
-    def template_values(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         test, fresh = ([row for row in rows if row.get("fresh", False) is is_fresh] for is_fresh in (False, True))
         gaps_by_line = gaps_of(test)
         lines = []
@@ -117,7 +117,7 @@ class TestSplit(Figure):
             "fresh": by_family,
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         gaps_by_line = gaps_of([row for row in rows if not row.get("fresh")])
         marks: list[Mark] = []
         for line in dict.fromkeys(line for line, _ in gaps_by_line):
@@ -161,7 +161,7 @@ def methods_of(task: Row) -> list[tuple[str, int | None, dict[str, Any]]]:
     return methods
 
 
-def gaps_of(rows: list[Row]) -> dict[tuple[str, int | None], np.ndarray]:
+def gaps_of(rows: Rows) -> dict[tuple[str, int | None], np.ndarray]:
     """Returns float64[tasks, seeds, 2] by line and budget: gap (nan without a plan) and seconds."""
     gaps: dict[tuple[str, int | None], np.ndarray] = {}
     for line, calls in dict.fromkeys((run["line"], run["calls"]) for row in rows[:1] for run in row["found"]):

@@ -290,15 +290,15 @@ def between(start: Values, end: Values, rows: Values, color: str, vertical: bool
 
 
 def pairs(
-    look: Look, theirs: Values, ours: Values, shift: float = 0.0, texts: Sequence[str] = (), side: str = "right"
+    look: Look, paper: Values, reproduced: Values, shift: float = 0.0, texts: Sequence[str] = (), side: str = "right"
 ) -> list[Mark]:
-    """Returns one row per value: the paper's marker hollow, ours filled, joined by a line."""
-    rows = [y + shift for y in range(len(ours))]
+    """Returns one row per value: the paper's marker hollow, the reproduced one filled, joined by a line."""
+    rows = [y + shift for y in range(len(reproduced))]
     name, color, marker = look
     return [
-        between(theirs, ours, rows, color),
-        Line(theirs, rows, color, f"{name}, paper", marker, "", size=7, hollow=True),
-        Line(ours, rows, color, f"{name}, ours", marker, "", size=7, front=4, texts=texts, side=side),
+        between(paper, reproduced, rows, color),
+        Line(paper, rows, color, f"{name}, paper", marker, "", size=7, hollow=True),
+        Line(reproduced, rows, color, f"{name}, ours", marker, "", size=7, front=4, texts=texts, side=side),
     ]
 
 

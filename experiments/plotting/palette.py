@@ -117,24 +117,6 @@ DARK = {
 }
 PREDICTED = "#9a9a9a"
 MEASURED = "#cb181d"
-STYLE = {
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.grid": True,
-    "grid.color": "#eeeeee",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "hatch.linewidth": 0.6,
-    "text.parse_math": False,  # names may contain dollar signs
-}
 
 
 def look(planner: str) -> Look:

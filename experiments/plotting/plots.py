@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -37,7 +37,7 @@ HATCH = "////"
 @contextmanager
 def figure(path: Path, width: float = 8.0, height: float = 4.2, rows: int = 1, columns: int = 1) -> Iterator[Any]:
     """Yields axes (one pair, or an array [rows, columns]) and saves them as PNG atomically at the end."""
-    with matplotlib.rc_context(palette.STYLE):
+    with style.context(Path(__file__).with_name("headroom.mplstyle")):
         fig = Figure(figsize=(width, height), layout="constrained")
         yield fig.subplots(rows, columns)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")

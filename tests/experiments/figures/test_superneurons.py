@@ -16,7 +16,7 @@ from experiments.figures import layerwise, superneurons as captured, superneuron
 from experiments.figures.figure import Figure, find
 from experiments.figures.layerwise import Layer
 from experiments.figures.superneurons_capacity import Deeper, without_names
-from experiments.figures.superneurons_layers import FIG10_PAPER, Fig10, Table1, Table3, our_facts
+from experiments.figures.superneurons_layers import FIG10_PAPER, Fig10, Table1, Table3, our_numbers
 from experiments.workloads.vgg import AlexNet
 from simulator import Kernel, Machine, Plan, Program, Tensor, simulate
 from tests import tiny
@@ -116,7 +116,7 @@ def test_table_1() -> None:
 
 def test_fig_10() -> None:
     rows = rows_of(Fig10(), shown=["liveness", "offload", "recompute"])
-    ours = our_facts(rows)
+    ours = our_numbers(rows)
     differ = {key for key, paper in FIG10_PAPER.items() if abs(ours[key] - paper) >= (0.0011 if "MB" in key else 0.5)}
     offload = "+ prefetch and offload"
     assert differ == {f"{offload}: peak, MB", f"{offload}: MB at step 32", Fig10.rounded}
@@ -241,17 +241,17 @@ def test_table2_by_hand() -> None:
         "roofline_ns": 10**8,
         "allocation_ns": {"cudamalloc": 486_322_188 + 10**6, "superneurons": 10**6},
     }
-    (facts,) = captured.table2_facts([row])
-    assert facts["added"]["paper"] == pytest.approx(257.86, abs=0.01)
+    (entry,) = captured.table2_entries([row])
+    assert entry["added"]["paper"] == pytest.approx(257.86, abs=0.01)
     # 16 / 32.9 s are 486.3 ms: the same amount added gives a speedup of 2; the paper's cost gives the paper's speedup.
-    assert facts["speedup"]["ours"] == pytest.approx(2) and facts["speedup"]["each"] == pytest.approx(32.9 / 21.5)
+    assert entry["speedup"]["ours"] == pytest.approx(2) and entry["speedup"]["each"] == pytest.approx(32.9 / 21.5)
 
 
 def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses networks with one block in the stages that are not repeated."""
     capacity.capture_base.cache_clear()
     monkeypatch.setattr(capacity, "STAGES", (1, 1, 1))
-    monkeypatch.setattr(capacity, "FIRST", {"own": 4, "none": 8})
+    monkeypatch.setattr(capacity.Table4, "first", {"own": 4, "none": 8})
     monkeypatch.setattr(capacity, "capture", lambda batch, n3, machine: resnet(f"1-1-{n3}-1", batch))
     machine = replace(GPU, memory_bytes=sum(t.nbytes for t in resnet("1-1-6-1").tensors))
     figure = find("superneurons_table4")
@@ -271,7 +271,7 @@ def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_table5(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "TABLE5_MOST", 256)
+    monkeypatch.setattr(capacity.Table5, "most", 256)
     figure = find("superneurons_table5")
     methods = ["own", "none", "superneurons", "bound"]
     searched, once = figure.tasks(figure_settings(figure.name, networks=["alexnet"], methods=methods))
