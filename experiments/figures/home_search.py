@@ -55,14 +55,16 @@ class Fig8(Figure):
         options = {key: task[key] for key in ("particles", "iterations", "seed", "update")}
         planner = HOME(**options, jobs=1)
         planner.plan(program, machine, machine.memory_bytes)
-        history = planner.history
+        # Until a particle fits, an iteration has no times.
+        times = [(i.worst_ns, round(i.mean_ns), i.best_ns) if i.feasible else (None,) * 3 for i in planner.history]
+        worst, mean, best = map(list, zip(*times, strict=True))
         return {
             "batch": batch,
             "ideal_ns": program.ideal_ns,
-            "worst": [i.worst_ns if i.feasible else None for i in history],
-            "mean": [round(i.mean_ns) if i.feasible else None for i in history],
-            "best": [i.best_ns if i.feasible else None for i in history],
-            "fit": [i.feasible for i in history],
+            "worst": worst,
+            "mean": mean,
+            "best": best,
+            "fit": [i.feasible for i in planner.history],
             "calls": planner.simulator_calls,
         }
 

@@ -292,12 +292,15 @@ class Ratio(Figure):
 
     def template_values(self, rows: Rows) -> Row:
         groups = list(figures.group_by([ratio_entry(row) for row in rows], "jobs").values())
-        return {
-            "heads": [f"{line['ratio']:.0%}" for line in groups[0]],
-            "groups": [{**group[0], "cells": [line["cell"] for line in group]} for group in groups],
-            "best": [max(group, key=lambda line: line["benefit"] or 0.0)["ratio"] for group in groups],
-            "full": [min(line["ratio"] for line in group if line["saved"] == group[-1]["saved"]) for group in groups],
-        }
+        lines = []
+        best = []
+        full = []
+        for group in groups:
+            lines.append({**group[0], "cells": [line["cell"] for line in group]})
+            best.append(max(group, key=lambda line: line["benefit"] or 0.0)["ratio"])
+            # The channel is full from the ratio on that saves as much as the largest.
+            full.append(min(line["ratio"] for line in group if line["saved"] == group[-1]["saved"]))
+        return {"heads": [f"{line['ratio']:.0%}" for line in groups[0]], "groups": lines, "best": best, "full": full}
 
     def chart(self, rows: Rows) -> Chart:
         groups = figures.group_by([ratio_entry(row) for row in rows], "jobs")

@@ -302,15 +302,19 @@ class Speed(Figure):
             [row for row in lines if row["network"] == name and not row["adam"]] for name in ("vgg16_imagenet", "mlp")
         )
         adam = [row for row in lines if row["adam"]]
+        # The paper's claim is for plans without extra time.
         free_rows = [row for row in mlp if row["overhead"] <= ZERO]
+        free_savings = [row["alone"] for row in free_rows if row["factor"] == 1]
+        sufficient_factors = [row["factor"] for row in free_rows if row["alone"] >= claim]
+        states = [max(group, key=lambda row: row["alone"] - row["within"]) for group in (vgg, adam, mlp) if group]
         return {
             "heads": [f"×{row['factor']:g}" for row in groups[0]],
             "groups": [{**group[0], "cells": [row["cell"] for row in group]} for group in groups],
             "claim": claim,
             "vgg": span(row["alone"] for row in vgg),
-            "mlp": max((row["alone"] for row in free_rows if row["factor"] == 1), default=None),
-            "enough": min((row["factor"] for row in free_rows if row["alone"] >= claim), default=None),
-            "states": [max(group, key=lambda row: row["alone"] - row["within"]) for group in (vgg, adam, mlp) if group],
+            "mlp": max(free_savings, default=None),
+            "enough": min(sufficient_factors, default=None),
+            "states": states,
         }
 
     def chart(self, rows: Rows) -> Chart:
