@@ -225,13 +225,18 @@ def code(figure_name: str) -> str:
     """Returns the SHA-256 of the code and workload settings that a figure's rows depend on."""
     root = cli.CONFIGS.parent
     packages = ("simulator", "envs", "agents", "executor", "experiments/workloads", "experiments/measured")
-    shared = ("__init__", "figure", "home_networks", "layerwise")  # modules of several papers
-    files = [path for package in packages for path in (root / package).rglob("*.py")]
+    shared = ("__init__", "core", "figure", "home_networks", "layerwise")  # modules of several papers
+    kinds = ("*.py", "*.yaml")
+    files = [path for package in packages for kind in kinds for path in (root / package).rglob(kind)]
     files += (cli.CONFIGS / "workload").glob("*.yaml")
     folder = root / "experiments" / "figures"
     module = type(figure(figure_name)).__module__.rpartition(".")[2]
     paper = module.partition("_")[0]
-    files += {*folder.glob(f"{paper}*.py"), *(folder / f"{name}.py" for name in shared)}
+    files += {
+        *folder.glob(f"{paper}*.py"),
+        *folder.glob(f"{paper}.yaml"),
+        *(folder / f"{module}.py" for module in shared),
+    }
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -103,12 +104,25 @@ def group_by(rows: Iterable[Row], key: str = "network") -> dict[Any, list[Row]]:
     return groups
 
 
+@cache
+def published(figure: str) -> Any:
+    """Returns the paper's numbers of a figure, from the YAML file of its paper (the name's first word)."""
+    paper = figure.partition("_")[0]
+    return yaml.safe_load((Path(__file__).parent / f"{paper}.yaml").read_text())[figure]
+
+
 def attempt(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> Plan | None:
     """Returns a planner's plan, or None if it finds none."""
     try:
         return planner.plan(program, machine, limit)
     except agents.Infeasible:
         return None
+
+
+def overhead(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> float | None:
+    """Returns the overhead of a planner's plan, or None if it finds none."""
+    plan = attempt(planner, program, machine, limit)
+    return None if plan is None else simulate(program, plan, machine, limit).overhead
 
 
 def least_limit(planner: agents.Planner, program: Program, machine: Machine, tolerance: int) -> int:
@@ -158,49 +172,14 @@ def evaluate(program: Program, machine: Machine, limit: int, name: str, **option
     return {"overhead_percent": overhead_percent, "plan_s": seconds, "simulator_calls": planner.simulator_calls}
 
 
-_LABELS = {
-    "unet": "U-Net",
-    "lstm": "LSTM",
-    "kmeans": "K-means",
-    "resnet_stochastic": "ResNet110, stochastic depth",
-    "mlp": "MLP",
-    "gpt2_small": "GPT-2 small",
-    "gpt2_medium": "GPT-2 medium",
-    "llama": "Llama",
-    "llama3_8b": "Llama 3 8B",
-    "qwen3": "Qwen3 8B",
-    "mixtral": "Mixtral 8x7B",
-    "vit_l": "ViT-L/16",
-    "hourglass": "Stacked hourglass",
-    "randwire": "RandWire",
-    "bert": "BERT",
-    "transformer": "Transformer",
-    "fc_densenet": "FC-DenseNet",
-    "yolov3": "YOLOv3",
-    "inception_v3": "Inception V3",
-    "inception_v3_cifar": "Inception V3",
-    "inception_v4": "Inception V4",
-    "densenet121": "DenseNet121",
-    "mobilenet": "MobileNet",
-    "squeezenet": "SqueezeNet",
-    "plain20": "Plain20",
-    "resnet18_cifar": "ResNet18",
-    "vgg16_imagenet": "VGG16",
-    "resnet50_imagenet": "ResNet50",
-    "resnet101_imagenet": "ResNet101",
-    "resnet152_imagenet": "ResNet152",
-    "alexnet": "AlexNet",
-    "opt_125m": "OPT-125M",
-    "t5_small": "T5-small",
-    "convnext_tiny": "ConvNeXt-T",
-    "mobilenet_v2": "MobileNetV2",
-    "regnet_x_400mf": "RegNetX-400MF",
-}
+@cache
+def _labels() -> dict[str, str]:
+    return yaml.safe_load((Path(__file__).parent / "labels.yaml").read_text())
 
 
-def label(network: str) -> str:
-    """Returns a network's display name."""
-    return _LABELS.get(network) or network.replace("resnet", "ResNet").replace("vgg", "VGG")
+def label(name: str) -> str:
+    """Returns the display name of a network or a GPU."""
+    return _labels().get(name) or name.replace("resnet", "ResNet").replace("vgg", "VGG")
 
 
 def measured_ms(config: Mapping[str, Any], machine: Machine) -> float | None:

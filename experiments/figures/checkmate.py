@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
@@ -13,30 +13,28 @@ from agents.floor import floor
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure
+from experiments.figures.figure import Figure, Rows
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, floor as floor_area
 from experiments.plotting.palette import INK, look
 from simulator import Machine, Plan, Program, Rerun, simulate
 from simulator.files import read_json
 
 DATA = cli.CONFIGS.parent / "tests" / "data" / "checkmate"
-LABELS = {"un_11": "U-Net, batch 11", "resnet50_184": "ResNet-50, batch 184"}
-PUBLISHED = ("overhead_percent", "lower_bound_percent", "solve_seconds", "status")
-GIB = 2**30
-SAME = 5e-5  # points; the published overheads have four decimals
 
 
 class Checkmate(Figure):
     """Overhead against the memory budget of "Checkmate" (MLSys 2020), compared with planners that recompute."""
 
     name = "checkmate"
+    labels: ClassVar = {"un_11": "U-Net, batch 11", "resnet50_184": "ResNet-50, batch 184"}
+    same = 5e-5  # points; the published overheads have four decimals
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         if not (DATA / "answers.json").exists():
             raise cli.UsageError(f"{DATA} not found: the graphs come with the repository and the source distribution")
-        valid = {network: sorted(published(network)) for network in LABELS}
+        valid = {network: sorted(published(network)) for network in self.labels}
         planners: dict[str, Any] = cli.to_dict(settings)["planners"]
-        tasks: list[Row] = []
+        tasks: Rows = []
         for network, budgets in cli.to_dict(settings)["budgets"].items():
             if network not in valid:
                 raise cli.UsageError(f"figure.budgets: unknown network {network!r}{cli.nearest(network, set(valid))}")
@@ -48,7 +46,7 @@ class Checkmate(Figure):
 
     def run(self, task: Row, machine: Machine) -> Row:
         program = Program.load(DATA / f"{task['network']}.json.gz")
-        limit = int(task["budget_gib"] * GIB)
+        limit = int(task["budget_gib"] * 2**30)
         theirs = published(task["network"])[task["budget_gib"]]
         replayed = simulate(program, plan_from(theirs["run"]), machine, limit)
         results: Row = {}
@@ -68,32 +66,34 @@ class Checkmate(Figure):
                 "plan_s": seconds,
             }
         return {
-            "published": {key: theirs[key] for key in PUBLISHED},
+            "published": {
+                key: theirs[key] for key in ("overhead_percent", "lower_bound_percent", "solve_seconds", "status")
+            },
             "replayed": {"overhead_percent": round(100 * replayed.overhead, 4), "peak_bytes": replayed.peak_bytes},
             "floor_percent": round(100 * floor(program, machine, limit, "recompute").overhead, 4),
             "found": results,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         names = list(rows[0]["planners"])
         planners = []
         published = [row["published"]["overhead_percent"] for row in rows]
         for name in names:
             ours = [row["found"][name]["overhead_percent"] for row in rows]
             differences = [a - b for a, b in zip(ours, published, strict=True) if a is not None]
-            below = sum(o < -SAME for o in differences)
-            equal = sum(abs(o) <= SAME for o in differences)
+            below = sum(o < -self.same for o in differences)
+            equal = sum(abs(o) <= self.same for o in differences)
             planners.append({"label": look(name).label, "below": below, "same": equal})
         lines = [
             {
                 **row,
-                "label": LABELS[row["network"]],
+                "label": self.labels[row["network"]],
                 "solved": duration(row["published"]["solve_seconds"]),
                 "cells": [cell(row["found"][name]) for name in names],
             }
             for row in rows
         ]
-        exact = [abs(r["replayed"]["overhead_percent"] - b) <= SAME for r, b in zip(rows, published, strict=True)]
+        exact = [abs(r["replayed"]["overhead_percent"] - b) <= self.same for r, b in zip(rows, published, strict=True)]
         return {
             "lines": lines,
             "heads": [entry["label"] for entry in planners],
@@ -102,7 +102,7 @@ class Checkmate(Figure):
             "exact": sum(exact),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
         for network, lines in figures.group_by(sorted(rows, key=lambda row: row["budget_gib"])).items():
             budgets = [row["budget_gib"] for row in lines]
@@ -116,7 +116,7 @@ class Checkmate(Figure):
             marks.append(Line(budgets, published, INK, "Checkmate, Gurobi, up to 24 h", "_", "", size=16, front=5))
             panels.append(
                 Panel(
-                    LABELS[network],
+                    self.labels[network],
                     marks,
                     Axis("memory budget", "{:g} GiB"),
                     Axis("overhead of an iteration", "%", scale="log"),
@@ -127,7 +127,7 @@ class Checkmate(Figure):
 
 def published(network: str) -> dict[float, Row]:
     """Returns the published results of a network, by budget in GiB."""
-    models: list[Row] = read_json(DATA / "answers.json")["models"]
+    models: Rows = read_json(DATA / "answers.json")["models"]
     return {b["budget_gib"]: b for m in models if m["program"] == f"{network}.json.gz" for b in m["budgets"]}
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from operator import truediv
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig
@@ -29,7 +29,7 @@ from executor.compiled import ChainSolver, CompileError, allocated_peak, compile
 from executor.compiled.backend import CPU
 from experiments.common import cli
 from experiments.common.report import Row, warm_up
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.plotting.charts import Axis, Chart, Line, Panel
 from experiments.validate_gpu.networks import timed
 from experiments.workloads.llama import Llama, SwiGLU
@@ -37,18 +37,6 @@ from experiments.workloads.resnet import Plain
 from experiments.workloads.transformers import GPT2, ViT
 from simulator.machine import Machine
 from simulator.plan import Swap
-
-NEAR = 0.005  # of the memory; closer peaks count as one point
-
-
-LOOKS = {  # color, label, marker and line of each kind of method
-    "ours": ("C0", "ours", "o", "-"),
-    "joint": ("C5", "ours, with swaps", "X", ""),
-    "budget": ("C1", "PyTorch's budget", "s", ""),
-    "chains": ("C4", "its budget, our solver", "P", ""),
-    "checkpoint": ("C2", "checkpoint", "^", ""),
-    "none": ("C3", "torch.compile", "D", ""),
-}
 
 
 class WithLoss(nn.Module):
@@ -66,11 +54,19 @@ class Compiled(Figure):
     """Measured peaks and times of compiled steps: ours, PyTorch's memory budgets, checkpointing, and neither."""
 
     name = "compiled"
+    looks: ClassVar = {  # color, label, marker and line of each kind of method
+        "ours": ("C0", "ours", "o", "-"),
+        "joint": ("C5", "ours, with swaps", "X", ""),
+        "budget": ("C1", "PyTorch's budget", "s", ""),
+        "chains": ("C4", "its budget, our solver", "P", ""),
+        "checkpoint": ("C2", "checkpoint", "^", ""),
+        "none": ("C3", "torch.compile", "D", ""),
+    }
     needs_all_cores = True
     on_demand = True
     simulated = False
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         config = cli.to_dict(settings)
         if config["device"] not in ("cpu", "cuda"):
             raise cli.UsageError(f"figure.device: expected cpu or cuda, got {config['device']}")
@@ -98,7 +94,7 @@ class Compiled(Figure):
         result: Row = json.loads(process.stdout.splitlines()[-1])
         return result
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = []
         results = []
         lowest = 0
@@ -136,7 +132,7 @@ class Compiled(Figure):
             "differ": sum(not m["bits"] for m in planned),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
         device = rows[0]["on"]
         text, measure = ("on the CPU", "CPU time") if device == "CPU" else (f"on an {device}", "time")
@@ -144,7 +140,7 @@ class Compiled(Figure):
         for row in rows:
             methods = row["methods"]
             marks = []
-            for method_kind, look in LOOKS.items():
+            for method_kind, look in self.looks.items():
                 points = sorted(
                     (m["peak_bytes"] / methods["none"]["peak_bytes"], m["ratio"])
                     for name, m in methods.items()
@@ -156,7 +152,7 @@ class Compiled(Figure):
 
 
 def look_key(name: str, method: Row) -> str:
-    """Returns the key of a method in ``LOOKS``, or "" if its limit was refused."""
+    """Returns the key of a method in ``Compiled.looks``, or "" if its limit was refused."""
     if "refused" in method:
         return ""
     if method.get("ours"):
@@ -179,7 +175,7 @@ def measure_task(task: Row) -> Row:
     rows: dict[str, Row] = {}
     reference_bits: list[Tensor] = []
 
-    def add(name: str, make: Callable[[nn.Module], Any], **facts: Any) -> None:
+    def add(name: str, make: Callable[[nn.Module], Any], **details: Any) -> None:
         model_copy = copy.deepcopy(model)
         begin = _seconds()
         compiled = make(model_copy)
@@ -194,13 +190,13 @@ def measure_task(task: Row) -> Row:
         try:
             step()
         except CompileError as error:
-            rows[name] = {"refused": str(error).split("\n")[0], **facts}
+            rows[name] = {"refused": str(error).split("\n")[0], **details}
             return
-        rows[name] = row = {"compile_s": round(_seconds() - begin, 2), **facts}
+        rows[name] = row = {"compile_s": round(_seconds() - begin, 2), **details}
         gradients = [p.grad.clone() for p in model_copy.parameters() if p.grad is not None]
         model_copy.zero_grad()
         row["peak_bytes"] = allocated_peak(step, device)
-        if facts.get("ours"):
+        if details.get("ours"):
             (graph,) = report(compiled).graphs
             row |= {
                 "predicted_bytes": graph.peak_bytes,
@@ -214,14 +210,14 @@ def measure_task(task: Row) -> Row:
         row["bits"] = all(map(torch.equal, gradients, reference_bits))
         runs[name] = step
 
-    def add_ours(name: str, memory: int | float, mode: str = "recompute", **facts: Any) -> None:
+    def add_ours(name: str, memory: int | float, mode: str = "recompute", **details: Any) -> None:
         settings = {"memory": memory, "planner": task["planner"], "seconds": task["seconds"], "mode": mode}
-        add(name, lambda model_copy: compile(model_copy, **settings), ours=True, mode=mode, **facts)
+        add(name, lambda model_copy: compile(model_copy, **settings), ours=True, mode=mode, **details)
 
     def add_at_peak_of(name: str) -> None:
         """Measures our plan at the peak of a rival, unless another rival has the same peak."""
         peak_bytes = rows[name]["peak_bytes"]
-        has_match = any("beside" in m and abs(m["asked"] / peak_bytes - 1) < NEAR for m in rows.values())
+        has_match = any("beside" in m and abs(m["asked"] / peak_bytes - 1) < 0.005 for m in rows.values())
         if peak_bytes < rows["none"]["peak_bytes"] and not has_match:
             add_ours(f"at {name}", peak_bytes, beside=name, asked=peak_bytes)
 

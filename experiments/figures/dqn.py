@@ -21,17 +21,16 @@ from experiments.common import cli
 from experiments.common.bisection import bisect
 from experiments.common.report import Row
 from experiments.figures import group_by, network, program, share_of_peak
-from experiments.figures.figure import Figure
+from experiments.figures.figure import Figure, Rows
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
 from experiments.plotting.palette import FAINT, color
-from simulator import Machine, Program, simulate
+from simulator import Machine, Program
 from simulator.limits import limit_bytes
 
 if TYPE_CHECKING:
     from agents.learned.dqn_paper import Trainer
 
 
-CLOSE = 0.005  # of the peak; resolution of a baseline's smallest limit
 SAME = 1e-6  # overheads that differ by less count as equal
 
 
@@ -42,18 +41,14 @@ class Baseline(NamedTuple):
     planner: str
     options: dict[str, Any]
     marker: str
-    unsupported: tuple[str, ...]  # families that the paper's program could not run (section 5.1)
 
 
-_OTHERS = ("kmeans", "resnet_stochastic")
 BASELINES = {
-    "tflms": Baseline("TFLMS", "tflms", {}, "D", _OTHERS),
-    "memonger": Baseline("MXNet-memonger", "memonger", {}, "s", ("lstm", *_OTHERS)),
-    "sn_swap": Baseline("SuperNeurons, swap", "superneurons", {"mode": "swap"}, "v", ("lstm", *_OTHERS)),
-    "sn_recompute": Baseline(
-        "SuperNeurons, recompute", "superneurons", {"mode": "recompute"}, "^", ("resnet", "lstm", *_OTHERS)
-    ),
-    "sn_joint": Baseline("SuperNeurons, both", "superneurons", {"mode": "joint"}, "P", ("lstm", *_OTHERS)),
+    "tflms": Baseline("TFLMS", "tflms", {}, "D"),
+    "memonger": Baseline("MXNet-memonger", "memonger", {}, "s"),
+    "sn_swap": Baseline("SuperNeurons, swap", "superneurons", {"mode": "swap"}, "v"),
+    "sn_recompute": Baseline("SuperNeurons, recompute", "superneurons", {"mode": "recompute"}, "^"),
+    "sn_joint": Baseline("SuperNeurons, both", "superneurons", {"mode": "joint"}, "P"),
 }
 SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # planner and options by key of the rows; equal simulator calls
     "planned": ("dqn", {}),
@@ -61,9 +56,6 @@ SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # planner and options by ke
     "policy_search": ("policy_search", {}),
     "annealing": ("annealing", {}),
 }
-RIVALS = {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}  # baselines whose decisions the DQN's mode includes
-ORDER = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # families in the paper's order
-TOP = 0.6  # of the overhead axis; points above it are labeled
 MODES = {"swap": "DQN over edits, swap", "joint": "DQN over edits, swap and recompute"}
 
 
@@ -71,8 +63,11 @@ class Fig5(Figure):
     """Fig. 5: overhead against memory reduction, for the DQN over edits and the paper's baselines."""
 
     name = "dqn_fig5"
+    families = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # in the paper's order
+    close = 0.005  # of the peak; resolution of a baseline's smallest limit
+    top = 0.6  # of the overhead axis; points above it are labeled
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         groups = [[str(name) for name in group] for group in cli.values(settings, "groups")]
         figures.networks(OmegaConf.create({"networks": [name for group in groups for name in group]}))
         limits = figures.numbers(settings, "limits", lambda value: 0 < value < 1, "fractions between 0 and 1")
@@ -100,37 +95,41 @@ class Fig5(Figure):
             results[name] = compare(program, machine, task)
         return {"found": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         networks = results_by_network(rows)
         limits = rows[0]["limits"][-4:]
         all_duels = [duel for net in networks for duel in duels(net)]
         above = [duel for duel in all_duels if duel["worst"] > duel["theirs"] + SAME]
         below = [d["theirs"] - d["mean"] for d in all_duels if d["theirs"] > SAME and d["mean"] < float("inf")]
         details = [point for net in networks for mode in MODES for point in net.details[mode]]
+        # Searches are compared where all of them ran and found a plan, and none is free.
         planned = [point for point in details if (point["planned"] or 0.0) > SAME]
-        pairs = [p for p in planned if all(p[key] is not None for key in SEARCHES)]
+        compared = [point for point in planned if all(point[key] is not None for key in SEARCHES)]
+        means = {key: 100 * np.mean([point[key] for point in compared]) if compared else None for key in SEARCHES}
         gaps = [
             float(np.mean(net.dqn["joint"][limit])) - bound
             for net in networks
             for limit, bound in net.common["floor"]
             if net.dqn["joint"].get(limit)
         ]
+        heads = [f"−{1 - limit:.0%} memory" for limit in limits]
+        lines = [{"label": figures.label(net.name), "cells": cells(net, limits)} for net in networks]
+        at_floor = [gap for gap in gaps if gap <= SAME]
         return {
-            "heads": [f"−{1 - limit:.0%} memory" for limit in limits],
+            "heads": heads,
             "pairs": len(all_duels),
             "above": len(above),
-            "networks": [{"label": figures.label(net.name), "cells": cells(net, limits)} for net in networks],
+            "networks": lines,
             "below": 100 * np.median(below) if below else None,
-            "all": len(pairs) or None,
-            **{key: 100 * np.mean([p[key] for p in pairs]) if pairs else None for key in SEARCHES},
-            "calls": rows[0]["calls"],
+            "all": len(compared) or None,
+            **means,
             "seeds": max(net.seeds for net in networks),
             "gaps": len(gaps),
             "gap": 100 * max(gaps) if gaps else None,
-            "at_floor": sum(gap <= SAME for gap in gaps),
+            "at_floor": len(at_floor),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         limits = rows[0]["limits"]
         panels = []
         for net in results_by_network(rows):
@@ -141,7 +140,7 @@ class Fig5(Figure):
                 marks.append(Line(x, y, FAINT, "the floor: no plan is below", width=1, front=2))
             for key, baseline in BASELINES.items():
                 points = sorted(net.common["baselines"][key], reverse=True)
-                hollow = family(net.name) in baseline.unsupported
+                hollow = family(net.name) in self.published[key]
                 heights += [o for _, o in points]
                 x = [1 - share for share, _ in points]
                 y = [o for _, o in points]
@@ -165,7 +164,7 @@ class Fig5(Figure):
                     )
                 )
             highest = max(heights)
-            top = min(1.08 * highest, TOP)
+            top = min(1.08 * highest, self.top)
             overflow = f", to {highest:.0%}" if highest > top else ""
             missing = [b.label for key, b in BASELINES.items() if not net.common["baselines"][key]]
             none = ", ".join(missing) if len(missing) < len(BASELINES) else "any baseline"
@@ -213,7 +212,7 @@ def compare(program: Program, machine: Machine, task: Row) -> Row:
     }
 
 
-def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode: str, extra: list[Row]) -> list[Row]:
+def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode: str, extra: Rows) -> Rows:
     """Returns the overheads of SEARCHES at every limit, the loosest first.
 
     A plan for a tighter limit also fits the next, as does one of ``extra``, from a mode that this mode includes. No
@@ -230,9 +229,7 @@ def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode
         }
         shared = {"mode": mode, "min_bytes": task["min_bytes"], "seed": task["seed"], "calls": task["calls"]}
         for key, (planner, options) in SEARCHES.items() if point["overhead"] > 0 else ():
-            plan = figures.attempt(agents.make(planner, **options, **shared), program, machine, limit)
-            if plan is not None:
-                point[key] = simulate(program, plan, machine, limit).overhead
+            point[key] = figures.overhead(agents.make(planner, **options, **shared), program, machine, limit)
         if point["planned"] is not None:
             point["overhead"] = min(point["overhead"], point["planned"])
         if point["overhead"] < math.inf:
@@ -243,8 +240,7 @@ def sweep(program: Program, machine: Machine, limits: list[int], task: Row, mode
 def overhead(key: str, program: Program, machine: Machine, limit: int, min_bytes: int) -> float | None:
     """Returns a baseline's overhead within a limit, or None if it finds no plan."""
     planner = agents.make(BASELINES[key].planner, min_bytes=min_bytes, **BASELINES[key].options)
-    plan = figures.attempt(planner, program, machine, limit)
-    return None if plan is None else simulate(program, plan, machine, limit).overhead
+    return figures.overhead(planner, program, machine, limit)
 
 
 def smallest_limit(key: str, program: Program, machine: Machine, grid: list[int], min_bytes: int) -> int | None:
@@ -254,7 +250,7 @@ def smallest_limit(key: str, program: Program, machine: Machine, grid: list[int]
         return None
     high = min(feasible)
     low = max((limit for limit in grid if limit < high), default=high)
-    tolerance = int(CLOSE * program.peak_bytes)
+    tolerance = int(Fig5.close * program.peak_bytes)
     return bisect(lambda n: overhead(key, program, machine, n, min_bytes) is not None, low, high, tolerance)[1]
 
 
@@ -264,14 +260,14 @@ class Network(NamedTuple):
     name: str
     common: Row  # results that do not depend on the seed
     dqn: dict[str, dict[float, list[float]]]  # by mode and limit, over the seeds that found a plan
-    details: dict[str, list[Row]]  # by mode, over limits and seeds
+    details: dict[str, Rows]  # by mode, over limits and seeds
     seeds: int
 
 
-def results_by_network(rows: list[Row]) -> list[Network]:
+def results_by_network(rows: Rows) -> list[Network]:
     """Returns the networks in the order of the paper's families, then of the tasks."""
     names = list(dict.fromkeys(name for row in rows for name in row["networks"]))
-    names.sort(key=lambda name: [*ORDER, family(name)].index(family(name)))
+    names.sort(key=lambda name: [*Fig5.families, family(name)].index(family(name)))
     results = []
     for name in names:
         runs = [row["found"][name] for row in sorted(rows, key=lambda r: r["seed"]) if name in row["networks"]]
@@ -295,7 +291,8 @@ def duels(net: Network) -> Iterator[Row]:
     Each has the DQN's mean and worst overhead over its seeds (infinite if a seed has no plan), and the rival's
     overhead.
     """
-    for mode, rivals in RIVALS.items():
+    # A mode is compared with the baselines whose decisions it includes.
+    for mode, rivals in {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}.items():
         for key in rivals:
             for limit, theirs in net.common["baselines"][key]:
                 ours = net.dqn[mode].get(limit, [])
@@ -333,22 +330,22 @@ def cells(net: Network, limits: list[float]) -> list[str]:
     return cells
 
 
-PARTS = 10  # parts of a training whose mean overheads are stored
-KEYS = {"network", "episodes", "tuned", "agent", "small", "small_episodes"}
-INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#777777")
-
-
 class Paper(Figure):
     """Trainings of the DQN paper's plain form on one task: as printed, tuned, and fine-tuned from a smaller network."""
 
     name = "dqn_paper"
     on_demand = True
+    parts = 10  # of a training, whose mean overheads are stored
+    keys = ("network", "episodes", "tuned", "agent", "small", "small_episodes")  # of a line in the settings
+    inks = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#777777")
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         config = cli.to_dict(settings)
         for name, line in config["lines"].items():
-            if not isinstance(line, dict) or not {"network", "episodes"} <= set(line) <= KEYS:
-                raise cli.UsageError(f"figure.lines.{name}: expected network, episodes and some of {', '.join(KEYS)}")
+            if not isinstance(line, dict) or not {"network", "episodes"} <= set(line) <= set(self.keys):
+                raise cli.UsageError(
+                    f"figure.lines.{name}: expected network, episodes and some of {', '.join(self.keys)}"
+                )
             for key in ("network", "small"):
                 network(str(line.get(key, line["network"])), f"lines.{name}.{key}")
         limit = share_of_peak(config["limit"])
@@ -376,14 +373,14 @@ class Paper(Figure):
             "q_after": trainer.first_value(),
             "best": percent(trainer.best_overhead),
             "mean": round(float(np.mean(overheads)), 4),
-            "parts": [round(float(part.mean()), 4) for part in np.array_split(overheads, PARTS)],
+            "parts": [round(float(part.mean()), 4) for part in np.array_split(overheads, self.parts)],
             "updates": trainer.updates,
-            "steps": float(np.mean([e.steps for e in trainer.history[-PARTS:]])),
+            "steps": float(np.mean([e.steps for e in trainer.history[-self.parts :]])),
             "simulator_calls": trainer.simulator_calls,
             "small_simulator_calls": small_calls,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = []
         for name, runs in group_by(rows, "line").items():
             learns = runs[0]["updates"] > 0
@@ -399,13 +396,15 @@ class Paper(Figure):
             )
         return {"lines": lines}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         marks = []
-        for (name, runs), ink in zip(group_by(rows, "line").items(), INKS, strict=False):  # others are in the table
+        for (name, runs), ink in zip(
+            group_by(rows, "line").items(), self.inks, strict=False
+        ):  # others are in the table
             parts = np.array([run["parts"] for run in runs])
             marks.append(
                 Line(
-                    (np.arange(PARTS) + 1) * runs[0]["episodes"] / PARTS,
+                    (np.arange(self.parts) + 1) * runs[0]["episodes"] / self.parts,
                     parts.mean(0),
                     ink,
                     name,
@@ -440,5 +439,5 @@ def percent(overhead: float) -> float | None:
     return None if math.isnan(overhead) else round(100 * overhead, 4)
 
 
-def _cell(runs: list[Row], key: str, has_value: bool = True) -> str:
+def _cell(runs: Rows, key: str, has_value: bool = True) -> str:
     return ", ".join("none" if run[key] is None else f"{run[key]:.2f}" for run in runs) if has_value else "–"

@@ -1,39 +1,39 @@
-"""Base class of figures, and the templates of their texts.
+"""Base class of figures, and the Jinja2 templates of their texts.
 
 A figure is a class in its paper's module, and a section of the paper's page (Markdown). A section has a title, a
-paragraph, a table and a list of notes; text after its ``###`` is not on the generated page.
-``{name}`` is replaced as in ``str.format`` (see ``fill``). A table row or note that begins with ``[networks]`` is
-repeated for each mapping in the list ``networks`` (``[networks if batch in 1; 8]``, in brief: for those with such a
-``batch``, if all of these exist); ``label`` is by default that of its ``network``. A cell ``[limits]`` becomes a column
-per entry of that list.
+paragraph, a table and a list of notes; text after its ``###`` is not on the generated page. The template's variables
+are the figure's ``template_values`` and ``rows``. Filters beside Jinja's: ``f`` formats as ``str.format`` does;
+``MiB``, ``GiB``, ``GB`` and ``ms`` convert from bytes and ns; ``columns`` writes a list as table cells; ``brief``
+selects the rows of the committed page. A cell of a missing value (None) is empty, and a note with one is left out.
 """
 
 from __future__ import annotations
 
 import re
-import string
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import jinja2
+from jinja2.runtime import Context
 from omegaconf import DictConfig
 
 from experiments.common.report import Row
-from experiments.figures import label, networks
+from experiments.figures import label, networks, published
 from simulator.machine import Machine
 
 if TYPE_CHECKING:
     from experiments.plotting.charts import Chart
 
 FOLDER = Path(__file__).parent
-UNITS = {"M": 2**20, "G": 2**30, "B": 10**9, "t": 10**6}  # MiB, GiB, GB; ms of ns
+Rows = list[Row]
 
 
 class Figure:
-    """One figure or table.
+    """One figure or table; a subclass with a ``name`` is found by it.
 
     Attributes:
         name: Name of its YAML in configs/figure and of its section in a page.
@@ -43,13 +43,17 @@ class Figure:
         simulated: Whether the picture's title says "(simulated)"; False for measurements.
     """
 
+    by_name: ClassVar[dict[str, type[Figure]]] = {}
     name = ""
     paper_networks: Collection[str] = ()
     needs_all_cores = False
     on_demand = False
     simulated = True
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def __init_subclass__(cls) -> None:
+        Figure.by_name[cls.name] = cls
+
+    def tasks(self, settings: DictConfig) -> Rows:
         """Returns the tasks, by default one per network, as JSON-serializable data.
 
         The longest task comes last, since tasks start from the end; a process runs one at a time.
@@ -63,13 +67,18 @@ class Figure:
         """Returns the result of a task, which is added to the task to form a row."""
         raise NotImplementedError
 
-    def numbers(self, rows: list[Row]) -> Row:
-        """Returns the values that the table and the notes use, by default the rows as ``networks``."""
+    def template_values(self, rows: Rows) -> Row:
+        """Returns the variables of the section's template, by default the rows as ``networks``."""
         return {"networks": rows}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         """Returns the picture of the rows."""
         raise NotImplementedError
+
+    @property
+    def published(self) -> Any:
+        """The paper's numbers."""
+        return published(self.name)
 
     @property
     def text(self) -> str:
@@ -86,19 +95,18 @@ class Figure:
         """First paragraph of the section."""
         return " ".join(self.text.partition("\n")[2].partition("\n|")[0].split())
 
-    def format_text(self, rows: list[Row], brief: bool = False) -> tuple[list[str], list[list[str]], list[str]]:
+    def format_text(self, rows: Rows, brief: bool = False) -> tuple[list[str], list[list[str]], list[str]]:
         """Returns headings and cells of the table (empty without a value), and the notes with all values present.
 
         ``brief`` selects the rows of the committed page.
         """
-        head, *notes = re.split(r"\n- ", self.text.partition("\n### ")[0])
-        table = [[cell.strip() for cell in line.strip("|").split("|")] for line in head.splitlines() if line[:1] == "|"]
-        numbers = self.numbers(rows)
-        cells = [_cells(parts, row) for line in table[2:] for parts, row in _rows(line, numbers, brief)]
-        text = [fill(parts[0], row) for note in notes for parts, row in _rows([" ".join(note.split())], numbers, brief)]
-        return _cells(table[0], numbers), cells, [note for note in text if note]
+        template = TEMPLATES.from_string(self.text.partition("\n### ")[0])
+        head, *notes = re.split(r"\n- ", template.render(self.template_values(rows), rows=rows, brief=brief))
+        lines = [line.strip("|").split("|") for line in head.splitlines() if line.startswith("|")]
+        heads, _, *cells = [["" if MISSING in cell else cell.strip() for cell in line] for line in lines]
+        return heads, cells, [" ".join(note.split()) for note in notes if MISSING not in note]
 
-    def draw(self, rows: list[Row], path: Path) -> None:
+    def draw(self, rows: Rows, path: Path) -> None:
         """Saves the picture as PNG."""
         from experiments.plotting import charts  # importing Matplotlib is slow
 
@@ -110,12 +118,10 @@ class Figure:
 
 @cache
 def find(name: str) -> Figure:
-    """Returns a figure by name; raises KeyError if no module defines it."""
-    for path in FOLDER.glob("*.py"):
-        if f'name = "{name}"\n' in path.read_text():
-            module = vars(import_module(f"experiments.figures.{path.stem}"))
-            return next(cls for cls in module.values() if isinstance(cls, type) and cls.__dict__.get("name") == name)()
-    raise KeyError(name)
+    """Returns a figure by name; raises KeyError if no module of its paper (the name's first word) defines it."""
+    for path in FOLDER.glob(f"{name.partition('_')[0]}*.py"):
+        import_module(f"experiments.figures.{path.stem}")
+    return Figure.by_name[name]()
 
 
 @cache
@@ -132,6 +138,9 @@ class Range:
     def __init__(self, values: Iterable[float]) -> None:
         self.values = list(values)
 
+    def __truediv__(self, unit: float) -> Range:
+        return Range(value / unit for value in self.values)
+
     def __format__(self, spec: str) -> str:
         low, high = (format(extremum(self.values), spec) for extremum in (min, max))
         return low if low == high else f"{low} to {high}"
@@ -143,61 +152,44 @@ def span(values: Iterable[float | None]) -> Range | None:
     return Range(numbers) if numbers else None
 
 
-def fill(template: str, values: Mapping[str, Any]) -> str | None:
-    """Fills a template, or returns None if one of its values is None.
-
-    A list is joined by commas. ``{x!M}`` converts to MiB, ``!G`` to GiB, ``!B`` to GB of 10^9 bytes, ``!t`` ns to ms.
-
-    Raises:
-        KeyError: A name has no value.
-    """
-    try:
-        return _Formatter().vformat(template, (), values)
-    except _Missing:
-        return None
+MISSING = "\0"  # what a template writes for None
 
 
-def _rows(parts: list[str], numbers: Row, brief: bool) -> Iterator[tuple[list[str], Row]]:
-    """Yields a row or note once per entry of the list that it names, with the values of each."""
-    match = re.match(r"\[(\w+)(?: if (\w+) in ([^\]]+))?\] ", parts[0])
-    entries: list[Row] = numbers[match[1]] if match else [{}]
-    entries = [{"label": label(entry["network"]), **entry} if "network" in entry else entry for entry in entries]
-    if match and match[2] and brief:
-        brief_values = set(match[3].split("; "))
-        if brief_values <= {str(entry[match[2]]) for entry in entries}:  # else a user's own settings: show all
-            entries = [entry for entry in entries if str(entry[match[2]]) in brief_values]
-    for entry in entries:
-        yield [parts[0][match.end() :] if match else parts[0], *parts[1:]], {**numbers, **entry}
+class _Absent(jinja2.ChainableUndefined):
+    """An entry of None, which is missing too; every other undefined name is an error."""
+
+    def __init__(self, hint: str | None = None, obj: Any = jinja2.runtime.missing, name: Any = None, *_: Any) -> None:
+        if obj is not None and not isinstance(obj, _Absent):
+            raise KeyError(name)
+        super().__init__(hint, obj, name)
 
 
-def _cells(templates: list[str], values: Row) -> list[str]:
-    out: list[str] = []
-    for cell in templates:
-        match = re.fullmatch(r"\[(\w+)\]", cell)
-        out += map(str, values[match[1]]) if match else [fill(cell, values) or ""]
-    return out
+def _format(value: Any, spec: str = "") -> str:
+    """Formats a value, or each entry of a list."""
+    if value is None or isinstance(value, _Absent):
+        return MISSING
+    return ", ".join(format(entry, spec) for entry in value) if isinstance(value, list) else format(value, spec)
 
 
-class _Missing(Exception):
-    """Raised if a value of a template is None."""
+def _in_unit(unit: float, value: Any) -> Any:
+    return value if value is None or isinstance(value, _Absent) else value / unit
 
 
-class _Formatter(string.Formatter):
-    def get_field(self, name: str, args: Sequence[Any], values: Mapping[str, Any]) -> tuple[Any, str]:
-        """Looks up a field as ``str.format`` does; raises _Missing for None."""
-        first, *keys = re.findall(r"[^\[\].]+", name)
-        value = values[first]
-        for key in keys:
-            value = None if value is None else value[int(key) if isinstance(value, (list, tuple)) else key]
-        if value is None:
-            raise _Missing
-        return value, first
+def _columns(values: Iterable[object], spec: str = "") -> str:
+    """Formats the values as cells."""
+    return " | ".join(format(value, spec) for value in values)
 
-    def convert_field(self, value: Any, conversion: str | None) -> Any:
-        if conversion not in UNITS:
-            return value
-        unit = UNITS[conversion]
-        return Range(number / unit for number in value.values) if isinstance(value, Range) else value / unit
 
-    def format_field(self, value: Any, spec: str) -> str:
-        return ", ".join(format(entry, spec) for entry in value) if isinstance(value, list) else format(value, spec)
+@jinja2.pass_context
+def _brief(context: Context, rows: Rows, key: str, *values: object) -> Rows:
+    """Keeps the rows with one of the values of ``key`` on the committed page, and all rows if a value has no row."""
+    chosen = [row for row in rows if row[key] in values]
+    is_complete = {row[key] for row in chosen} == set(values)  # else these are a user's own settings
+    return chosen if context["brief"] and is_complete else rows
+
+
+TEMPLATES = jinja2.Environment(undefined=_Absent, finalize=_format, trim_blocks=True, keep_trailing_newline=True)
+TEMPLATES.filters |= {"f": _format, "columns": _columns, "brief": _brief, "label": label}
+TEMPLATES.filters |= {
+    unit: partial(_in_unit, size) for unit, size in {"MiB": 2**20, "GiB": 2**30, "GB": 10**9, "ms": 10**6}.items()
+}

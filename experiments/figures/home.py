@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import zip_longest
 from statistics import fmean
+from typing import ClassVar
 
 import numpy as np
 from omegaconf import DictConfig
@@ -17,12 +18,12 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
-from experiments.figures import choices, home_networks as home
-from experiments.figures.figure import Figure, span
-from experiments.figures.home_networks import ASPLOS, DASHES, LOOKS, METHODS, NETWORKS, TABLE2
+from experiments.figures import home_networks as home, published
+from experiments.figures.figure import Figure, Rows, span
+from experiments.figures.home_networks import ASPLOS, LOOKS, METHODS, NETWORKS, TABLE2
 from experiments.measured.replays import FOLDER, Replay, replays
 from experiments.plotting.charts import ONE, Axis, Bars, Chart, Line, Mark, Panel, Rule, Words, pairs
-from experiments.plotting.palette import INK, PARTS, Look, look
+from experiments.plotting.palette import INK, Look, look
 from simulator.compiled.engine import simulate
 from simulator.files import load_json
 from simulator.machine import Machine
@@ -37,7 +38,7 @@ class Table2(Figure):
     name = "home_table2"
     paper_networks = NETWORKS
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         resolution = cli.number(settings, "resolution")
         if not 0 < resolution < 1:
             raise cli.UsageError(f"figure.resolution: expected a number between 0 and 1, got {resolution}")
@@ -84,13 +85,10 @@ class Table2(Figure):
             }
         return {"limit": machine.memory_bytes, "factor": sizes.factor, "found": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
-        networks = [facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [table2_entry(row) for row in rows]
         return {
             "networks": networks,
-            "limit": rows[0]["limit"],
-            "slower": rows[0]["slower"],
-            "count": len(rows),
             **{f"{key}s": span(net[key] for net in networks) for key in ("gain", "gain_paper", "bounded_over")},
             "ahead": [
                 {
@@ -104,8 +102,8 @@ class Table2(Figure):
             ],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = [facts(row) for row in rows]
+    def chart(self, rows: Rows) -> Chart:
+        networks = [table2_entry(row) for row in rows]
         panels: dict[str, list[Mark]] = {key: [ONE] for key in ("batch", "bounded", "rate_at", "rate")}
         for shift, method in zip((-0.25, 0, 0.25), ("Capuchin", ASPLOS, "HOME"), strict=True):
             for key, marks in panels.items():
@@ -163,7 +161,7 @@ def largest_batch(is_feasible: Callable[[int], bool], low: int, high: int, resol
     return low
 
 
-def facts(row: Row) -> Row:
+def table2_entry(row: Row) -> Row:
     """Returns one network's batches and images/s by method, at its own and at the paper's largest batch."""
     paper = NETWORKS[row["network"]]
     results = row["found"]
@@ -189,17 +187,15 @@ def facts(row: Row) -> Row:
     }
 
 
-COMPARED = 0.5  # least share of the claims; the paper's batches are large
-CLAIMS = {"vDNN": 5.7, "SuperNeurons": 2.0, "Capuchin": 1.3, ASPLOS: 1.3}  # "up to": HOME's throughput over theirs
-
-
 class Fig6(Figure):
     """Fig. 6: images per second against the batch size, with the kernel-time model at each size."""
 
     name = "home_fig6"
     paper_networks = NETWORKS
+    compared = 0.5  # least share of the claims; the paper's batches are large
+    dashes: ClassVar = {"vDNN": "-.", "SuperNeurons": ":", "Capuchin": "--", ASPLOS: (0, (6, 2))}
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         shares = figures.numbers(settings, "shares", lambda value: 0 < value < float("inf"), "positive numbers")
         options = home.search_options(settings)
         return [{**task, "share": share, **options} for task in super().tasks(settings) for share in sorted(shares)]
@@ -211,13 +207,13 @@ class Fig6(Figure):
         results = {method: home.run_plan(program, plan, machine) for method, plan in plans.items()}
         return {"batch": batch, "limit": machine.memory_bytes, "ideal_ns": program.ideal_ns, "methods": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         claims = []
-        for rival, theirs in CLAIMS.items():
+        for rival, theirs in self.published.items():
             speedups = [
                 (ours / other, f"{NETWORKS[r['network']].label}, batch {r['batch']:,}", r["share"] > 1)
                 for r in rows
-                if r["share"] >= COMPARED
+                if r["share"] >= self.compared
                 if (ours := rate(r, "HOME")) and (other := rate(r, rival))
             ]
             needed = [times for times, _, is_needed in speedups if is_needed]
@@ -243,7 +239,7 @@ class Fig6(Figure):
             "over_plain": max((ours / plain for ours, plain in ends if plain), default=None),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         images = []
         overheads = []
         for network, lines in figures.group_by(rows).items():
@@ -252,7 +248,7 @@ class Fig6(Figure):
             rates: list[Mark] = []
             losses: list[Mark] = []
             for method, (_, color, marker) in LOOKS.items():
-                dash = DASHES.get(method, "-")
+                dash = self.dashes.get(method, "-")
                 name = f"{method}, ours"
                 if method != "PyTorch":
                     overhead = [(row["methods"][method] or {}).get("overhead") for row in short]
@@ -323,23 +319,18 @@ def cells(row: Row) -> list[str]:
     return [f"{images:,.0f}{' (all)' * (run['planner'] == 'vdnn_all')}" if images else "–" for images, run in runs]
 
 
-# Section 4.3: parts of the iteration, as far as the text gives them.
-PAPER: dict[str, dict[str, dict[str, float]]] = {
-    "vgg16": {
-        "vDNN": {"swapping": 0.75},
-        "SuperNeurons": {"recomputation": 0.205, "swapping": 0.09},
-        "HOME": {"overlap": 0.57, "swapping": 0.0},
-    },
-    "inception_v3_cifar": {"vDNN": {"swapping": 0.34}, "Capuchin": {"swapping": 0.05}, "HOME": {"swapping": 0.01}},
-}
-
-
 class Fig7(Figure):
     """Fig. 7: breakdown of an iteration of vDNN, SuperNeurons, Capuchin and HOME."""
 
     name = "home_fig7"
+    parts: ClassVar = {  # of an iteration: color and hatch
+        "computation": ("#9a9a9a", ""),
+        "overlap": ("#1f5fa8", "//"),
+        "recomputation": ("#8e5bd0", "xx"),
+        "swapping": ("#cb181d", ".."),
+    }
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         batches = figures.batch_sizes(settings, 2)
         for name in batches.keys() - NETWORKS.keys():
             raise cli.UsageError(f"figure.batches: {name!r} is not one of HOME's networks ({', '.join(NETWORKS)})")
@@ -362,10 +353,10 @@ class Fig7(Figure):
                 }
         return {"unplanned": home.unplanned_batch(sizes), "ideal_ns": program.ideal_ns, "methods": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         return {"lines": fig7_lines(rows)}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         times = []
         shares = []
         for row in rows:
@@ -374,7 +365,7 @@ class Fig7(Figure):
             marks: list[Mark] = [Rule(1)]
             starts = np.zeros(len(methods))
             longest = max((line["found"]["iteration_ns"] for line in methods if line["found"]), default=0) / unit
-            for part, ink in PARTS.items():
+            for part, (ink, hatch) in self.parts.items():
                 width = np.array([line["found"]["parts"][part] / unit if line["found"] else 0.0 for line in methods])
                 texts = [
                     f"{line['ours'][part] or 0:.0%}" * bool(w > 0.08 * longest)
@@ -390,7 +381,7 @@ class Fig7(Figure):
                         starts,
                         texts=texts,
                         inside=True,
-                        hatch=HATCHES[part],
+                        hatch=hatch,
                     )
                 )
                 starts = starts + width
@@ -429,7 +420,9 @@ def split_iteration(timeline: Timeline) -> dict[str, int]:
     overlap_ns = sum(b - a for a, b in overlap_out + overlap_in) - sum(b - a for a, b in intersect(overlap_out, ins))
     breakdown = timeline.breakdown
     waits = breakdown.stall_memory_ns + breakdown.stall_data_ns
-    return dict(zip(PARTS, (breakdown.compute_ns - overlap_ns, overlap_ns, breakdown.recompute_ns, waits), strict=True))
+    return dict(
+        zip(Fig7.parts, (breakdown.compute_ns - overlap_ns, overlap_ns, breakdown.recompute_ns, waits), strict=True)
+    )
 
 
 def intersect(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -438,14 +431,17 @@ def intersect(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> li
     return [(start, end) for start, end in pairs if start < end]
 
 
-def fig7_lines(rows: list[Row]) -> list[Row]:
+def fig7_lines(rows: Rows) -> Rows:
     """Returns a line per network and method; table cells have the paper's share, if stated, and ours."""
     lines = []
     for row in rows:
         for method, result in row["methods"].items():
-            ours = {part: result["parts"][part] / result["iteration_ns"] if result else None for part in PARTS}
-            paper = {**dict.fromkeys(PARTS), **(PAPER.get(row["network"], {}).get(method, {}) if result else {})}
-            shares = [(paper[part], ours[part]) for part in PARTS]
+            ours = {part: result["parts"][part] / result["iteration_ns"] if result else None for part in Fig7.parts}
+            paper = {
+                **dict.fromkeys(Fig7.parts),
+                **(published("home_fig7").get(row["network"], {}).get(method, {}) if result else {}),
+            }
+            shares = [(paper[part], ours[part]) for part in Fig7.parts]
             lines.append(
                 {
                     "network": NETWORKS[row["network"]].label,
@@ -465,23 +461,19 @@ def fig7_lines(rows: list[Row]) -> list[Row]:
     return lines
 
 
-HATCHES = {"computation": "", "overlap": "//", "recomputation": "xx", "swapping": ".."}
-EXECUTORS = {"streams": "launches from Python", "graph": "one CUDA graph"}
-GRAPH = EXECUTORS["graph"]
-STREAMS = EXECUTORS["streams"]
-REPLAYED = {"resnet50_imagenet_bf16": "ResNet-50", "gpt2_medium_bf16": "GPT-2 medium", "llama_bf16": "Llama"}
-
-
 class Fig9(Figure):
     """Fig. 9: times predicted by the evaluator, and measured on an H200."""
 
     name = "home_fig9"
+    streams = "launches from Python"
+    graph = "one CUDA graph"
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
-        return [{"executor": EXECUTORS[name]} for name in choices(settings, "executors", EXECUTORS)]
+    def tasks(self, settings: DictConfig) -> Rows:
+        names = figures.choices(settings, "executors", ("streams", "graph"))
+        return [{"executor": getattr(self, name)} for name in names]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        if task["executor"] == STREAMS:
+        if task["executor"] == self.streams:
             return {"replays": [row._asdict() for row in replays()]}
         replayed = []
         for row in load_json(FOLDER / "probe.json", lambda data: data["rows"]):  # type: ignore[index]
@@ -493,20 +485,20 @@ class Fig9(Figure):
                 replayed.append(replay._asdict())
         return {"replays": replayed}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = [
             {
                 **run,
                 "executor": row["executor"],
                 "error": run["predicted_ns"] / run["measured_ns"] - 1,
-                "label": f"{REPLAYED[run['workload']]} {run['fraction']:.0%}, {run['planner']}",
+                "label": f"{figures.label(run['workload'])} {run['fraction']:.0%}, {run['planner']}",
             }
-            for row in sorted(rows, key=lambda row: row["executor"] != GRAPH)
+            for row in sorted(rows, key=lambda row: row["executor"] != self.graph)
             for run in row["replays"]
         ]
         plans: dict[str, Row] = {}
         summary: Row = {}
-        for name, executor in (("graph", GRAPH), ("streams", STREAMS)):
+        for name, executor in (("graph", self.graph), ("streams", self.streams)):
             group = [run for run in lines if run["executor"] == executor]
             errors = [abs(run["error"]) for run in group]
             before = [abs(run["before_ns"] / run["measured_ns"] - 1) for run in group]
@@ -522,14 +514,14 @@ class Fig9(Figure):
                 plans.setdefault(run["label"], {"label": run["label"], "graph": None, "streams": None})[name] = run
         return {"lines": lines, "plans": list(plans.values()), **summary}
 
-    def chart(self, rows: list[Row]) -> Chart:
-        lines = self.numbers(rows)["lines"]
+    def chart(self, rows: Rows) -> Chart:
+        lines = self.template_values(rows)["lines"]
         names = list(dict.fromkeys(line["label"] for line in lines))
         marks: list[Line | Rule] = [Rule(0), Rule(1, line=":", text="paper: below 1 %"), Rule(-1, line=":")]
-        for executor, color, marker in ((GRAPH, look("home").color, "o"), (STREAMS, INK, "^")):
+        for executor, color, marker in ((self.graph, look("home").color, "o"), (self.streams, INK, "^")):
             group = [line for line in lines if line["executor"] == executor]
             positions = [names.index(line["label"]) for line in group]
             errors = [100 * line["error"] for line in group]
-            marks.append(Line(errors, positions, color, executor, marker, "", hollow=executor == STREAMS))
+            marks.append(Line(errors, positions, color, executor, marker, "", hollow=executor == self.streams))
         panel = Panel("", marks, Axis("predicted − measured, % of measured", "{:g}"), Axis(names=names))
         return Chart("Simulated iterations against replays on an H200", [panel], size=(6.5, 0.3 * len(names) + 1.2))

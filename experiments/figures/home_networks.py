@@ -17,7 +17,7 @@ from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
 from experiments.plan.capture import Batches
-from experiments.plotting.palette import CAPUCHIN_LAYERS, Look, look
+from experiments.plotting.palette import Look, look
 from simulator.compiled.engine import simulate
 from simulator.kernel_times import scaled
 from simulator.machine import Machine
@@ -25,31 +25,19 @@ from simulator.plan import Plan, Recompute, Swap
 from simulator.program import Program
 
 
-class Paper(NamedTuple):
-    """Tables 2 and 3 for one network.
-
-    Largest batch and images/s of PyTorch, Capuchin and HOME; HOME's search time in seconds and evaluation time in ms.
-    """
+class Published(NamedTuple):
+    """Tables 2 and 3 for one network; tuples are of PyTorch, Capuchin and HOME."""
 
     label: str
-    batch: tuple[int, int, int]
-    throughput: tuple[int, int, int]
-    search_s: int
-    evaluation_ms: float
+    batch: tuple[int, int, int]  # the largest
+    throughput: tuple[int, int, int]  # images/s
+    search_s: int  # of HOME
+    evaluation_ms: float  # of HOME
 
 
-# By workload. The paper names only the networks and CIFAR-10; the variants are those whose largest batch in PyTorch
-# and whose roofline come close to the paper's.
-NETWORKS = {
-    "mobilenet": Paper("MobileNet", (2012, 3954, 4200), (1706, 2999, 3426), 28, 1.7),
-    "squeezenet": Paper("SqueezeNet", (1667, 4056, 4347), (6273, 5719, 6613), 9, 0.5),
-    "plain20": Paper("Plain20", (1040, 2843, 2926), (2368, 2012, 2554), 41, 2.2),
-    "vgg16": Paper("VGG16", (2759, 4250, 5125), (2786, 5120, 6211), 25, 1.4),
-    "resnet18_cifar": Paper("ResNet", (1255, 2014, 2576), (2285, 2179, 2519), 10, 0.6),
-    "inception_v3_cifar": Paper("InceptionV3", (125, 345, 365), (257, 240, 280), 350, 21.8),
-}
+NETWORKS = {name: Published(**entry) for name, entry in figures.published("home_table2").items()}  # by workload
 ASPLOS = "Capuchin (ASPLOS)"
-TABLE2 = {"PyTorch": 0, "Capuchin": 1, ASPLOS: 1, "HOME": 2}  # and columns of ``Paper``
+TABLE2 = {"PyTorch": 0, "Capuchin": 1, ASPLOS: 1, "HOME": 2}  # and columns of ``Published``
 # The first planner that fits is used. As section 4.1 describes them, vDNN applies fixed rules, whether or not memory is
 # short, and Capuchin decides layer by layer; ASPLOS is Capuchin by its own paper. SuperNeurons uses the fastest of its
 # settings, although it drops all cheap outputs there.
@@ -62,8 +50,7 @@ METHODS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "HOME": (("home", {"jobs": 1}),),
 }
 LOOKS = {method: look(planners[0][0])._replace(label=method) for method, planners in METHODS.items()}
-LOOKS["Capuchin"] = Look("Capuchin", CAPUCHIN_LAYERS, "D")
-DASHES = {"vDNN": "-.", "SuperNeurons": ":", "Capuchin": "--", ASPLOS: (0, (6, 2))}
+LOOKS["Capuchin"] = Look("Capuchin", "#1f5fa8", "D")
 SEARCH = ("particles", "iterations")  # HOME's options
 CAPTURED = (64, 128)  # batch sizes; others are interpolated or extrapolated
 MOST = 100_000  # batch size

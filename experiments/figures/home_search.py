@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,18 +19,12 @@ from agents.heuristics.layers import feature_maps
 from experiments import figures
 from experiments.common.report import Row, warm_up
 from experiments.figures import home_networks as home
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.home_networks import NETWORKS
 from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule, pairs
-from experiments.plotting.palette import FAINT, INK, SWARM, look
+from experiments.plotting.palette import FAINT, INK, look
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-
-STATED = {"resnet18_cifar": 16, "squeezenet": 30, "inception_v3_cifar": 89}  # iterations until close to the end
-OTHERS = 42  # "other models only need 42 iterations on average"
-NEAR = 0.01  # of the final time; counts as "close"
-MARKERS = {"worst": "v", "mean": "s", "best": "o"}
-NAMES = dict(zip(UPDATES, ("Algorithm 3", "one evaluation"), strict=True))
 
 
 class Fig8(Figure):
@@ -37,8 +32,14 @@ class Fig8(Figure):
 
     name = "home_fig8"
     paper_networks = NETWORKS
+    near = 0.01  # of the final time; counts as "close"
+    swarm: ClassVar = {  # label, color and marker of a curve
+        "worst": ("worst particle", "#9a9a9a", "v"),
+        "mean": ("mean of the particles", "#1f5fa8", "s"),
+        "best": ("best particle", "#cb181d", "o"),
+    }
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         share = home.batch_share(settings)
         options = home.search_options(settings)
         seeds = figures.integers(settings, "seeds", 0)
@@ -54,51 +55,53 @@ class Fig8(Figure):
         options = {key: task[key] for key in ("particles", "iterations", "seed", "update")}
         planner = HOME(**options, jobs=1)
         planner.plan(program, machine, machine.memory_bytes)
-        history = planner.history
+        # Until a particle fits, an iteration has no times.
+        times = [(i.worst_ns, round(i.mean_ns), i.best_ns) if i.feasible else (None,) * 3 for i in planner.history]
+        worst, mean, best = map(list, zip(*times, strict=True))
         return {
             "batch": batch,
             "ideal_ns": program.ideal_ns,
-            "worst": [i.worst_ns if i.feasible else None for i in history],
-            "mean": [round(i.mean_ns) if i.feasible else None for i in history],
-            "best": [i.best_ns if i.feasible else None for i in history],
-            "fit": [i.feasible for i in history],
+            "worst": worst,
+            "mean": mean,
+            "best": best,
+            "fit": [i.feasible for i in planner.history],
             "calls": planner.simulator_calls,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         keys = figures.group_by(({**row, "key": (row["network"], row["update"])} for row in rows), "key")
-        networks = [fig8_facts(runs) for runs in keys.values()]
+        networks = [fig8_entry(runs) for runs in keys.values()]
         ends = [net["last"] for net in networks]
         printed, single = ([row for row in rows if row["update"] == update] for update in UPDATES)
         return {
             "networks": networks,
-            "near": NEAR,
-            "particles": rows[0]["particles"],
+            "near": self.near,
             "needed": span(map(iterations_needed, printed)),
             "needed_whole": span(map(iterations_needed, single)),
             "worse": span(b - a for a, b in zip(ends[::2], ends[1::2], strict=False)),
             "each": span(r["calls"] / len(r["best"]) for r in printed),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
-        names = {"worst": "worst particle", "mean": "mean of the particles", "best": "best particle"}
         for network, runs in figures.group_by(rows).items():
             marks: list[Mark] = [Rule(1, horizontal=True)]
-            stated = network in STATED
-            text = "paper: close to the end" if stated else f"paper: {OTHERS}, mean of all but InceptionV3"
-            marks.append(Rule(STATED.get(network, OTHERS), color=FAINT, label=text, line=DASHED if stated else DOTTED))
+            others = self.published["others"]
+            stated = network in self.published
+            text = "paper: close to the end" if stated else f"paper: {others}, mean of all but InceptionV3"
+            iterations = self.published.get(network, others)
+            marks.append(Rule(iterations, color=FAINT, label=text, line=DASHED if stated else DOTTED))
             updates = figures.group_by(runs, "update")
-            for key, ink in SWARM.items():
+            for key, (label, ink, marker) in self.swarm.items():
                 seeds = [np.array(run[key], float) / run["ideal_ns"] for run in updates[UPDATES[0]]]
                 marks += [Line(range(1, len(y) + 1), y, ink, width=0.8, alpha=0.5) for y in seeds]
                 mean = curve(updates[UPDATES[0]], key)
-                marks.append(Line(range(1, len(mean) + 1), mean, ink, names[key], MARKERS[key], width=2))
+                marks.append(Line(range(1, len(mean) + 1), mean, ink, label, marker, width=2))
             best = curve(updates[UPDATES[1]], "best")
             label = "best, one evaluation per particle"
             marks.append(Line(range(1, len(best) + 1), best, INK, label, line="--", front=4))
             converged = round(fmean(map(iterations_needed, updates[UPDATES[1]])))
-            label = f"the same, within {NEAR:.0%} of its end"
+            label = f"the same, within {self.near:.0%} of its end"
             marks.append(Line([converged], [best[converged - 1]], INK, label, "*", "", size=12, front=5))
             title = f"{NETWORKS[network].label}, batch {runs[0]['batch']:,}"
             x = Axis("iteration of the search", "{:g}", scale="log", ticks=(1, 10, 100, 500))
@@ -107,7 +110,7 @@ class Fig8(Figure):
         return Chart(title, panels, 3, (4.4, 3.2), (0.0, 1.1))
 
 
-def curve(runs: list[Row], key: str) -> NDArray[np.float64]:
+def curve(runs: Rows, key: str) -> NDArray[np.float64]:
     """Returns the swarm's best, mean or worst iteration time per search iteration, averaged over seeds.
 
     The result is float64[iterations], relative to total kernel time. A search that ended early keeps its last value.
@@ -119,19 +122,20 @@ def curve(runs: list[Row], key: str) -> NDArray[np.float64]:
 
 
 def iterations_needed(run: Row) -> int:
-    """Returns the iterations until the best particle is within ``NEAR`` of the final one."""
+    """Returns the iterations until the best particle is within ``Fig8.near`` of the final one."""
     best = run["best"]
-    return next(i for i, ns in enumerate(best, 1) if ns is not None and ns <= (1 + NEAR) * best[-1])
+    return next(i for i, ns in enumerate(best, 1) if ns is not None and ns <= (1 + Fig8.near) * best[-1])
 
 
-def fig8_facts(runs: list[Row]) -> Row:
+def fig8_entry(runs: Rows) -> Row:
     """Returns the means over the seeds of one network with one update rule."""
     network = runs[0]["network"]
     best = curve(runs, "best")
+    paper = figures.published("home_fig8")
     return {
         "label": NETWORKS[network].label,
-        "update": NAMES[runs[0]["update"]],
-        "paper": STATED.get(network, f"(mean {OTHERS})"),
+        "update": "Algorithm 3" if runs[0]["update"] == UPDATES[0] else "one evaluation",
+        "paper": paper.get(network, f"(mean {paper['others']})"),
         "needed": fmean(map(iterations_needed, runs)),
         "calls": fmean(run["calls"] / len(run["best"]) for run in runs),
         "first": best[0],
@@ -139,17 +143,15 @@ def fig8_facts(runs: list[Row]) -> Row:
     }
 
 
-EVALUATIONS = 500  # timed
-
-
 class Table3(Figure):
     """Table 3: cost of HOME's search, and of one evaluation of a policy."""
 
     name = "home_table3"
     paper_networks = NETWORKS
+    evaluations = 500  # timed
     simulated = False
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         options = {"share": home.batch_share(settings), **home.search_options(settings)}
         return [{**task, **options} for task in super().tasks(settings)]
 
@@ -165,7 +167,7 @@ class Table3(Figure):
         evaluator = Evaluator(Engine(program, machine, machine.memory_bytes), gaps)
         rng = np.random.default_rng(0)
         modes = [placements(program, gap, "joint") for gap in gaps]
-        particles = np.stack([rng.choice(np.array(mode, np.int8), EVALUATIONS) for mode in modes], axis=1)
+        particles = np.stack([rng.choice(np.array(mode, np.int8), self.evaluations) for mode in modes], axis=1)
         begin = time.process_time()
         evaluator.evaluate(particles)
         return {
@@ -174,21 +176,20 @@ class Table3(Figure):
             "search_s": search_s,
             "iterations_run": len(planner.history),
             "calls": planner.simulator_calls,
-            "evaluation_s": (time.process_time() - begin) / EVALUATIONS,
+            "evaluation_s": (time.process_time() - begin) / self.evaluations,
             "processor": processor(),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
-        networks = [table3_facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [table3_entry(row) for row in rows]
         return {
             "networks": networks,
             "processors": sorted({row["processor"] for row in rows}),
-            "particles": rows[0]["particles"],
             "times": span(net["time"] for net in networks),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = [table3_facts(row) for row in rows]
+    def chart(self, rows: Rows) -> Chart:
+        networks = [table3_entry(row) for row in rows]
         names = Axis(names=[net["label"] for net in networks])
         panels = []
         search = ("search_paper", "search_s")
@@ -219,7 +220,7 @@ def processor() -> str:
     )
 
 
-def table3_facts(row: Row) -> Row:
+def table3_entry(row: Row) -> Row:
     """Returns one network's numbers with the paper's."""
     paper = NETWORKS[row["network"]]
     return {

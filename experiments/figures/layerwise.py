@@ -19,19 +19,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 from agents.heuristics.superneurons import STRATEGIES, evictable_gaps, layer_bytes, segment_bytes, segments
+from experiments.figures import published
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.modes import RECOMPUTED, SWAPPED
 from simulator.plan import Decision, Plan, Recompute, Swap
 from simulator.program import Gap, Kernel, KernelKind, Phase, Program, Tensor, TensorKind
 
-MB = 2**20  # the paper's unit: CONV1's output at batch 200 is 221.56
-FLOAT = 4
-STEP_NS = 1000  # of every kernel; the accounting ignores time
-IN_PLACE: tuple[KernelKind, ...] = ("activation", "lrn")
 Part = tuple[str, KernelKind, int]  # name, kind, numbers in the output for one image
 FREE = Machine("copies that take no time", 2**60, 10**18, 10**18, d2h_latency_ns=0, h2d_latency_ns=0, host_bytes=2**60)
 
@@ -56,34 +54,8 @@ class MemoryStep(NamedTuple):
 
 def alexnet() -> list[Layer]:
     """Returns AlexNet's 23 layers, for images of 3 x 227 x 227 (section 4.1.1, footnote)."""
-    return _chain(
-        [
-            ("CONV1", "conv", 96 * 55 * 55),
-            ("RELU1", "activation", 0),
-            ("LRN1", "lrn", 0),
-            ("POOL1", "pool", 96 * 27 * 27),
-            ("CONV2", "conv", 256 * 27 * 27),
-            ("RELU2", "activation", 0),
-            ("LRN2", "lrn", 0),
-            ("POOL2", "pool", 256 * 13 * 13),
-            ("CONV3", "conv", 384 * 13 * 13),
-            ("RELU3", "activation", 0),
-            ("CONV4", "conv", 384 * 13 * 13),
-            ("RELU4", "activation", 0),
-            ("CONV5", "conv", 256 * 13 * 13),
-            ("RELU5", "activation", 0),
-            ("POOL5", "pool", 256 * 6 * 6),
-            ("FC1", "matmul", 4096),
-            ("RELU6", "activation", 0),
-            ("DROPOUT1", "dropout", 0),
-            ("FC2", "matmul", 4096),
-            ("RELU7", "activation", 0),
-            ("DROPOUT2", "dropout", 0),
-            ("FC3", "matmul", 1000),
-            ("SOFTMAX", "other", 0),
-        ],
-        [],
-    )
+    table = published("superneurons_layers")
+    return _chain([(name, kind, prod(size) if size else 0) for name, (kind, *size) in table.items()], [])
 
 
 def resnet(*blocks: int) -> list[Layer]:
@@ -170,11 +142,11 @@ def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 
     kernels: list[Kernel] = []
 
     def add_tensor(label: str, floats: int, kind: TensorKind) -> int:
-        tensors.append(Tensor(label, batch_size * floats * FLOAT, kind))
+        tensors.append(Tensor(label, 4 * batch_size * floats, kind))
         return len(tensors) - 1
 
     def add_kernel(layer: Layer, phase: Phase, inputs: list[int], outputs: list[int]) -> None:
-        kernels.append(Kernel(layer.name, layer.kind, phase, tuple(inputs), tuple(outputs), STEP_NS))
+        kernels.append(Kernel(layer.name, layer.kind, phase, tuple(inputs), tuple(outputs), 1000))
 
     readers: list[list[int]] = [[] for _ in layers]
     for i, layer in enumerate(layers):
@@ -198,7 +170,7 @@ def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 
         if layer.kind == "other":
             dx = [y]
             add_kernel(layer, "backward", [*x, y], dx)
-        elif layer.kind in IN_PLACE:
+        elif layer.kind in ("activation", "lrn"):  # in place
             dx = dy
             add_kernel(layer, "backward", [*x, y, *dy], dx)
         elif layer.kind == "copy":

@@ -7,7 +7,7 @@ import math
 import re
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,33 +18,33 @@ from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD
 from experiments.common.report import ABLATION, Row, console
 from experiments.figures import group_by
 from experiments.figures.core import WITHOUT, interval, iqm
-from experiments.figures.figure import Figure, Range
+from experiments.figures.figure import Figure, Range, Rows
 from experiments.plotting.charts import Axis, Chart, Line, Panel
 from simulator import Machine
 from simulator.files import FormatError, read_json
 
-MARGIN = 0.005  # of ideal time, over annealing
-SHOWN = {  # headings by key of a run
-    "dqn": "DQN",
-    "uniform_calls": "no network, equal calls",
-    "uniform_seconds": "no network, equal seconds",
-    "greedy": "greedy policy",
-    "autoswap": "best AutoSwap",
-    "annealing": "annealing",
-}
 CASE = ("workload", "machine", "limit_fraction", "mode")
 MEANT = {GREEDY: "greedy policy", OVERHEAD: f"last {LAST} episodes", BEST: "best plan so far"}
-INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")
 
 
 class Learning(Figure):
     """Curves of trainings by simulator calls, and a table of train_dqn runs, over the seeds."""
 
     name = "learning"
+    margin = 0.005  # of ideal time, over annealing
+    shown: ClassVar = {  # headings by key of a run
+        "dqn": "DQN",
+        "uniform_calls": "no network, equal calls",
+        "uniform_seconds": "no network, equal seconds",
+        "greedy": "greedy policy",
+        "autoswap": "best AutoSwap",
+        "annealing": "annealing",
+    }
+    inks = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")
     on_demand = True
     simulated = False
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         folder = Path(str(settings.runs)).expanduser()
         files = sorted(folder.rglob("summary.json"))
         runs = [summary for file in files if (summary := summarize(file)) is not None]
@@ -61,7 +61,7 @@ class Learning(Figure):
     def run(self, task: Row, machine: Machine) -> Row:
         return {}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         ends = []
         for (workload, _, limit, _), group in trainings(rows).items():
             for agent, runs in group.items():
@@ -80,12 +80,14 @@ class Learning(Figure):
                         "best": iqm(best[-1:]),
                     }
                 )
-        return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends}
+        return {"cases": cases(rows), "heads": self.shown.values(), "points": 100 * self.margin, "ends": ends}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
         tasks = trainings(rows)
-        inks = dict(zip(dict.fromkeys(agent for group in tasks.values() for agent in group), cycle(INKS), strict=False))
+        inks = dict(
+            zip(dict.fromkeys(agent for group in tasks.values() for agent in group), cycle(self.inks), strict=False)
+        )
         for (workload, _, limit, mode), group in tasks.items():
             for key, title in MEANT.items():
                 marks = []
@@ -177,7 +179,7 @@ def spread(values: list[float | None]) -> str:
     return text if len(numbers) == len(values) else f"{text}, {len(values) - len(numbers)} infeasible"
 
 
-def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64]]:
+def over_seeds(runs: Rows, key: str) -> tuple[list[int], NDArray[np.float64]]:
     """Returns the simulator calls at which every run has a value, and the gaps there in points of ideal time.
 
     Gaps are float64[points, seeds]. Between two points of a run the previous one holds; without a plan the gap is
@@ -193,9 +195,9 @@ def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64
     return x, gaps
 
 
-def trainings(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
+def trainings(rows: Rows) -> dict[tuple[Any, ...], dict[str, Rows]]:
     """Groups the curves by task, then by agent."""
-    curves: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    curves: dict[tuple[Any, ...], dict[str, Rows]] = {}
     for row in rows:
         if "calls" in row:
             name = row["agent"] if row["reward"] == "paper" else f"{row['agent']}, {row['reward']}"
@@ -203,18 +205,20 @@ def trainings(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
     return curves
 
 
-def cases(rows: list[Row]) -> list[Row]:
+def cases(rows: Rows) -> Rows:
     """Groups the runs by workload, limit and mode.
 
-    ``holds``: the agent is never above the best AutoSwap score, nor more than ``MARGIN`` above annealing.
+    ``holds``: the agent is never above the best AutoSwap score, nor more than ``Learning.margin`` above annealing.
     """
     keyed = [{**row, "case": tuple(row[key] for key in CASE)} for row in rows if "calls" not in row]
     return [
         {
             **runs[0],
             "seeds": len(runs),
-            "cells": [spread([run[key] for run in runs]) for key in SHOWN],
-            "holds": "yes" if all(r["dqn"] <= min(r["autoswap"], r["annealing"] + MARGIN) for r in runs) else "no",
+            "cells": [spread([run[key] for run in runs]) for key in Learning.shown],
+            "holds": "yes"
+            if all(r["dqn"] <= min(r["autoswap"], r["annealing"] + Learning.margin) for r in runs)
+            else "no",
         }
         for runs in group_by(keyed, "case").values()
     ]

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from omegaconf import DictConfig
@@ -14,44 +14,59 @@ from omegaconf import DictConfig
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure
+from experiments.figures.figure import Figure, Rows
 from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, Rule, Words, between, groups
-from experiments.plotting.palette import CONTROL, FAINT, GRID, INK, KERNELS, OURS
+from experiments.plotting.palette import FAINT, INK
 from simulator.machine import Machine
 
 DATA = cli.CONFIGS.parent / "tests" / "data" / "measured"
 STEPS = "steps.csv"  # steps with only the time published
 PEAKS = "xmem_points.csv"
-PARTS = ("steps", "fit", "peaks", "plans")
-STEP_BAR = 0.1
-KERNEL_BAR = 0.15
-PEAK_BAR = 0.042
-LEFT_OUT_BAR = 0.12
-PLAN_BAR = 0.03  # of the ideal time, in points of overhead
-# time models of experiments/measured/plans.py
-MODEL = "model"
-ROOFLINE = "roofline"
-ESTIMATORS = {"ours": "ours", "xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
-LEAST_US = 20.0
+# Accepted errors; of a plan in overhead.
+BARS = {"step": 0.1, "kernel": 0.15, "peak": 0.042, "left_out": 0.12, "plan": 0.03}
 FITTED = (
     "h100_resnet50.csv",
     "v100_resnet50_by_kind.csv",
     *(f"nvidia_h200-{network}.json" for network in ("gpt2_medium_bf16", "llama_bf16", "resnet50_imagenet_bf16")),
 )
-GPUS = {"h100": "H100", "h200": "H200", "v100": "V100", "a100_80gb": "A100 80 GB", "rtx2080ti": "RTX 2080 Ti"}
 
 
 class Measured(Figure):
     """Comparison of predictions with measurements of real GPUs: times of kernels and whole steps, and peaks."""
 
     name = "measured"
+    # Colors of our model and of the control, and of kernels by kind.
+    ours = "#1f5fa8"
+    control = "#f16913"
+    kernels: ClassVar = {
+        "conv": "#1f5fa8",
+        "matmul": "#cb181d",
+        "norm": "#f16913",
+        "activation": "#238b45",
+        "pool": "#8e5bd0",
+        "elementwise": "#00a6c8",
+        "optimizer": "#222222",
+        "reduce": "#d6336c",
+        "copy": "#b8860b",
+        "dropout": "#9a9a9a",
+        "rnn": "#8c564b",
+        "lrn": "#bcbd22",
+        "other": "#7a5c3a",
+    }
+    estimators: ClassVar = {
+        "ours": "ours",
+        "xmem": "xMem",
+        "dnnmem": "DNNMem",
+        "schedtune": "SchedTune",
+        "llmem": "LLMem",
+    }
     simulated = False
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
-        parts = figures.choices(settings, "parts", PARTS, "part ")
+    def tasks(self, settings: DictConfig) -> Rows:
+        parts = figures.choices(settings, "parts", ("steps", "fit", "peaks", "plans"), "part ")
         if not (DATA / STEPS).exists():
             raise cli.UsageError(f"{DATA} not found: the measurements come with the repository")
-        tasks: list[Row] = []
+        tasks: Rows = []
         if "steps" in parts:
             tasks += [{"part": "steps", "file": path.name, "sha256": _digest(path)} for path in _files()]
         if "peaks" in parts:
@@ -103,39 +118,37 @@ class Measured(Figure):
         kernel_rows = _rounded(steps.of_profile(data))
         return {"kind": "kernels", "label": label, "source": data.source, "step_ms": step_ms, "rows": kernel_rows}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         steps = all_steps(rows)
         fits = _rows_of(rows, "fit")
         unseen = [step for step in steps if not step["fit"]]
         errors = [[abs(step[key]) for step in unseen] for key in ("error", "old")]
+        large_kernels = []
+        for row, large in kernels(rows):
+            middle = error(large)
+            entry = {"name": _title(row["label"]), "count": len(large), "bar": bar(middle, "kernel")}
+            large_kernels.append({**entry, "errors": [middle, error(large, 4)]})
+        left_out = []
+        for network in (network for row in fits for network in row["networks"]):
+            name = _title(f"h200: {network['workload']}")
+            left_out.append({**network, "name": name, "bar": bar(abs(network["left_out"]), "left_out")})
+        peaks = []
+        for name, mean in means(_rows_of(rows, "peaks")).items():
+            verdict = bar(mean["error"], "peak") if name == "ours" else None
+            peaks.append({**mean, "name": self.estimators[name], "bar": verdict})
         return {
             "steps": steps,
-            "kernels": [
-                {
-                    "name": _title(row["label"]),
-                    "count": len(large),
-                    "errors": [error(large), error(large, 4)],
-                    "bar": bar(error(large), KERNEL_BAR),
-                }
-                for row, large in kernels(rows)
-            ],
-            "fits": [{**row, "bar": bar(row["held_out"]["middle"], KERNEL_BAR)} for row in fits],
-            "left_out": [
-                {**net, "name": _title(f"h200: {net['workload']}"), "bar": bar(abs(net["left_out"]), LEFT_OUT_BAR)}
-                for row in fits
-                for net in row["networks"]
-            ],
-            "peaks": [
-                {**mean, "name": ESTIMATORS[name], "bar": bar(mean["error"], PEAK_BAR) if name == "ours" else None}
-                for name, mean in means(_rows_of(rows, "peaks")).items()
-            ],
-            "plans": [plan_facts(row) for row in sorted(_rows_of(rows, "plans"), key=lambda row: -row["limit"])],
+            "kernels": large_kernels,
+            "fits": [{**row, "bar": bar(row["held_out"]["middle"], "kernel")} for row in fits],
+            "left_out": left_out,
+            "peaks": peaks,
+            "plans": list(map(plan_entry, _rows_of(rows, "plans"))),
             "unseen": len(unseen) or None,
             "errors": [sum(e) / len(e) if e else None for e in errors],
             "worst": [max(e, default=None) for e in errors],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels: list[Panel] = []
         if large := [kernel for _, compared in kernels(rows) for kernel in compared]:
             names = [_title(row["label"]) for row, _ in kernels(rows)]
@@ -145,7 +158,7 @@ class Measured(Figure):
             x = [[step[key] + 1 for step in steps] for key in ("error", "old")]
             ticks = (0.7, 1, 1.5, 2, 3, 5)
             marks = [
-                Rule(1 - STEP_BAR, 1 + STEP_BAR, color=GRID),
+                Rule(1 - BARS["step"], 1 + BARS["step"], color="#eeeeee"),
                 ONE,
                 *paired_marks(x, [bool(step["fit"]) for step in steps], "ours, fitted to it"),
             ]
@@ -159,16 +172,16 @@ class Measured(Figure):
             )
         panels += [kinds_panel(row) for row in _rows_of(rows, "steps") if row["kind"] == "kinds"]
         if plans := _rows_of(rows, "plans"):
-            panels.append(plans_panel(sorted(plans, key=lambda row: -row["limit"])))
+            panels.append(plans_panel(plans))
         if estimators := means(_rows_of(rows, "peaks")):
             points = _rows_of(rows, "peaks")
-            marks = [Rule(1 - PEAK_BAR, 1 + PEAK_BAR, color=GRID), ONE]
+            marks = [Rule(1 - BARS["peak"], 1 + BARS["peak"], color="#eeeeee"), ONE]
             for y, name in enumerate(estimators):
-                key, ink = ("error", OURS) if name == "ours" else (f"{name}_error", CONTROL)
+                key, ink = ("error", Measured.ours) if name == "ours" else (f"{name}_error", Measured.control)
                 ratios = [1 + row[key] for row in points if row[key] is not None]
                 marks.append(Line(ratios, [y] * len(ratios), ink, marker="o", line="", alpha=0.6))
             texts = [
-                f"{ESTIMATORS[name]}\nmean {mean['error']:.0%}\n{mean['wrong']}/{mean['verdicts']} wrong"
+                f"{self.estimators[name]}\nmean {mean['error']:.0%}\n{mean['wrong']}/{mean['verdicts']} wrong"
                 for name, mean in estimators.items()
             ]
             panels.append(Panel(f"Peaks of {len(points)} runs", marks, Axis("said over measured"), Axis(names=texts)))
@@ -190,9 +203,9 @@ def _rounded(rows: list[Any]) -> list[list[Any]]:
     return [[row.name, row.kind, *(round(us, 3) for us in (row.measured, row.ours, row.control))] for row in rows]
 
 
-def all_steps(rows: list[Row]) -> list[Row]:
+def all_steps(rows: Rows) -> Rows:
     """Returns every step in ms with relative errors of our model and the control, fitted steps first."""
-    steps_ms: list[Row] = []
+    steps_ms: Rows = []
     for row in _rows_of(rows, "steps"):
         steps = row["rows"]
         if row["kind"] != "whole":
@@ -209,27 +222,28 @@ def all_steps(rows: list[Row]) -> list[Row]:
                     "error": error,
                     "fit": note,
                     "old": control / measured - 1,
-                    "bar": bar(abs(error), STEP_BAR),
+                    "bar": bar(abs(error), "step"),
                 }
             )
     return sorted(steps_ms, key=lambda step: not step["fit"])
 
 
-def _rows_of(rows: list[Row], part: str) -> list[Row]:
-    return [row for row in rows if row["part"] == part]
+def _rows_of(rows: Rows, part: str) -> Rows:
+    """Returns the rows of a part; those of plans in the order of their limits, the loosest first."""
+    return sorted((row for row in rows if row["part"] == part), key=lambda row: -row.get("limit", 0))
 
 
 def _title(label: str) -> str:
     machine, _, workload = label.partition(": ")
     for short, long in (("resnet50", "ResNet-50"), ("vgg13", "VGG13"), ("float", "fp"), ("tf32", "TF32")):
         workload = workload.replace(short, long)
-    return f"{GPUS.get(machine, machine)}, {workload}"
+    return f"{figures.label(machine)}, {workload}"
 
 
-def kernels(rows: list[Row]) -> Iterator[tuple[Row, list[list[Any]]]]:
+def kernels(rows: Rows) -> Iterator[tuple[Row, list[list[Any]]]]:
     """Yields each file with kernels, and its individually compared kernels."""
     for row in _rows_of(rows, "steps"):
-        if row["kind"] == "kernels" and (large := [kernel for kernel in row["rows"] if kernel[2] >= LEAST_US]):
+        if row["kind"] == "kernels" and (large := [kernel for kernel in row["rows"] if kernel[2] >= 20]):
             yield row, large
 
 
@@ -238,12 +252,13 @@ def error(large: list[list[Any]], column: int = 3) -> float:
     return median(abs(kernel[column] / kernel[2] - 1) for kernel in large)
 
 
-def bar(error: float, threshold: float) -> str:
-    """Formats whether the error meets its threshold."""
+def bar(error: float, kind: str) -> str:
+    """Formats whether the error meets its bar."""
+    threshold = BARS[kind]
     return f"{100 * threshold:g}%: {'reached' if error <= threshold else 'missed'}"
 
 
-def means(points: list[Row]) -> dict[str, Row]:
+def means(points: Rows) -> dict[str, Row]:
     """Returns the estimators that have an error, ours first, as ``experiments.measured.peaks.means`` does."""
     if not points:
         return {}
@@ -252,11 +267,11 @@ def means(points: list[Row]) -> dict[str, Row]:
     return {name: mean for name, mean in peaks.means(points).items() if mean["of"]}
 
 
-def plan_facts(row: Row) -> Row:
+def plan_entry(row: Row) -> Row:
     """Returns the predictions for plans at a limit, and their times under measured durations."""
     by_model = {entry["times"]: entry for entry in row["rows"]}
-    model = by_model[MODEL]
-    roofline = by_model[ROOFLINE]
+    model = by_model["model"]
+    roofline = by_model["roofline"]
     error = abs(model["said"] - model["measured"])
     excess = model["measured"] - model["own"]
     return {
@@ -264,9 +279,9 @@ def plan_facts(row: Row) -> Row:
         "model": model,
         "old": roofline,
         "apart": 100 * error,
-        "bar": bar(error, PLAN_BAR),
+        "bar": bar(error, "plan"),
         "more": [100 * excess, 100 * (roofline["measured"] - roofline["own"])],
-        "more_bar": bar(excess, PLAN_BAR),
+        "more_bar": bar(excess, "plan"),
     }
 
 
@@ -275,11 +290,11 @@ def paired_marks(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: st
     (ours, control), rows = x, range(len(hollow))
     marks: list[Mark] = [
         between(ours, control, rows, FAINT),
-        Line(control, rows, CONTROL, "one roofline", "o", "", size=7),
+        Line(control, rows, Measured.control, "one roofline", "o", "", size=7),
     ]
     for is_fitted, name in ((False, "ours"), (True, label)):
         values = [value if is_hollow == is_fitted else None for value, is_hollow in zip(ours, hollow, strict=True)]
-        marks.append(Line(values, rows, OURS, name, "o", "", size=8, hollow=is_fitted, front=4))
+        marks.append(Line(values, rows, Measured.ours, name, "o", "", size=8, hollow=is_fitted, front=4))
     return marks
 
 
@@ -288,12 +303,13 @@ def scatter(large: list[list[Any]], column: int, title: str) -> Panel:
     low = min(kernel[2] for kernel in large) / 1.5
     high = max(kernel[2] for kernel in large) * 1.5
     ends = np.array([low, high])
-    marks: list[Mark] = [Line(ends, ends, INK, width=1, band=((1 - KERNEL_BAR) * ends, (1 + KERNEL_BAR) * ends))]
-    for kind in sorted({kernel[1] for kernel in large}, key=list(KERNELS).index):
+    accepted = BARS["kernel"]
+    marks: list[Mark] = [Line(ends, ends, INK, width=1, band=((1 - accepted) * ends, (1 + accepted) * ends))]
+    for kind in sorted({kernel[1] for kernel in large}, key=list(Measured.kernels).index):
         group = [kernel for kernel in large if kernel[1] == kind]
         x, y = ([kernel[i] for kernel in group] for i in (2, column))
-        marks.append(Line(x, y, KERNELS[kind], kind, "o", "", size=4, alpha=0.75))
-    text = f"median error {error(large, column):.1%}\ngray: ±{KERNEL_BAR:.0%}"
+        marks.append(Line(x, y, Measured.kernels[kind], kind, "o", "", size=4, alpha=0.75))
+    text = f"median error {error(large, column):.1%}\ngray: ±{accepted:.0%}"
     marks.append(Words(high / 1.1, 0.12, text, "right", top=True))
     axes = [Axis(f"{name} (us)", "{:g}", (low, high), "log", (100, 1000)) for name in ("measured", "said")]
     return Panel(title, marks, *axes)
@@ -304,7 +320,7 @@ def kinds_panel(row: Row) -> Panel:
     kinds = [kind for kind in row["rows"] if kind[2] >= 100 and kind[3]]
     series = [
         (label, ink, [kind[i] / 1e3 for kind in kinds], ())
-        for i, ink, label in ((2, INK, "measured"), (3, OURS, "ours"), (4, CONTROL, "one roofline"))
+        for i, ink, label in ((2, INK, "measured"), (3, Measured.ours, "ours"), (4, Measured.control, "one roofline"))
     ]
     title = f"By kind, fitted to it: {_title(row['label']).rpartition(', ')[0]}"
     return Panel(
@@ -315,11 +331,14 @@ def kinds_panel(row: Row) -> Panel:
     )
 
 
-def plans_panel(rows: list[Row]) -> Panel:
+def plans_panel(rows: Rows) -> Panel:
     """Draws the overheads by limit and time model: predicted (hollow), under measured times, and the floor."""
     marks: list[Mark] = []
     x = np.arange(len(rows))
-    for key, ink, name, shift in ((MODEL, OURS, "ours", -0.12), (ROOFLINE, CONTROL, "one roofline", 0.12)):
+    for key, ink, name, shift in (
+        ("model", Measured.ours, "ours", -0.12),
+        ("roofline", Measured.control, "one roofline", 0.12),
+    ):
         entries = [next(entry for entry in row["rows"] if entry["times"] == key) for row in rows]
         predicted, measured = ([entry[k] for entry in entries] for k in ("said", "measured"))
         marks += [

@@ -14,29 +14,29 @@ from agents.planner import MIB, Candidates
 from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import bisect
-from experiments.common.report import MB as MEGABYTE, Row
-from experiments.figures.figure import Figure, span
-from experiments.figures.smartpool_loads import MB, PAPER, ZERO, last_kernels, limits_mb, our_limit, run_planner, waits
+from experiments.common.report import MB, Row
+from experiments.figures import published
+from experiments.figures.figure import Figure, Rows, span
+from experiments.figures.smartpool_loads import PAPER, ZERO, last_kernels, limits_mb, our_limit, run_planner, waits
 from experiments.plotting import plots
 from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule, floor as floor_area, pairs
 from experiments.plotting.palette import FAINT, INK, LOAD, SWAPPED, look
 from simulator import Machine, Plan, Program, Swap, Timeline, simulate
 from simulator.pool.device import Device, train
 
-LOWEST_LIMIT = 280  # MB: the lowest limit of Fig. 9, "slightly above the load_min"
-NO_SWAP = "no swap"
-LOAD_MIN = "load_min"
-
 
 class Fig8(Figure):
     """Fig. 8: memory load of VGG16 over one iteration, with AutoSwap at several limits."""
 
     name = "smartpool_fig8"
+    # Names of the curves without a limit.
+    no_swap = "no swap"
+    load_min = "load_min"
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         network = settings.network
         limits = limits_mb(settings, settings.network)
-        curves: list[Row] = [{"curve": NO_SWAP, "limit": None}, {"curve": LOAD_MIN, "limit": None}]
+        curves: Rows = [{"curve": self.no_swap, "limit": None}, {"curve": self.load_min, "limit": None}]
         curves += [{"curve": f"limit {limit:g} MB", "limit": limit} for limit in limits]
         return [{"network": network, **curve} for curve in curves]
 
@@ -44,10 +44,10 @@ class Fig8(Figure):
         program = figures.program(task["network"], machine)
         limit = None
         gradients = None
-        if task["curve"] == LOAD_MIN:
+        if task["curve"] == self.load_min:
             load, timeline = load_min(program, machine)
             x = np.array(program.start_ns) / 1e6
-            y = np.append(load, load[-1]) / MB
+            y = np.append(load, load[-1]) / MIB
             peak = int(load.max())
             peak_kernel = int(load.argmax())
             uses = zip(program.tensors, program.accesses, strict=True)
@@ -59,7 +59,7 @@ class Fig8(Figure):
                 timeline = run_planner(agents.make("autoswap_bo"), program, machine, limit)
             peak = timeline.peak_bytes
             (x, y) = plots.steady_memory(timeline)
-            y = y * MEGABYTE / MB
+            y = y * MB / MIB
         swap_outs = [s for s in timeline.spans if s.kind == "swap_out" and s.start_ns >= timeline.last_start_ns]
         return {
             "ours": limit,
@@ -74,27 +74,30 @@ class Fig8(Figure):
             "curve_points": [[round(float(a), 4), round(float(b), 3)] for a, b in zip(x, y, strict=True)],
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
-        minimum = next(row for row in rows if row["curve"] == LOAD_MIN)
-        theirs = PAPER[rows[0]["network"]]["load"]
+    def template_values(self, rows: Rows) -> Row:
+        minimum = next(row for row in rows if row["curve"] == self.load_min)
+        paper_load = PAPER[rows[0]["network"]]["load"]
+        lowest = self.published["lowest_mb"]
         return {
             "curves": [{**row, "overhead": row["iteration_ns"] / row["ideal_ns"] - 1} for row in rows],
             "away": minimum["load"] - minimum["peak"],
-            "theirs": theirs - LOWEST_LIMIT,
-            "lowest": LOWEST_LIMIT,
+            "paper": paper_load - lowest,
+            "lowest": lowest,
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        curves = sorted(self.numbers(rows)["curves"], key=lambda row: -row["peak"])
+    def chart(self, rows: Rows) -> Chart:
+        curves = sorted(self.template_values(rows)["curves"], key=lambda row: -row["peak"])
         marks: list[Mark] = []
         for row, ink in zip(curves, [*[FAINT, *SWAPPED][: len(curves) - 1], LOAD], strict=True):
             x, y = zip(*row["curve_points"], strict=True)
-            text = f"{row['curve']}: peak {row['peak'] / MB:,.0f} MB"
+            text = f"{row['curve']}: peak {row['peak'] / MIB:,.0f} MB"
             if row["limit"]:
-                ours = row["ours"] / MB
+                ours = row["ours"] / MIB
                 text = f"paper's limit {row['limit']:g} MB, ours {ours:,.0f} MB: {row['overhead']:.1%} overhead"
                 marks.append(Rule(ours, horizontal=True, color=ink))
-            marks.append(Line(x, y, ink, text, step=True, width=1.5, band=(0, y) if row["curve"] == NO_SWAP else None))
+            marks.append(
+                Line(x, y, ink, text, step=True, width=1.5, band=(0, y) if row["curve"] == self.no_swap else None)
+            )
         longest = max(row["curve_points"][-1][0] for row in rows)
         axes = Axis("time in the iteration (ms)", limits=(0, longest)), Axis("memory load (MB)", limits=(0, None))
         title = f"{figures.label(rows[0]['network'])}, batch size 100, GTX 1080 Ti: load with AutoSwap"
@@ -111,21 +114,15 @@ def load_min(program: Program, machine: Machine) -> tuple[np.ndarray, Timeline]:
 
 
 SCORES = tuple(f"autoswap_{score}" for score in BASIC)
-FREE_LIMIT = 447  # MB: the limit down to which the paper's overhead is zero
-# the paper's claims: maximum difference of the scores, maximum overhead
-CLOSE = 0.03
-HIGHEST = 0.2
-# by SCORES
-DASHES = ("-", "--", ":", "-.")
-INKS = ("#08306b", "#4a9bd4", "#f16913", "#8e5bd0")
 
 
 class Fig9(Figure):
     """Fig. 9: overhead of AutoSwap's priority scores and of Bayesian optimization (BO)."""
 
     name = "smartpool_fig9"
+    styles = (("-", "#08306b"), ("--", "#4a9bd4"), (":", "#f16913"), ("-.", "#8e5bd0"))  # line and color, by SCORES
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         network = settings.network
         shared = {"network": network, "limits": sorted(limits_mb(settings, network), reverse=True)}
         seeds = figures.integers(settings, "seeds", 0)
@@ -146,7 +143,7 @@ class Fig9(Figure):
         waited = {n: sum(waits(timelines[-1], program)[:forward]) / program.ideal_ns for n, timelines in runs.items()}
         return {"load": program.peak_bytes, "ours": limits, "overheads": overheads, "forward": waited}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = Lines(rows)
         aoa, doa, wdoa, swdoa = lines.scores
         best = lines.scores.min(axis=0)
@@ -162,13 +159,13 @@ class Fig9(Figure):
             "count": len(paid),
             "paid": int(paid.sum()),
             "weighted": int(weighted[paid].sum()),
-            "near": int((most - best < CLOSE).sum()),
-            "below": int((most < HIGHEST).sum()),
-            "claimed": FREE_LIMIT,
+            "near": int((most - best < self.published["close"]).sum()),
+            "below": int((most < self.published["highest"]).sum()),
+            "claimed": self.published["free_mb"],
             "free": [lines.free_limit(overheads) for overheads in (lines.bo_median, best, lines.floor)],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         lines = Lines(rows)
         bo = lines.bo_median
         # The floor does not decrease with a tighter limit: between two limits the wider one's floor holds.
@@ -176,9 +173,9 @@ class Fig9(Figure):
         y = [*lines.floor, lines.floor[-1]]
         marks: list[Mark] = [
             floor_area(x, y, -0.003, step=True),
-            Rule(FREE_LIMIT, color=FAINT, text="the paper's limit\nof no overhead"),
+            Rule(self.published["free_mb"], color=FAINT, text="the paper's limit\nof no overhead"),
         ]
-        for name, overheads, dash, ink in zip(SCORES, lines.scores, DASHES, INKS, strict=True):
+        for name, overheads, (dash, ink) in zip(SCORES, lines.scores, self.styles, strict=True):
             label, _, marker = look(name)
             end = f"{label.split()[-1]} {overheads[-1]:.0%}"
             marks.append(Line(lines.paper, overheads, ink, label.split()[-1], marker, dash, end=end))
@@ -186,7 +183,7 @@ class Fig9(Figure):
         name = "BO, median and range of the seeds"
         ink = look("autoswap_bo").color
         marks.append(Line(lines.paper, bo, ink, name, width=2.6, band=band, end=f"BO {bo[-1]:.0%}", front=4))
-        shift = lines.paper[0] - lines.ours[0] / MB
+        shift = lines.paper[0] - lines.ours[0] / MIB
         label = f"memory load limit of the paper (MB); ours, at which as much must leave, is {shift:,.0f} MB lower"
         heights = Axis("overhead of an iteration", "%", (-0.003, 1.08 * max(lines.scores.max(), 0.02)))
         panel = Panel("", marks, Axis(label, limits=(max(lines.paper) + 5, min(lines.paper) - 5)), heights)
@@ -197,7 +194,7 @@ class Fig9(Figure):
 class Lines:
     """Rows as float64[limits] arrays; ``scores`` is [scores, limits], ``bo`` is [seeds, limits]."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: Rows) -> None:
         first = next(row for row in rows if row["seed"] is None)
         self.network = first["network"]
         self.paper = first["limits"]
@@ -213,44 +210,33 @@ class Lines:
         return float(self.paper[paid[0] - 1 if len(paid) else -1]) if not len(paid) or paid[0] else np.nan
 
 
-REDUCED = {  # MB
-    "resnet18": 1152,
-    "resnet34": 2124,
-    "resnet50": 2906,
-    "resnet101": 5658,
-    "vgg11": 284,
-    "vgg13": 360,
-    "vgg16": 447,
-    "vgg19": 561,
-}
-PLANNER = "autoswap_bo"
-# speeds relative to the link
-BISECTIONS = 7
-SLOWEST = 0.1
-FASTEST = 2.0
+REDUCED_MB = published("smartpool_table2")
 
 
 def paper(row: Row) -> float:
     """Returns the paper's reduction of a network's load."""
-    return float(1 - REDUCED[row["network"]] / PAPER[row["network"]]["load"])
+    return float(1 - REDUCED_MB[row["network"]] / PAPER[row["network"]]["load"])
 
 
 class Table2(Figure):
     """Table II: largest reduction of the memory load by AutoSwap without overhead."""
 
     name = "smartpool_table2"
-    paper_networks = REDUCED
+    fastest_link = 2.0  # highest speed that is tried, relative to the link's
+    paper_networks = REDUCED_MB
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         steps = cli.integer(settings, "steps", least=2)
         return [{**task, "steps": steps} for task in super().tasks(settings)]
 
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine)
-        theirs = our_limit(program, task["network"], REDUCED[task["network"]])
+        theirs = our_limit(program, task["network"], REDUCED_MB[task["network"]])
         least = floor_limit(program, machine)
         reduced = lowest_free_limit(program, machine, task["steps"], least)
-        at_reduced, at_theirs = (run_planner(agents.make(PLANNER), program, machine, n) for n in (reduced, theirs))
+        at_reduced, at_theirs = (
+            run_planner(agents.make("autoswap_bo"), program, machine, n) for n in (reduced, theirs)
+        )
         return {
             "load": program.peak_bytes,
             "reduced": reduced,
@@ -262,20 +248,20 @@ class Table2(Figure):
             "on_demand_ns": on_demand_ns(program, machine, reduced),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
-        networks = [facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [table2_entry(row) for row in rows]
         return {
             "networks": networks,
             "count": len(rows),
             "free": sum(row["at_theirs"] <= ZERO for row in rows),
-            "links": span(row["link"] for row in rows) or span([FASTEST]),
+            "links": span(row["link"] for row in rows) or span([self.fastest_link]),
             "early": span(net["early"] for net in networks),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = [facts(row) for row in rows]
+    def chart(self, rows: Rows) -> Chart:
+        networks = [table2_entry(row) for row in rows]
         theirs, ours, most = ([net[key] for net in networks] for key in ("paper", "of_theirs", "most_of_theirs"))
-        join, hollow, filled = pairs(look(PLANNER)._replace(marker="o"), theirs, ours)
+        join, hollow, filled = pairs(look("autoswap_bo")._replace(marker="o"), theirs, ours)
         marks = [
             join,
             replace(hollow, texts=[f"{x:.0%}" for x in theirs], side="left"),
@@ -300,12 +286,12 @@ class Table2(Figure):
         )
 
 
-def is_free(program: Program, machine: Machine, limit: int, planner: str = PLANNER) -> bool:
+def is_free(program: Program, machine: Machine, limit: int, planner: str = "autoswap_bo") -> bool:
     """Returns whether AutoSwap's plan has no overhead."""
     return run_planner(agents.make(planner), program, machine, limit).overhead <= ZERO
 
 
-def lowest_free_limit(program: Program, machine: Machine, steps: int, lowest: int, planner: str = PLANNER) -> int:
+def lowest_free_limit(program: Program, machine: Machine, steps: int, lowest: int, planner: str = "autoswap_bo") -> int:
     """Returns AutoSwap's lowest limit without overhead, from ``lowest`` to the load in ``steps``."""
     least = Candidates(program, peak_gaps(program)).least_bytes
     limits: list[int] = np.linspace(program.peak_bytes, least, steps + 1).astype(np.int64).tolist()
@@ -338,7 +324,7 @@ def on_demand_ns(program: Program, machine: Machine, limit: int) -> int:
 def slowest_link(program: Program, machine: Machine, limit: int) -> float | None:
     """Returns the smallest link speed without overhead at ``limit``, as a multiple of the machine's.
 
-    None if ``FASTEST`` is too slow.
+    None if ``Table2.fastest_link`` is too slow.
     """
 
     def is_enough(factor: float) -> bool:
@@ -346,17 +332,17 @@ def slowest_link(program: Program, machine: Machine, limit: int) -> float | None
         h2d, d2h = speeds
         return is_free(program, replace(machine, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h), limit)
 
-    low = SLOWEST
-    high = FASTEST
+    low = 0.1  # far below what any network needs
+    high = Table2.fastest_link
     if not is_enough(high):
         return None
-    for _ in range(BISECTIONS):
+    for _ in range(7):  # to 2 %
         middle = (low * high) ** 0.5
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
 
 
-def facts(row: Row) -> Row:
+def table2_entry(row: Row) -> Row:
     """Returns a network's limits in MB and as fractions of the load."""
     load = PAPER[row["network"]]["load"]
     reduction = row["load"] - row["reduced"]
@@ -364,28 +350,26 @@ def facts(row: Row) -> Row:
         **row,
         "label": figures.label(row["network"]),
         "load_paper": load,
-        "reduced_paper": REDUCED[row["network"]],
-        "link": f"more than {FASTEST:g}" if row["link"] is None else f"{row['link']:.2f}",
+        "reduced_paper": REDUCED_MB[row["network"]],
+        "link": f"more than {Table2.fastest_link:g}" if row["link"] is None else f"{row['link']:.2f}",
         "paper": paper(row),
         "ours": reduction / row["load"],
-        "of_theirs": reduction / MB / load,
+        "of_theirs": reduction / MIB / load,
         "most": 1 - row["least"] / row["load"],
-        "most_of_theirs": (row["load"] - row["least"]) / MB / load,
+        "most_of_theirs": (row["load"] - row["least"]) / MIB / load,
         "early": row["on_demand_ns"] / row["ideal_ns"],
     }
-
-
-CAUSE_PLANNER = "autoswap_swdoa"  # Bayesian optimization takes thirty times as long
-LOOKS = (("#1f5fa8", "s"), ("#f16913", "^"), ("#8c564b", "v"), ("#238b45", "D"), ("#8e5bd0", "P"), ("#cb181d", "X"))
 
 
 class Cause(Figure):
     """Table II with a slower link, waits per swap, and a slower host."""
 
     name = "smartpool_cause"
-    paper_networks = REDUCED
+    planner = "autoswap_swdoa"  # Bayesian optimization takes thirty times as long
+    looks = (("#1f5fa8", "s"), ("#f16913", "^"), ("#8c564b", "v"), ("#238b45", "D"), ("#8e5bd0", "P"), ("#cb181d", "X"))
+    paper_networks = REDUCED_MB
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         options = {
             "steps": cli.integer(settings, "steps", least=2),
             "links": figures.numbers(settings, "links", lambda x: 0 < x <= 1, "numbers of at most 1"),
@@ -396,24 +380,20 @@ class Cause(Figure):
 
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine)
-        load = PAPER[task["network"]]["load"] * MB
+        load = PAPER[task["network"]]["load"] * MIB
         reductions = {
-            label: (program.peak_bytes - lowest_free_limit(program, variant, task["steps"], 0, CAUSE_PLANNER)) / load
+            label: (program.peak_bytes - lowest_free_limit(program, variant, task["steps"], 0, self.planner)) / load
             for label, variant in variants(task, machine).items()
         }
         return {"reductions": reductions}
 
-    def numbers(self, rows: list[Row]) -> Row:
-        networks = [
-            {**row, "paper": paper(row), "cells": [f"{value:.1%}" for value in row["reductions"].values()]}
-            for row in rows
-        ]
-        return {"networks": networks, "heads": list(rows[0]["reductions"])}
+    def template_values(self, rows: Rows) -> Row:
+        return {"networks": [{**row, "paper": paper(row)} for row in rows]}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         positions = range(len(rows))
         marks = [Line([paper(row) for row in rows], positions, INK, "paper", "o", "", size=9, hollow=True)]
-        for label, (color, marker) in zip(rows[0]["reductions"], LOOKS, strict=False):
+        for label, (color, marker) in zip(rows[0]["reductions"], self.looks, strict=False):
             x = [row["reductions"][label] for row in rows]
             plain = label == "as measured"
             marks.append(Line(x, positions, color, label, marker, "", size=12 if plain else 7, hollow=plain))
@@ -439,16 +419,14 @@ def variants(task: Row, machine: Machine) -> dict[str, Machine]:
     return machines
 
 
-EXAMPLE = ("vgg16", 350)  # network, MB
-NEGLIGIBLE = 0.005  # fraction of an iteration
-
-
 class Optimality(Figure):
     """Section VI-B-3: avoidable part of AutoSwap's overhead."""
 
     name = "smartpool_optimality"
+    example = ("vgg16", 350)  # network, and limit in MB
+    negligible = 0.005  # fraction of an iteration
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         leave = figures.numbers(settings, "leave", lambda share: 0 < share < 1, "shares between 0 and 1")
         calls = cli.integer(settings, "calls", least=20)
         return [{**task, "leave": sorted(leave), "calls": calls} for task in super().tasks(settings)]
@@ -457,32 +435,34 @@ class Optimality(Figure):
         network = task["network"]
         program = figures.program(network, machine)
         limits = [(share, int(program.peak_bytes * (1 - share))) for share in task["leave"]]
-        if network == EXAMPLE[0]:
-            limits.append((None, our_limit(program, *EXAMPLE)))
+        if network == self.example[0]:
+            limits.append((None, our_limit(program, *self.example)))
         high = next(k for k, load in enumerate(program.live_bytes) if load >= 0.95 * program.peak_bytes)
         entries = [measure_limit(program, machine, limit, task["calls"], share) for share, limit in limits]
         ns = {"ideal_ns": program.ideal_ns, "ramp_ns": program.start_ns[high]}
         return {"load": program.peak_bytes, **ns, "limits": [entry for entry in entries if entry is not None]}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         cases = points(rows)
         paid = [case for case in cases if case["ours"] > ZERO]
-        avoided = {
-            kind: [1 - case["known"] / case["ours"] for case in paid if case["network"].startswith(kind)]
-            for kind in ("vgg", "resnet")
-        }
+        avoided = {}  # median share of the overhead, by family
+        for kind in ("vgg", "resnet"):
+            shares = [1 - case["known"] / case["ours"] for case in paid if case["network"].startswith(kind)]
+            avoided[kind] = float(np.median(shares)) if shares else None
+        least = [case["least"] for case in paid]
+        small = [case for case in paid if case["paper"] <= self.negligible]
         return {
             "points": [limits[-1] for limits in figures.group_by(cases).values()],
             "paid": len(paid),
-            "known": sum(case["least"] > ZERO for case in paid),
-            "proven": 100 * max((case["least"] for case in paid), default=0),
-            "negligible": NEGLIGIBLE,
-            "small": sum(case["paper"] <= NEGLIGIBLE for case in paid),
-            **{kind: float(np.median(shares)) if shares else None for kind, shares in avoided.items()},
+            "known": sum(overhead > ZERO for overhead in least),
+            "proven": 100 * max(least, default=0),
+            "negligible": self.negligible,
+            "small": len(small),
+            **avoided,
             "examples": [case for case in paid if case["share"] is None],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         cases = points(rows)
         panels = []
         heights = Axis("overhead of an iteration", "%", (-0.015, 1.08 * max(0.01, *(case["ours"] for case in cases))))
@@ -569,7 +549,7 @@ def idle_intervals(timeline: Timeline, begin: int, end: int) -> list[tuple[int, 
     return intervals
 
 
-def points(rows: list[Row]) -> list[Row]:
+def points(rows: Rows) -> Rows:
     """Returns a row per limit of every network.
 
     Overheads: "ours" is AutoSwap's, "known" the best known plan's, "floor" the certified lower bound. Avoidable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from omegaconf import DictConfig
@@ -12,11 +12,12 @@ from omegaconf import DictConfig
 import agents
 from agents.heuristics.memonger import Stages, recomputations
 from agents.heuristics.smartpool_autoswap import SmartPoolAutoSwap
+from agents.planner import MIB
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure, span
-from experiments.figures.smartpool_loads import MB, ZERO, kept_by_singa
+from experiments.figures.figure import Figure, Rows, span
+from experiments.figures.smartpool_loads import ZERO, kept_by_singa
 from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule
 from experiments.plotting.palette import ALLOCATORS, HUES, INK, SWAPPED, look
 from simulator import Machine, Plan, Program, simulate
@@ -24,19 +25,14 @@ from simulator.compiled.engine import decisions_of
 from simulator.modes import MODES
 from simulator.pool import ALLOCATORS as KNOWN, Intervals, program_lifetimes, timeline_lifetimes
 
-PLAIN = ("cudamalloc", "cnmem", "smartpool")
-CLAIMS = (  # overhead, least reduction of CnMem's footprint, quotation
-    (0.0, 1 / 3, "up to 1/3 of the footprint without increasing the training time"),
-    (0.15, 0.6, "no less than 60% of the footprint with smaller than 15% overhead"),
-)
-
 
 class Fig10(Figure):
     """Fig. 10: footprint against batch size, for four allocators."""
 
     name = "smartpool_fig10"
+    pools = ("cudamalloc", "cnmem", "smartpool")  # without a plan
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         expected = "numbers of at least 0"
         overheads = figures.numbers(settings, "overheads", lambda value: 0 <= value < float("inf"), expected)
         batches = figures.integers(settings, "batches", 2)
@@ -59,11 +55,11 @@ class Fig10(Figure):
             "ideal_ns": program.ideal_ns,
             "memory": machine.memory_bytes,
             "kept_by_singa": sum(sizes),
-            "footprints": {name: footprint(name, lives, machine) for name in PLAIN},
+            "footprints": {name: footprint(name, lives, machine) for name in self.pools},
             "swapped": smallest_footprints(program, machine, task),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         overheads = rows[0]["overheads"]
         batch = min((row["batch"] for row in rows), key=lambda b: abs(b - 100))
         networks = []
@@ -72,26 +68,19 @@ class Fig10(Figure):
         for name, lines in by_network(rows).items():
             chosen = next(row for row in lines if row["batch"] == batch)
             cells = [
-                f"{entry['footprint'] / MB:,.0f} ({span(saving(row, i) for row in lines):.0%})"
+                f"{entry['footprint'] / MIB:,.0f} ({span(saving(row, i) for row in lines):.0%})"
                 for i, entry in enumerate(chosen["swapped"])
             ]
             networks.append({"network": name, "footprints": chosen["footprints"], "cells": cells})
             x, y = np.array([(row["batch"], row["swapped"][-1]["footprint"]) for row in lines], float).T
             deviations.append(np.abs(np.poly1d(np.polyfit(x, y, 1))(x) / y - 1).max() if len(x) > 1 else 0.0)
-        for overhead, share, quotation in CLAIMS:
-            if overhead in overheads:
-                shares = [saving(row, i := overheads.index(overhead)) for row in rows]
-                with_kept = span(saving(row, i, row["kept_by_singa"]) for row in rows)
-                claims.append(
-                    {
-                        "quotation": quotation,
-                        "share": share,
-                        "saved": span(shares),
-                        "kept": with_kept,
-                        "enough": sum(value >= share for value in shares),
-                        "count": len(rows),
-                    }
-                )
+        for claim in self.published:
+            if claim["overhead"] in overheads:
+                i = overheads.index(claim["overhead"])
+                shares = [saving(row, i) for row in rows]
+                kept = span(saving(row, i, row["kept_by_singa"]) for row in rows)
+                enough = sum(share >= claim["share"] for share in shares)
+                claims.append({**claim, "saved": span(shares), "kept": kept, "enough": enough})
         return {
             "networks": networks,
             "claims": claims,
@@ -101,7 +90,7 @@ class Fig10(Figure):
             "heads": [f"+AutoSwap {o:.0%}" for o in overheads],
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         overheads = rows[0]["overheads"]
         memory = rows[0]["memory"] / 2**30
         panels = []
@@ -114,7 +103,7 @@ class Fig10(Figure):
                 marks.append(
                     Line(x, y, ink, marker="o^vs"[i % 4], end=f"+AutoSwap {overhead:.0%}: −{saving(lines[-1], i):.0%}")
                 )
-            for pool in PLAIN:
+            for pool in self.pools:
                 name, ink, marker = ALLOCATORS[pool]
                 y = [row["footprints"][pool] / 2**30 for row in lines]
                 name = name.partition(",")[0]
@@ -149,7 +138,7 @@ def make_planner(task: Row, score: str = "bo", **options: Any) -> SmartPoolAutoS
     return SmartPoolAutoSwap(score, steps=task["steps"], evaluations=task["evaluations"], **options)
 
 
-def smallest_footprints(program: Program, machine: Machine, search: Row) -> list[Row]:
+def smallest_footprints(program: Program, machine: Machine, search: Row) -> Rows:
     """Returns the smallest footprint that the planner finds for each overhead."""
     pool = search["pool"]
     seconds = search["seconds"]
@@ -176,7 +165,7 @@ def saving(row: Row, i: int, extra: int = 0) -> float:
     return float(1 - (row["swapped"][i]["footprint"] + extra) / (row["footprints"]["cnmem"] + extra))
 
 
-def by_network(rows: list[Row]) -> dict[str, list[Row]]:
+def by_network(rows: Rows) -> dict[str, Rows]:
     """Groups rows by network, in order of batch size."""
     return {name: sorted(lines, key=lambda row: row["batch"]) for name, lines in figures.group_by(rows).items()}
 
@@ -187,21 +176,19 @@ POOLS = {  # allocators without and with a plan
     "superneurons": ("superneurons", "superneurons"),
     "geeps": ("cudamalloc", "cudamalloc"),
 }
-OURS = POOLS["smartpool+autoswap"]
 CONTROLS = ("all", "random")  # weights of AutoSwap in place of Bayesian optimization's: the scores alone, random ones
-BUDGETS = (0.25, 0.5, 1.0)  # multiples of memonger's budget B
-OPTIONS = {"swap": "o", "recompute": "s", "both": "p"}  # of SuperNeurons, with their markers
-TOP = 0.8  # maximum overhead in the picture
-SAME = 0.05  # points of reduction that are not a difference
-CLOSE = 0.02  # points of overhead within which methods are comparable
 
 
 class Fig11(Figure):
     """Fig. 11: overhead against the reduction of the footprint, four methods."""
 
     name = "smartpool_fig11"
+    markers: ClassVar = {"swap": "o", "recompute": "s", "both": "p"}  # of SuperNeurons' options
+    top = 0.8  # maximum overhead in the picture
+    same = 0.05  # points of reduction that are not a difference
+    close = 0.02  # fraction of overhead within which methods are comparable
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         overheads, limits = (
             figures.numbers(settings, key, lambda value, most=most: 0 <= value <= most, f"numbers from 0 to {most:g}")
             for key, most in (("overheads", math.inf), ("geeps", 1.0))
@@ -222,34 +209,36 @@ class Fig11(Figure):
         }
         bases = {name: footprint(base, lives, machine) for name, (base, _) in POOLS.items()}
         points = {
-            name: [measure_point(POOLS.get(name, OURS)[1], plan, limit, program, machine) for plan, limit in candidates]
+            name: [
+                measure_point(POOLS.get(name, POOLS["smartpool+autoswap"])[1], plan, limit, program, machine)
+                for plan, limit in candidates
+            ]
             for name, candidates in plans.items()
         }
         caffe = sum(tensor.nbytes for tensor in program.tensors)
         totals = {"load": program.peak_bytes, "memory": machine.memory_bytes, "caffe": caffe}
         return {**totals, "bases": bases, "points": points}
 
-    def numbers(self, rows: list[Row]) -> Row:
-        networks = [fig11_facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [fig11_entry(row) for row in rows]
         gap = np.array([difference for net in networks for difference in net["off"]])
         scores, random = (100 * np.array([net["gains"][i] for net in networks]).ravel() for i in range(len(CONTROLS)))
         return {
             "networks": networks,
-            "count": len(rows),
             "tuned": len(scores),
-            "scores": int((scores > SAME).sum()),
-            "ahead": int((random > SAME).sum()),
-            "behind": int((random < -SAME).sum()),
+            "scores": int((scores > self.same).sum()),
+            "ahead": int((random > self.same).sum()),
+            "behind": int((random < -self.same).sum()),
             "deeper": sum(net["deeper"] for net in networks),
             "dearer": sum(net["dearer"] for net in networks),
             "points": len(gap),
-            "close": CLOSE,
-            "worse": int((gap > CLOSE).sum()),
+            "close": self.close,
+            "worse": int((gap > self.close).sum()),
             "beyond": int(np.isinf(gap).sum()),
-            "better": int(((gap < -CLOSE) & np.isfinite(gap)).sum()),
+            "better": int(((gap < -self.close) & np.isfinite(gap)).sum()),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
         for row in rows:
             marks: list[Mark] = []
@@ -258,7 +247,7 @@ class Fig11(Figure):
                 style = look(name)
                 if name == "superneurons":
                     dark = HUES["swap and recompute"].slots[-1]
-                    for p, (option, marker) in zip(points, OPTIONS.items(), strict=True):
+                    for p, (option, marker) in zip(points, self.markers.items(), strict=True):
                         label = f"{style.label}: {option}"
                         marks.append(Line([p[0]], [p[1]], dark, label, marker, "", size=8, hollow=True, front=4))
                     continue
@@ -271,7 +260,7 @@ class Fig11(Figure):
                     marks.append(Line(*caffe[caffe[:, 0].argsort()].T, style.color, label, line=DASHED, width=1))
             axes = (
                 Axis("reduction of the footprint", "%", (0, 1)),
-                Axis(f"overhead (up to {TOP:.0%})", "%", (-0.015, TOP)),
+                Axis(f"overhead (up to {self.top:.0%})", "%", (-0.015, self.top)),
             )
             panels.append(Panel(figures.label(row["network"]), marks, *axes))
         return Chart("Overhead against reduction of the footprint, batch size 100", panels, 4, (3.9, 3.5), keys=3)
@@ -305,7 +294,7 @@ def memonger(program: Program, machine: Machine) -> Iterator[tuple[Plan, int]]:
     for _ in range(3):  # as in the planner
         stored, largest, _ = stages.divide(budget)
         budget = math.isqrt(stored * largest)
-    for share in BUDGETS:
+    for share in (0.25, 0.5, 1.0):
         rows = recomputations(stages.divide(round(share * budget))[2])
         yield Plan(decisions_of(rows)), machine.memory_bytes
 
@@ -345,7 +334,7 @@ def deepest(points: np.ndarray, overhead: float = ZERO) -> float:
     return float(points[points[:, 1] <= overhead, 0].max(initial=0.0))
 
 
-def fig11_facts(row: Row) -> Row:
+def fig11_entry(row: Row) -> Row:
     """Returns a network's reductions and overheads by method."""
     ours, memonger, neurons, geeps = (reductions(row, name) for name in POOLS)
     limits = [max(overhead, ZERO) for overhead in row["overheads"]]

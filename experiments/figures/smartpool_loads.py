@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 import agents
+from agents.planner import MIB
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure, span
+from experiments.figures import published
+from experiments.figures.figure import Figure, Rows, span
 from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, Rule, Words, pairs
-from experiments.plotting.palette import ALLOCATORS, FAINT, KEPT, LOAD
+from experiments.plotting.palette import ALLOCATORS, FAINT, LOAD
 from simulator import Timeline, simulate
 from simulator.machine import Machine
 from simulator.pool import Intervals, program_lifetimes
@@ -22,22 +24,8 @@ from simulator.pool.times import allocation_ns
 from simulator.program import Program, Tensor
 from simulator.timeline import Span
 
-MB = 2**20
 POOLS = ("cnmem", "smartpool")
-ITERATIONS = 8  # of the online Device
-PAPER: dict[str, dict[str, float]] = {  # ratios, ms of an iteration with cudaMalloc, speedups over it
-    name: dict(zip(("load", "cnmem", "smartpool", "ms", "cnmem_speedup", "smartpool_speedup"), row, strict=True))
-    for name, row in {
-        "resnet18": (1452, 1.033, 1.003, 359, 1.84, 1.83),
-        "resnet34": (2824, 1.028, 1.001, 684, 1.86, 1.85),
-        "resnet50": (4418, 1.030, 1.003, 993, 1.84, 1.88),
-        "resnet101": (8367, 1.028, 1.0005, 2086, 1.99, 1.97),
-        "vgg11": (389, 1.169, 1.013, 76, 1.77, 1.75),
-        "vgg13": (509, 1.115, 1.016, 94, 1.72, 1.71),
-        "vgg16": (647, 1.113, 1.012, 122, 1.72, 1.73),
-        "vgg19": (785, 1.072, 1.011, 162, 1.91, 1.94),
-    }.items()
-}
+PAPER: dict[str, dict[str, float]] = published("smartpool_table1")
 ZERO = 0.0005  # overheads up to this print as 0.0 %
 
 
@@ -67,12 +55,11 @@ class Table1(Figure):
             "singa": {"load": singa.peak_bytes, **extra, "ratios": ratios(program_lifetimes(singa).intervals, machine)},
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
-        networks = [facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [table1_entry(row) for row in rows]
         pools = [row["ratios"] for row in rows]
         return {
             "networks": networks,
-            "count": len(rows),
             "early": span(len(row["online"]["early"]) for row in rows),
             "equal": sum(net["pool"] == round(net["ratios"]["smartpool"] * net["load"]) for net in networks),
             "exact": max(r["smartpool"] for r in pools),
@@ -80,8 +67,8 @@ class Table1(Figure):
             "apart": max(abs(r["smartpool_first"] - r["smartpool"]) for r in pools),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        nets = [facts(row) for row in rows]
+    def chart(self, rows: Rows) -> Chart:
+        nets = [table1_entry(row) for row in rows]
         names = Axis(names=[net["label"] for net in nets])
         loads: list[Mark] = [
             Line(
@@ -97,7 +84,7 @@ class Table1(Figure):
             )
             for key, color, label, side in (
                 ("captured", FAINT, "load as captured", "left"),
-                ("kept", KEPT, "with what SINGA keeps", "right"),
+                ("kept", "#238b45", "with what SINGA keeps", "right"),
             )
         ]
         ratios: list[Mark] = []
@@ -120,7 +107,7 @@ def online(program: Program) -> Row:
     device = Device()
     early = []
     pooled = []
-    for peak in train(device, program, ITERATIONS):
+    for peak in train(device, program, 8):
         (early if device.pool is None else pooled).append(peak)
     return {"early": early, "pooled": pooled, "mismatches": device.mismatches}
 
@@ -146,7 +133,7 @@ def kept_by_singa(model: Any) -> tuple[list[Tensor], list[Tensor]]:
     return gradients, filters
 
 
-def facts(row: Row) -> Row:
+def table1_entry(row: Row) -> Row:
     """Returns a network's numbers with the paper's."""
     paper = PAPER[row["network"]]
     singa = row["singa"]
@@ -159,8 +146,8 @@ def facts(row: Row) -> Row:
         "speedups": {pool: ns["cudamalloc"] / ns[pool] for pool in POOLS},
         "early": max(row["online"]["early"]),
         "pool": max(row["online"]["pooled"]),
-        "captured": row["load"] / MB / paper["load"],
-        "kept": singa["load"] / MB / paper["load"],
+        "captured": row["load"] / MIB / paper["load"],
+        "kept": singa["load"] / MIB / paper["load"],
     }
 
 
@@ -177,7 +164,7 @@ class Fig2(Figure):
 
     name = "smartpool_fig2"
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         iterations = cli.integer(settings, "iterations", least=3)
         names = figures.networks(settings)
         return [{"network": name, "iterations": iterations, "curve": name == names[0]} for name in names]
@@ -203,23 +190,22 @@ class Fig2(Figure):
             "captured": figures.program(task["network"], machine).peak_bytes,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         return {
             "networks": [{**row, "paper": PAPER[row["network"]]["load"]} for row in rows],
-            "iterations": rows[0]["iterations"],
             "count": len(rows),
             "middle": sum(all(row["same"][1:]) for row in rows),
             "exact": sum(row["peaks"][1] == row["captured"] for row in rows),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         row = next(row for row in rows if row["points"])
         total = sum(row["operations"])
         ink = ALLOCATORS["smartpool"].color
         x = [0, *(i for i, _ in row["points"]), total]
-        y = [row["before"] / MB, *(b / MB for _, b in row["points"])]
+        y = [row["before"] / MIB, *(b / MIB for _, b in row["points"])]
         y.append(y[-1])
-        peak = row["captured"] / MB
+        peak = row["captured"] / MIB
         bounds = [*row["starts"], total]
         marks: list[Mark] = [
             Line(x, y, ink, step=True, width=1.2, band=(0, y), shade=0.15),
@@ -344,7 +330,7 @@ def our_limit(program: Program, network: str, paper_mb: float) -> int:
     load = PAPER[network]["load"]
     if paper_mb > load:
         raise ValueError(f"{network}: the paper's load of {load} MB is below the limit of {paper_mb:g} MB")
-    return program.peak_bytes - round((load - paper_mb) * MB)
+    return program.peak_bytes - round((load - paper_mb) * MIB)
 
 
 def run_planner(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> Timeline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from statistics import median
+from typing import ClassVar
 
 from omegaconf import DictConfig
 
@@ -13,28 +14,25 @@ from agents.heuristics.workspace import algorithms, least_workspaces, plan_with_
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure, span
+from experiments.figures import published
+from experiments.figures.figure import Figure, Rows, span
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Panel, Rule, groups
-from experiments.plotting.palette import ALLOCATORS, FAINT, INK, LAYERS, MEASURED, PREDICTED
+from experiments.plotting.palette import ALLOCATORS, FAINT, INK, MEASURED, PREDICTED
 from simulator import simulate
 from simulator.machine import Machine
 from simulator.pool import program_lifetimes
 from simulator.pool.times import allocation_ns
 from simulator.program import Program
 
-GB = 10**9
-POOL = "superneurons"  # SuperNeurons' heap in simulator.pool
-FIG2_BATCH = 32
-FIG2_PAPER = {"resnet152_imagenet": 18.5, "inception_v4": 44.3}  # GB with workspaces, from the text
-
 
 class Fig2(Figure):
     """Fig. 2: memory of a training step with and without convolution workspaces."""
 
     name = "superneurons_fig2"
+    batch = 32
 
     def run(self, task: Row, machine: Machine) -> Row:
-        program = figures.program(task["network"], machine, batch_size=FIG2_BATCH, algorithms=True)
+        program = figures.program(task["network"], machine, batch_size=self.batch, algorithms=True)
         fastest = [min(algorithms(kernel)) for kernel in program.kernels]
         live_bytes = [live - kernel.workspace for live, kernel in zip(program.live_bytes, program.kernels, strict=True)]
         tensors = sum(tensor.nbytes for tensor in program.tensors)  # without freeing any
@@ -45,49 +43,49 @@ class Fig2(Figure):
             "all": tensors,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
-        return {
-            "networks": [{**row, "paper": FIG2_PAPER.get(row["network"], "not said")} for row in rows],
-            "batch": FIG2_BATCH,
-        }
+    def template_values(self, rows: Rows) -> Row:
+        return {"networks": [{**row, "paper": self.published.get(row["network"], "not said")} for row in rows]}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         names = [figures.label(row["network"]) for row in rows]
         columns = (("all", "all tensors", PREDICTED), ("sum", "all tensors and workspaces", MEASURED))
-        series = [(label, ink, [row[key] / GB for row in rows], []) for key, label, ink in columns]
-        theirs = [FIG2_PAPER.get(row["network"]) for row in rows]
+        series = [(label, ink, [row[key] / 1e9 for row in rows], []) for key, label, ink in columns]
+        theirs = [self.published.get(row["network"]) for row in rows]
         paper = Line(theirs, range(len(rows)), INK, "paper", "D", "", size=7, hollow=True, front=5)
         panel = Panel("", [*groups(series, horizontal=True), paper], Axis("GB"), Axis(names=names))
-        return Chart(f"Simulated memory of a step, batch {FIG2_BATCH}", [panel], size=(7.5, 0.55 * len(rows) + 1.0))
-
-
-GROUPS = dict.fromkeys(("pool", "activation", "norm", "lrn"), "POOL, ACT, BN, LRN") | {"conv": "CONV", "matmul": "FC"}
+        return Chart(f"Simulated memory of a step, batch {self.batch}", [panel], size=(7.5, 0.55 * len(rows) + 1.0))
 
 
 class Fig8(Figure):
     """Fig. 8: time and memory by type of layer."""
 
     name = "superneurons_fig8"
+    layers: ClassVar = {"CONV": "#08306b", "POOL, ACT, BN, LRN": "#f16913", "FC": "#238b45", "other": "#d9d9d9"}
+    types: ClassVar = {  # of layers, by kind of kernel
+        **dict.fromkeys(("pool", "activation", "norm", "lrn"), "POOL, ACT, BN, LRN"),
+        "conv": "CONV",
+        "matmul": "FC",
+    }
 
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine)
-        times = Counter(dict.fromkeys(LAYERS, 0))
-        sizes = Counter(dict.fromkeys(LAYERS, 0))
+        times = Counter(dict.fromkeys(self.layers, 0))
+        sizes = Counter(dict.fromkeys(self.layers, 0))
         for kernel in program.kernels:
-            times[GROUPS.get(kernel.kind, "other")] += kernel.duration_ns
+            times[self.types.get(kernel.kind, "other")] += kernel.duration_ns
         for tensor, writes in zip(program.tensors, program.writes, strict=True):
             if writes and not tensor.persistent:
-                sizes[GROUPS.get(program.kernels[writes[0]].kind, "other")] += tensor.nbytes
+                sizes[self.types.get(program.kernels[writes[0]].kind, "other")] += tensor.nbytes
         shares = [{name: n / totals.total() for name, n in totals.items()} for totals in (times, sizes)]
         return {"time": shares[0], "memory": shares[1]}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         names = [figures.label(row["network"]) for row in rows]
         panels = []
         for key, title in (("time", "Time"), ("memory", "Memory")):
             base = [0.0] * len(rows)
             bars = []
-            for name, color in LAYERS.items():
+            for name, color in self.layers.items():
                 shares = [100 * row[key][name] for row in rows]
                 bars.append(Bars(range(len(rows)), shares, color, name, base=list(base)))
                 base = [a + b for a, b in zip(base, shares, strict=True)]
@@ -95,15 +93,12 @@ class Fig8(Figure):
         return Chart("Simulated time and memory by type of layer", panels, size=(5.0, 0.4 * len(rows) + 1.0))
 
 
-FIG12_PAPER = (203, 240)  # images/s with the least and with the most workspaces
-
-
 class Fig12(Figure):
     """Fig. 12: convolution workspaces in the memory that tensors leave free, and training speed."""
 
     name = "superneurons_fig12"
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         shares = figures.numbers(settings, "pools", lambda share: share >= 1, "numbers of at least 1")
         return [{"batch_size": batch, "pools": shares} for batch in figures.integers(settings, "batches", 1)]
 
@@ -126,7 +121,7 @@ class Fig12(Figure):
             results.append(result)
         return {"found": results, "wanted": sum(min(algorithms(kernel))[1] for kernel in program.kernels)}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = [
             {
                 "batch_size": row["batch_size"],
@@ -140,10 +135,10 @@ class Fig12(Figure):
             for result in row["found"]
             for slow, fast in [(result["least"]["images_per_s"], result["filled"]["images_per_s"])]
         ]
-        return {"rows": lines, "gains": span(line["times"] for line in lines)}
+        return {"lines": lines, "gains": span(line["times"] for line in lines)}
 
-    def chart(self, rows: list[Row]) -> Chart:
-        lines = self.numbers(rows)["rows"]
+    def chart(self, rows: Rows) -> Chart:
+        lines = self.template_values(rows)["lines"]
         series = [
             ("least workspaces", PREDICTED, [line["slow"] for line in lines], []),
             (
@@ -155,32 +150,22 @@ class Fig12(Figure):
         ]
         paper = [
             Line([speed] * 2, [-0.5, len(lines) - 0.5], INK, f"paper: {label}, {speed} images/s", line=dash, front=5)
-            for label, speed, dash in zip(("least", "most"), FIG12_PAPER, (":", "--"), strict=True)
+            for (label, speed), dash in zip(self.published.items(), (":", "--"), strict=True)
         ]
-        names = [f"batch {line['batch_size']}, {line['pool'] / GB:.2f} GB" for line in lines]
+        names = [f"batch {line['batch_size']}, {line['pool'] / 1e9:.2f} GB" for line in lines]
         marks = [*groups(series, horizontal=True), *paper]
         panel = Panel("", marks, Axis("images per second", room=1.6), Axis(names=names))
         title = "AlexNet on a K40c: simulated speed with workspaces"
         return Chart(title, [panel], size=(7.0, 0.55 * len(lines) + 1.0), keys=2)
 
 
-TABLE2_PAPER = {  # images/s with cudaMalloc ("CUDA") and with the pool ("Ours")
-    "alexnet": (359.4, 401.6),
-    "vgg16_imagenet": (12.1, 14.4),
-    "inception_v4": (6.77, 10.0),
-    "resnet50_imagenet": (21.5, 32.9),
-    "resnet101_imagenet": (11.3, 18.95),
-    "resnet152_imagenet": (7.46, 13.2),
-}
-
-
 class Table2(Figure):
     """Table 2: images per second with a memory pool and with cudaMalloc."""
 
     name = "superneurons_table2"
-    paper_networks = TABLE2_PAPER
+    paper_networks = published("superneurons_table2")
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         return [{**task, "batch": 128 if task["network"] == "alexnet" else 16} for task in super().tasks(settings)]
 
     def run(self, task: Row, machine: Machine) -> Row:
@@ -190,17 +175,17 @@ class Table2(Figure):
             "blocks": sum(not t.persistent for t in program.tensors),
             "allocated": sum(t.nbytes for t in program.tensors if not t.persistent),
             "roofline_ns": program.ideal_ns,
-            "allocation_ns": {name: allocation_ns(name, lives, machine) for name in ("cudamalloc", POOL)},
+            "allocation_ns": {name: allocation_ns(name, lives, machine) for name in ("cudamalloc", "superneurons")},
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
-        return {"networks": table2_facts(rows)}
+    def template_values(self, rows: Rows) -> Row:
+        return {"networks": table2_entries(rows)}
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = table2_facts(rows)
+    def chart(self, rows: Rows) -> Chart:
+        networks = table2_entries(rows)
         labels = {
             "paper": ("the paper", INK),
-            "each": ("ours: one cost per block, fitted", ALLOCATORS[POOL].color),
+            "each": ("ours: one cost per block, fitted", ALLOCATORS["superneurons"].color),
             "ours": ("ours: costs by bytes, as on a GTX 1080 Ti", FAINT),
         }
         series = [
@@ -217,7 +202,7 @@ class Table2(Figure):
         return Chart(title, [panel], size=(2.6 + 1.45 * len(rows), 3.8))
 
 
-def table2_facts(rows: list[Row]) -> list[Row]:
+def table2_entries(rows: Rows) -> Rows:
     """Returns the pool's speedup over cudaMalloc, and images/s without the pool, by what an allocation costs.
 
     ``each``: one cost per block for all networks, the median of the costs that give the paper's differences.
@@ -225,11 +210,11 @@ def table2_facts(rows: list[Row]) -> list[Row]:
     networks = []
     costs = []
     for row in rows:
-        slow, fast = TABLE2_PAPER[row["network"]]
+        slow, fast = Table2.paper_networks[row["network"]]
         paper_ms = 1e3 * row["batch"] * (1 / slow - 1 / fast)
         calls = row["allocation_ns"]
         costs.append(paper_ms / row["blocks"])
-        added = {"paper": paper_ms, "ours": (calls["cudamalloc"] - calls[POOL]) / 1e6}
+        added = {"paper": paper_ms, "ours": (calls["cudamalloc"] - calls["superneurons"]) / 1e6}
         networks.append({**row, "label": figures.label(row["network"]), "slow": slow, "fast": fast, "added": added})
     for net in networks:
         net["added"]["each"] = median(costs) * net["blocks"]
@@ -239,15 +224,12 @@ def table2_facts(rows: list[Row]) -> list[Row]:
     return networks
 
 
-LOSS = 0.3333  # largest loss without the cache in the paper
-
-
 class Fig11(Figure):
     """Fig. 11: images per second with the Tensor Cache and without it."""
 
     name = "superneurons_fig11"
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         short = cli.number(settings, "short")
         batches = figures.batch_sizes(settings, 1)
         return [{"network": name, "batch": batch, "short": short} for name, batch in batches.items()]
@@ -262,20 +244,21 @@ class Fig11(Figure):
             "cached_short": run_cached(program, machine, int(task["short"] * program.peak_bytes)),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
-        networks = [fig11_facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        networks = [fig11_entry(row) for row in rows]
         return {"networks": networks, "losses": span(net["loss"] for net in networks)}
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = [fig11_facts(row) for row in rows]
+    def chart(self, rows: Rows) -> Chart:
+        networks = [fig11_entry(row) for row in rows]
         series = [
             (label, color, [net["speeds"][i] for net in networks], [f"{net['speeds'][i]:.0%}" for net in networks])
             for i, (label, color) in enumerate((("with Tensor Cache", "#1f5fa8"), ("without", "#f16913")))
         ]
         names = Axis(names=[net["label"] for net in networks])
         ends = [-0.5, len(networks) - 0.5]
-        label = f"paper: at least {1 - LOSS:.0%} without"
-        paper = Line(ends, [1 - LOSS] * 2, INK, label, line="--", front=5)
+        speed = 1 - self.published["loss"]
+        label = f"paper: at least {speed:.0%} without"
+        paper = Line(ends, [speed] * 2, INK, label, line="--", front=5)
         panel = Panel("", [*groups(series), paper], names, Axis("speed, of that without swaps", "%", (0, 1.15)))
         return Chart("Speed with and without the Tensor Cache, 12 GB", [panel], size=(1.4 * len(rows) + 2, 4.6))
 
@@ -303,7 +286,7 @@ def run_cached(program: Program, machine: Machine, limit: int) -> Row | None:
     }
 
 
-def fig11_facts(row: Row) -> Row:
+def fig11_entry(row: Row) -> Row:
     """Returns the speeds of a network, also relative to the iteration without swaps."""
     short = row["cached_short"]
     ns = [row[key]["iteration_ns"] for key in ("cached", "without")]

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, groupby
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from omegaconf import DictConfig
 
@@ -30,11 +30,11 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
-from experiments.figures import attempt, choices
-from experiments.figures.figure import Figure
+from experiments.figures import attempt, choices, published
+from experiments.figures.figure import Figure, Rows
 from experiments.figures.home_networks import Sizes
 from experiments.plotting.charts import Axis, Bars, Chart, Mark, Panel, Rule
-from experiments.plotting.palette import INK, METHOD_COLORS, label
+from experiments.plotting.palette import INK, color, label
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.program import Kernel, Program, Tensor
@@ -47,18 +47,20 @@ class Method(NamedTuple):
     label: str
     planner: str = ""
     options: Mapping[str, Any] = MappingProxyType({})
+    color: str = ""  # by default the planner's
 
 
 METHODS = {
-    "own": Method("every tensor its own memory"),
-    "none": Method("dead tensors freed", "none"),
+    "own": Method("every tensor its own memory", color="#c9c9c9"),
+    "none": Method("dead tensors freed", "none", color="#6b6b6b"),
     "memonger": Method("memonger", "memonger"),
     "vdnn_all": Method("vDNN all", "vdnn_all"),
     "superneurons": Method("SuperNeurons", "superneurons", {"recompute": "cost"}),
-    "superneurons_joins": Method("SuperNeurons, sums too", "superneurons", {"recompute": "cost", "joins": True}),
+    "superneurons_joins": Method(
+        "SuperNeurons, sums too", "superneurons", {"recompute": "cost", "joins": True}, "#238b45"
+    ),
     "bound": Method("no plan goes beyond"),
 }
-FRAMEWORKS = ("Caffe", "MXNet", "Torch", "TensorFlow", "SuperNeurons")
 
 
 def run_method(method: str, program: Program, machine: Machine) -> Timeline | None:
@@ -126,7 +128,7 @@ def panel(
     texts = ["N/A" if value is None else f"{value:,}" for value in paper.values()]
     marks: list[Mark] = [Bars(range(n), list(paper.values()), INK, hollow=True, thick=0.7, texts=texts)]
     marks += [
-        Bars([n + i], [value], METHOD_COLORS[method], thick=0.7, texts=[text])
+        Bars([n + i], [value], METHODS[method].color or color(method), thick=0.7, texts=[text])
         for i, (method, _, value, text) in enumerate(ours)
     ]
     marks += [] if bound is None else [Rule(bound)]
@@ -257,23 +259,19 @@ def without_names(program: Program) -> tuple[list[Tensor], list[Kernel]]:
     ]
 
 
-TABLE4_PAPER: dict[str, int | None] = dict(zip(FRAMEWORKS, (148, 480, 152, 592, 1920), strict=True))
-AT_1 = ", batch size 1"
-BATCH1_PAPER: dict[str, int | None] = {f"SuperNeurons{AT_1}": 2500}
-BATCH1_FROM = (2, 4)  # captured, since a batch of 1 cannot be
 STAGES = (6, 32, 6)  # n1, n2, n4
 CAPTURED = 4  # n3 of the capture, whose third block is repeated
-# n3
-FIRST = {"own": CAPTURED, "none": 128}
-TABLE4_MOST = 2048
 
 
 class Table4(Figure):
     """Table 4: the deepest ResNet that trains in 12 GB, by framework, and by method also at batch size 1."""
 
     name = "superneurons_table4"
+    # n3 at which a search begins, and the maximum.
+    first: ClassVar = {"own": CAPTURED, "none": 128}
+    most = 2048
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         methods = choices(settings, "methods", METHODS)
         captured = str(settings.captured)
         if captured not in methods:
@@ -287,8 +285,8 @@ class Table4(Figure):
         method = task["method"]
         batch = task["batch"]
         shallow = Deeper(base(batch, machine), 4 + sum(STAGES[:2]) + CAPTURED // 2)
-        start = FIRST.get(method, 400) if batch > 1 else 400
-        n3, iteration = max_size(method, lambda n: shallow.with_more(n - CAPTURED), machine, start, TABLE4_MOST)
+        start = self.first.get(method, 400) if batch > 1 else 400
+        n3, iteration = max_size(method, lambda n: shallow.with_more(n - CAPTURED), machine, start, self.most)
         program = shallow.with_more(n3 - CAPTURED)
         if task["captured"]:
             program_captured = capture(batch, n3, machine)
@@ -308,27 +306,27 @@ class Table4(Figure):
             **iteration,
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = [
             {
                 **row,
-                "label": METHODS[row["method"]].label + (AT_1 if row["batch"] == 1 else ""),
+                "label": METHODS[row["method"]].label + ", batch size 1" * (row["batch"] == 1),
                 "held": row["at_end"] / row["memory"],
                 "overhead": row.get("overhead"),
                 "images": row["batch"] / row["iteration_ns"] * 1e9 if "overhead" in row else None,
             }
             for row in rows
         ]
-        paper = [{"framework": name, "there": depth} for name, depth in TABLE4_PAPER.items()]
-        return {"paper": paper, "batch": rows[0]["batch"], "found": lines}
+        paper = [{"framework": name, "there": depth} for name, depth in self.published[16].items()]
+        return {"paper": paper, "found": lines}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         slower = [f" ({row['overhead']:.0%} slower)" if row.get("overhead") else "" for row in rows]
         bars = [
             (line["method"], line["label"], line["depth"], f"{line['depth']:,}{text}")
-            for line, text in zip(self.numbers(rows)["found"], slower, strict=True)
+            for line, text in zip(self.template_values(rows)["found"], slower, strict=True)
         ]
-        paper = TABLE4_PAPER | (BATCH1_PAPER if any(row["batch"] == 1 for row in rows) else {})
+        paper = self.published[16] | (self.published[1] if any(row["batch"] == 1 for row in rows) else {})
         title = f"Deepest ResNet in 12 GB, batch size {rows[0]['batch']}: the paper (hollow), simulated (filled)"
         size = (8.6, 0.7 + 0.36 * (len(paper) + len(rows)))
         return Chart(title, [panel("", paper, bars, "layers with weights", 1.28)], size=size, margins=(0.0, 0.3))
@@ -343,7 +341,8 @@ def capture(batch: int, n3: int, machine: Machine) -> Program:
 def base(batch: int, machine: Machine) -> Program:
     """Returns the network from which deeper ones are derived."""
     if batch == 1:
-        return Sizes((capture_base(BATCH1_FROM[0]), capture_base(BATCH1_FROM[1])), BATCH1_FROM, machine).at_batch(1)
+        batches = (2, 4)  # a batch of 1 cannot be captured
+        return Sizes((capture_base(batches[0]), capture_base(batches[1])), batches, machine).at_batch(1)
     from executor.capture.durations import with_roofline  # PyTorch
 
     return with_roofline(capture_base(batch), machine)
@@ -360,94 +359,76 @@ def depth(n3: int) -> int:
     return 3 * (sum(STAGES) + n3) + 2
 
 
-TABLE5_PAPER = {  # None: not run
-    name: dict(zip(FRAMEWORKS, row, strict=True))
-    for name, row in {
-        "alexnet": (768, 768, 1024, 1408, 1792),
-        "vgg16_imagenet": (48, 64, 48, 80, 224),
-        "inception_v4": (16, None, None, 64, 240),
-        "resnet50_imagenet": (24, 80, 32, 128, 384),
-        "resnet101_imagenet": (16, 48, 16, 80, 256),
-        "resnet152_imagenet": (16, 32, 16, 48, 176),
-    }.items()
-}
-BATCHES = (32, 64)  # captured
-TABLE5_MOST = 1 << 14
-CHECKED = "superneurons"
-
-
 class Table5(Figure):
     """Table 5: the largest batch of six networks that trains in 12 GB, by framework."""
 
     name = "superneurons_table5"
+    paper_networks = published("superneurons_table5")
+    batches = (32, 64)  # captured
+    most = 1 << 14  # batch size
+    checked = "superneurons"  # method at whose batch the derived program is compared with a capture
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
-        names = figures.networks(settings, TABLE5_PAPER)
+    def tasks(self, settings: DictConfig) -> Rows:
+        names = figures.networks(settings, self.paper_networks)
         methods = choices(settings, "methods", METHODS)
         ours = str(settings.ours)
-        if CHECKED not in methods:
-            raise cli.UsageError(f"figure.methods: {CHECKED} is required, since captures are compared at its batch")
-        searches: list[Row] = [{"network": name, "methods": methods} for name in names]
-        return searches + [{"network": n, "planner": ours, "batch": TABLE5_PAPER[n]["SuperNeurons"]} for n in names]
+        if self.checked not in methods:
+            raise cli.UsageError(
+                f"figure.methods: {self.checked} is required, since captures are compared at its batch"
+            )
+        searches: Rows = [{"network": name, "methods": methods} for name in names]
+        return searches + [
+            {"network": n, "planner": ours, "batch": self.paper_networks[n]["SuperNeurons"]} for n in names
+        ]
 
     def run(self, task: Row, machine: Machine) -> Row:
         name = task["network"]
         if "planner" in task:
             program = figures.program(name, machine, batch_size=task["batch"], algorithms=False)
-            plan = figures.attempt(agents.make(task["planner"]), program, machine, machine.memory_bytes)
-            if plan is None:
-                return {"overhead": None}
-            return {"overhead": simulate(program, plan, machine, machine.memory_bytes).overhead}
-        small, large = (figures.program(name, machine, batch_size=batch, algorithms=False) for batch in BATCHES)
-        sizes = Sizes((small, large), BATCHES, machine)
+            return {"overhead": figures.overhead(agents.make(task["planner"]), program, machine, machine.memory_bytes)}
+        small, large = (figures.program(name, machine, batch_size=batch, algorithms=False) for batch in self.batches)
+        sizes = Sizes((small, large), self.batches, machine)
         results = {}
         for method in task["methods"]:
-            batch, iteration = max_size(method, sizes.at_batch, machine, BATCHES[0], TABLE5_MOST)
+            batch, iteration = max_size(method, sizes.at_batch, machine, self.batches[0], self.most)
             results[method] = {"batch": batch, **iteration}
-        batch = results[CHECKED]["batch"]
+        batch = results[self.checked]["batch"]
         if figures.program(name, machine, batch_size=batch, algorithms=False) != sizes.at_batch(batch):
             raise AssertionError(f"{name}: at batch {batch} the captured program differs from the interpolated one")
         kernels = len(small.kernels)
         return {"found": results, "kernels": kernels, "memory": machine.memory_bytes, "host": machine.host_bytes}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         searched = [row for row in rows if "found" in row]
         planned = {row["network"]: row for row in rows if "planner" in row}
-        results_by_method = [row["found"] for row in searched]
+        methods = searched[0]["found"]
+        networks = []
+        for row in searched:
+            results = row["found"].values()
+            slower = [f" ({result['overhead']:.0%})" if result.get("overhead") else "" for result in results]
+            cells = [f"{result['batch']:,}{text}" for result, text in zip(results, slower, strict=True)]
+            paper = ["N/A" if batch is None else f"{batch:,}" for batch in self.paper_networks[row["network"]].values()]
+            overhead = planned[row["network"]]["overhead"]
+            networks.append({"network": row["network"], "overhead": overhead, "paper": paper, "cells": cells})
+        ahead = {
+            name: sum(row["found"][name]["batch"] > row["found"][self.checked]["batch"] for row in searched)
+            for name in methods
+        }
         return {
-            "networks": [
-                {
-                    "network": row["network"],
-                    "overhead": planned[row["network"]]["overhead"],
-                    "paper": ["N/A" if n is None else f"{n:,}" for n in TABLE5_PAPER[row["network"]].values()],
-                    "cells": [
-                        f"{result['batch']:,}" + (f" ({result['overhead']:.0%})" if result.get("overhead") else "")
-                        for result in row["found"].values()
-                    ],
-                }
-                for row in searched
-            ],
-            "frameworks": [f"{name}, paper" for name in FRAMEWORKS],
-            "methods": [METHODS[method].label for method in results_by_method[0]],
-            "count": len(searched),
+            "networks": networks,
+            "frameworks": [f"{name}, paper" for name in self.paper_networks["alexnet"]],
+            "methods": [METHODS[method].label for method in methods],
             "planner": label(next(iter(planned.values()))["planner"]),
-            **{
-                f"{name}_ahead": sum(
-                    results[name]["batch"] > results[CHECKED]["batch"] for results in results_by_method
-                )
-                if name in results_by_method[0]
-                else None
-                for name in ("vdnn_all", "memonger")
-            },
+            "ahead": {"vdnn_all": None, "memonger": None, **ahead},
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         panels = []
         for row in (row for row in rows if "found" in row):
             sizes = {m: result["batch"] for m, result in row["found"].items()}
             bound = sizes.get("bound")
             bars = [(m, METHODS[m].label, batch, f"{batch:,}") for m, batch in sizes.items() if m != "bound"]
             title = figures.label(row["network"]) + (f": no plan beyond {bound:,}" if bound else "")
-            panels.append(panel(title, TABLE5_PAPER[row["network"]], bars, "largest batch, images", 1.12, bound))
+            panels.append(panel(title, self.paper_networks[row["network"]], bars, "largest batch, images", 1.12, bound))
         title = "Largest batch in 12 GB: frameworks in the paper (hollow), methods simulated here (filled)"
         return Chart(title, panels, 3, (4.3, 3.7), (2.2, 0.4))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
 import agents
 from agents.heuristics.superneurons import JOINS
+from agents.planner import MIB
 from experiments import figures
 from experiments.common.report import Row
-from experiments.figures import layerwise
-from experiments.figures.figure import Figure, span
-from experiments.figures.layerwise import FREE, MB
+from experiments.figures import layerwise, published
+from experiments.figures.figure import Figure, Rows, span
+from experiments.figures.layerwise import FREE
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel, Rule
-from experiments.plotting.palette import INK, MEASURED, PREDICTED, STRATEGY, TECHNIQUES
+from experiments.plotting.palette import INK, MEASURED, PREDICTED
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
@@ -27,34 +29,20 @@ FIG10_LABELS = {
     "recompute": "+ cost-aware recomputation",
     "captured": "the step that PyTorch runs, with liveness analysis",
 }
-# steps
-POOL5 = 32
-POOL2 = 39
-FIG10_PAPER = {  # section 4.1.1
-    "no sharing of memory: MB": 2189.437,
-    "no sharing of memory: tensors": 36,
-    "liveness analysis: peak, MB": 1489.355,
-    "liveness analysis: step of the peak": 32,
-    "liveness analysis: tensors in memory then": 17,
-    "outputs of CONV1 to CONV5 at step 32, MB": 1409.277,
-    "tensors of POOL5's backward step, MB": 80.078,
-    "liveness analysis: tensors at step 39": 10,
-    "+ prefetch and offload: peak, MB": 1132.155,
-    "+ prefetch and offload: step of the peak": 39,
-    "+ prefetch and offload: tensors in memory then": 9,
-    "+ prefetch and offload: MB at step 32": 1075.9,
-    "+ cost-aware recomputation: peak, MB": 886.0,
-    "+ cost-aware recomputation: step of the peak": 44,
-}
-ROUNDED = "+ cost-aware recomputation: peak, MB"  # to MB
+FIG10_PAPER: dict[str, float] = published("superneurons_alexnet")
 
 
 class Fig10(Figure):
     """Fig. 10: AlexNet's memory step by step, as techniques are added."""
 
     name = "superneurons_alexnet"
+    colors: ClassVar = {"liveness": "#1f5fa8", "offload": "#f16913", "recompute": "#8e5bd0", "captured": "#5f6b75"}
+    rounded = "+ cost-aware recomputation: peak, MB"  # the number of the paper that is rounded to MB
+    # Steps, from 1, at which the text states the memory: POOL5's and POOL2's backward steps.
+    pool5 = 32
+    pool2 = 39
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         names = figures.choices(settings, "shown", FIG10_LABELS)
         return [{"shown": name, "batch_size": settings.batch_size} for name in names]
 
@@ -64,7 +52,7 @@ class Fig10(Figure):
         program = layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"])
         steps, recomputed, peak = layerwise.memory_steps(program, layerwise.plan(program, **PLANS[task["shown"]]))
         peak_step = max(range(len(steps)), key=lambda i: steps[i].nbytes)
-        layer = program.kernels[POOL5 - 1]
+        layer = program.kernels[self.pool5 - 1]
         sizes = [[tensor.name, tensor.nbytes] for tensor in program.tensors]
         return {
             "steps": [[s.name, s.phase, s.nbytes, len(s.tensors)] for s in steps],
@@ -77,22 +65,22 @@ class Fig10(Figure):
             "layer": [sizes[t] for t in layer.accesses],
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
-        ours = our_facts(rows)
+    def template_values(self, rows: Rows) -> Row:
+        ours = our_numbers(rows)
         pytorch = next((row for row in rows if row["shown"] == "captured"), None)
-        units = {key: 0.5 if key == ROUNDED or "MB" not in key else 0.0011 for key in ours}
+        units = {key: 0.5 if key == self.rounded or "MB" not in key else 0.0011 for key in ours}
         exact = sum(abs(value - FIG10_PAPER[key]) < units[key] for key, value in ours.items())
         return {"lines": lines(ours, pytorch), "of": len(ours), "exact": exact, "captured": pytorch}
 
-    def chart(self, rows: list[Row]) -> Chart:
-        top = 1.1 * max((row["all"] for row in rows if row["shown"] in PLANS), default=0) / MB
+    def chart(self, rows: Rows) -> Chart:
+        top = 1.1 * max((row["all"] for row in rows if row["shown"] in PLANS), default=0) / MIB
         panels = []
         for row in rows:
             name = row["shown"]
             steps = row["steps"]
-            ink = TECHNIQUES[row["shown"]]
+            ink = self.colors[row["shown"]]
             x = range(1, len(steps) + 1)
-            sizes = [s[2] / MB for s in steps]
+            sizes = [s[2] / MIB for s in steps]
             peak = _peak_step(row)
             bars = Bars(x, sizes, ink, thick=1.0, horizontal=False, shade=0.35, texts=[f"{s[3] or ''}" for s in steps])
             marks: list[Mark] = [bars, Bars([peak + 1], [sizes[peak]], ink, thick=1.0, horizontal=False)]
@@ -106,7 +94,7 @@ class Fig10(Figure):
             kernels = Axis("kernel: forward | backward | optimizer", limits=limits)
             high = None
             if name in PLANS:
-                total_mb = row["all"] / MB
+                total_mb = row["all"] / MIB
                 high = top
                 text = f"all {row['tensors']} tensors at once: {total_mb:,.3f} MB"
                 marks.append(Rule(total_mb, horizontal=True, text=text, below=True))
@@ -141,7 +129,7 @@ def captured_steps(batch_size: int, machine: Machine) -> Row:
     }
 
 
-def our_facts(rows: list[Row]) -> dict[str, float]:
+def our_numbers(rows: Rows) -> dict[str, float]:
     """Returns our numbers, by the keys of ``FIG10_PAPER``, for the techniques that were computed."""
     numbers: dict[str, float] = {}
     for row in rows:
@@ -151,19 +139,19 @@ def our_facts(rows: list[Row]) -> dict[str, float]:
         if row["shown"] == "captured":
             continue
         numbers |= {
-            "no sharing of memory: MB": row["all"] / MB,
+            "no sharing of memory: MB": row["all"] / MIB,
             "no sharing of memory: tensors": row["tensors"],
-            f"{name}: peak, MB": row["peak"] / MB,
+            f"{name}: peak, MB": row["peak"] / MIB,
             f"{name}: step of the peak": peak_step + 1,
             f"{name}: tensors in memory then": steps[peak_step][3],
-            f"{name}: tensors at step 39": steps[POOL2 - 1][3],
-            f"{name}: MB at step 32": steps[POOL5 - 1][2] / MB,
+            f"{name}: tensors at step 39": steps[Fig10.pool2 - 1][3],
+            f"{name}: MB at step 32": steps[Fig10.pool5 - 1][2] / MIB,
         }
         if row["shown"] == "liveness":
             layer = dict(row["layer"])
             at_peak = dict(row["at_peak"])
-            numbers["outputs of CONV1 to CONV5 at step 32, MB"] = sum(at_peak[t] for t in at_peak.keys() - layer) / MB
-            numbers["tensors of POOL5's backward step, MB"] = sum(layer.values()) / MB
+            numbers["outputs of CONV1 to CONV5 at step 32, MB"] = sum(at_peak[t] for t in at_peak.keys() - layer) / MIB
+            numbers["tensors of POOL5's backward step, MB"] = sum(layer.values()) / MIB
     return {key: numbers[key] for key in FIG10_PAPER if key in numbers}
 
 
@@ -172,15 +160,15 @@ def _peak_step(row: Row) -> int:
     return sizes.index(max(sizes))
 
 
-def lines(ours: dict[str, float], captured: Row | None) -> list[Row]:
+def lines(ours: dict[str, float], captured: Row | None) -> Rows:
     """Returns a table line per number in the paper's text, with PyTorch's values for the peaks."""
     pytorch = (
         {}
         if captured is None
         else {
-            "no sharing of memory: MB": captured["all"] / MB,
+            "no sharing of memory: MB": captured["all"] / MIB,
             "no sharing of memory: tensors": captured["tensors"],
-            **{f"{FIG10_LABELS[name]}: peak, MB": n / MB for name, n in captured["peaks"].items()},
+            **{f"{FIG10_LABELS[name]}: peak, MB": n / MIB for name, n in captured["peaks"].items()},
         }
     )
     forms = {key: ",.3f" if "MB" in key else ",.0f" for key in ours}
@@ -206,29 +194,25 @@ def operator(name: str) -> str:
 
 
 TABLE1_LABELS = {"speed": "speed-centric", "memory": "memory-centric", "cost": "cost-aware"}
-NETWORKS = {
-    "alexnet": (layerwise.alexnet, 200),
-    "resnet50": (lambda: layerwise.resnet(3, 4, 6, 3), 32),
-    "resnet101": (lambda: layerwise.resnet(3, 4, 23, 3), 32),
-}
-TABLE1_PAPER: dict[str, dict[str, tuple[int, float]]] = {  # recomputed layers, MB
-    "alexnet": {"speed": (14, 993.018), "memory": (23, 886.23), "cost": (17, 886.23)},
-    "resnet50": {"speed": (84, 455.125), "memory": (118, 401), "cost": (85, 401)},
-    "resnet101": {"speed": (169, 455.125), "memory": (237, 401), "cost": (170, 401)},
-}
 
 
 class Table1(Figure):
     """Table 1: recomputed layers, and peak memory, by strategy."""
 
     name = "superneurons_table1"
+    colors: ClassVar = {"speed": "#f16913", "memory": "#1f5fa8", "cost": "#238b45"}
+    networks: ClassVar = {  # layers and batch size
+        "alexnet": (layerwise.alexnet, 200),
+        "resnet50": (partial(layerwise.resnet, 3, 4, 6, 3), 32),
+        "resnet101": (partial(layerwise.resnet, 3, 4, 23, 3), 32),
+    }
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
-        names = figures.choices(settings, "networks", NETWORKS, "network ")
+    def tasks(self, settings: DictConfig) -> Rows:
+        names = figures.choices(settings, "networks", self.networks, "network ")
         return [{"network": name, "strategy": strategy} for name in names for strategy in TABLE1_LABELS]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        layers, batch_size = NETWORKS[task["network"]]
+        layers, batch_size = self.networks[task["network"]]
         program = layerwise.program(task["network"], layers(), batch_size)
         branches = any(layer.kind in JOINS for layer in layers())
         plan = layerwise.plan(program, strategy=task["strategy"], branches=branches)
@@ -245,8 +229,8 @@ class Table1(Figure):
             "planner": figures.least_limit(planner, program, FREE, 1),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
-        lines = [facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        lines = [table1_entry(row) for row in rows]
         return {
             "lines": lines,
             "count": len(rows),
@@ -255,10 +239,10 @@ class Table1(Figure):
             "planner": sum(row["planner"] == row["peak"] for row in rows),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        networks = figures.group_by(map(facts, rows))
+    def chart(self, rows: Rows) -> Chart:
+        networks = figures.group_by(map(table1_entry, rows))
         panels = []
-        quantities = (("Layers recomputed", "again", 1), ("Peak memory (MB)", "peak", MB))
+        quantities = (("Layers recomputed", "again", 1), ("Peak memory (MB)", "peak", MIB))
         for i, (title, key, unit) in enumerate(quantities):
             marks: list[Mark] = []
             for s, (strategy, label) in enumerate(TABLE1_LABELS.items()):
@@ -270,44 +254,33 @@ class Table1(Figure):
                     for a, b in zip(ours, theirs, strict=True)
                 ]
                 x = [n + 0.27 * (s - 1) for n in range(len(networks))]
-                marks.append(Bars(x, ours, STRATEGY[strategy], label, 0.24, horizontal=False, texts=texts))
+                marks.append(Bars(x, ours, self.colors[strategy], label, 0.24, horizontal=False, texts=texts))
                 marks.append(Line(x, theirs, INK, "the paper's (in brackets where it differs)", "_", "", size=19))
             names = [f"{net[0]['label']}, batch {net[0]['batch_size']}" for net in networks.values()]
             panels.append(Panel(title, marks, Axis(names=names), Axis(limits=(0, None), room=1.08)))
         return Chart("Recomputed layers and peak memory by strategy, SuperNeurons, Table 1", panels, 2, (7.5, 3.8))
 
 
-def facts(row: Row) -> Row:
+def table1_entry(row: Row) -> Row:
     """Returns the numbers of a network under a strategy, next to those of the paper."""
-    layers, peak = TABLE1_PAPER[row["network"]][row["strategy"]]
+    layers, peak = published("superneurons_table1")[row["network"]][row["strategy"]]
     return {
         **row,
         "label": figures.label(row["network"]),
         "named": TABLE1_LABELS[row["strategy"]],
         "paper": (layers, peak),
         "paper_mb": f"{peak:,g}" if peak < 500 else f"{peak:,.3f}",
-        "close": abs(row["peak"] / MB - peak) < 0.0011,
+        "close": abs(row["peak"] / MIB - peak) < 0.0011,
     }
-
-
-GB = 10**9
-TABLE3_PAPER = {  # GB without and with the cache
-    256: (2.56, 0.0),
-    384: (3.72, 0.0),
-    512: (4.88, 0.0),
-    640: (6.03, 0.0),
-    896: (8.35, 0.0),
-    1024: (9.50, 0.88),
-}
-KEPT = ("weights", "gradients of weights", "momentum")
 
 
 class Table3(Figure):
     """Table 3: copies that the Tensor Cache avoids on AlexNet."""
 
     name = "superneurons_table3"
+    kept = ("weights", "gradients of weights", "momentum")
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         return [{"batch_size": batch} for batch in figures.integers(settings, "batches", 1)]
 
     def run(self, task: Row, machine: Machine) -> Row:
@@ -316,7 +289,7 @@ class Table3(Figure):
         model = workloads.build(figures.workload("alexnet"))[0]
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         minimal = layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"])
-        kept_tensors = tuple(Tensor(name, weights, "parameter", True) for name in KEPT)
+        kept_tensors = tuple(Tensor(name, weights, "parameter", True) for name in self.kept)
         program = Program(minimal.name, (*minimal.tensors, *kept_tensors), minimal.kernels)
         plan = figures.attempt(
             agents.make("superneurons", mode="swap", recompute="cost"), program, machine, machine.memory_bytes
@@ -330,36 +303,36 @@ class Table3(Figure):
             "all": sum(t.nbytes for t in program.tensors),
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         # The largest batch whose peak fits: the peak is proportional to the batch beside what is kept.
         first = rows[0]
-        kept_bytes = len(KEPT) * rows[0]["weights"]
-        in_paper = [row for row in rows if row["batch_size"] in TABLE3_PAPER]
+        kept_bytes = len(self.kept) * rows[0]["weights"]
+        in_paper = [row for row in rows if row["batch_size"] in self.published]
         return {
             "sizes": [
                 {
                     **row,
-                    "paper": TABLE3_PAPER.get(row["batch_size"]),
-                    "cached": "does not fit" if row["cached"] is None else f"{row['cached'] / GB:.2f}",
+                    "paper": self.published.get(row["batch_size"]),
+                    "cached": "does not fit" if row["cached"] is None else f"{row['cached'] / 1e9:.2f}",
                 }
                 for row in rows
             ],
-            "less": span(1 - row["copied"] / GB / TABLE3_PAPER[row["batch_size"]][0] for row in in_paper),
+            "less": span(1 - row["copied"] / 1e9 / self.published[row["batch_size"]][0] for row in in_paper),
             "limit": int((first["memory"] - kept_bytes) * first["batch_size"] // (first["peak"] - kept_bytes)),
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         xs = [row["batch_size"] for row in rows]
         marks: list[Mark] = []
         curves = (("copied", PREDICTED, "without cache", "s", "--"), ("cached", MEASURED, "Tensor Cache", "o", "-"))
         for i, (key, ink, name, marker, dash) in enumerate(curves):
-            ours = [None if row[key] is None else row[key] / GB for row in rows]
-            theirs = [TABLE3_PAPER[x][i] if x in TABLE3_PAPER else None for x in xs]
+            ours = [None if row[key] is None else row[key] / 1e9 for row in rows]
+            theirs = [self.published[x][i] if x in self.published else None for x in xs]
             marks += [
                 Line(xs, ours, ink, f"{name}, ours", marker, dash, width=2),
                 Line(xs, theirs, ink, f"{name}, paper", marker, "", size=8, hollow=True),
             ]
-        limit = self.numbers(rows)["limit"]
+        limit = self.template_values(rows)["limit"]
         marks.append(Rule(limit, text=f"peak fills the memory at {limit:,}"))
         x = Axis("batch size (above 1,024 only ours)", limits=(0, 1.04 * max(xs)), ticks=xs)
         panel = Panel("", marks, x, Axis("copied in one iteration (GB)", room=1.06))

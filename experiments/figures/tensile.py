@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from omegaconf import DictConfig
 
@@ -18,7 +18,8 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
-from experiments.figures.figure import Figure
+from experiments.figures import published
+from experiments.figures.figure import Figure, Rows
 from experiments.figures.smartpool_loads import ZERO
 from experiments.plotting import palette
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel
@@ -30,7 +31,6 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 Ratios = tuple[float, float, float]  # MSR, EOR, CBR
-MOST = 5.0  # maximum cost-benefit ratio in the picture of the tables
 PANELS = (
     ("Memory saved (MSR)", "of the peak without a plan", "%"),
     ("Time lost (EOR)", "of the time without a plan", "%"),
@@ -44,19 +44,6 @@ PLANNERS = {
     "LP rounding": "lp_round",
 }
 HELD = "TENSILE, held to its limit"
-VGG = "vgg16_imagenet"
-PAPER: dict[str | tuple[str, ...], dict[str, Ratios]] = {  # by the network of Table 1, and by the jobs of Table 2
-    key: dict(zip(PLANNERS, ratios, strict=False))
-    for key, *ratios in (
-        (VGG, (0.2733, 0.8580, 0.3185), (0.1003, 0.8971, 0.1118), (0.2241, 0.0971, 2.3006)),
-        ((VGG,), (0.2822, 0.8507, 0.3317), (0.1003, 0.8921, 0.1124), (0.2001, 0.0838, 2.5112)),
-        ((VGG,) * 2, (0.2368, 0.9103, 0.2602), (0.0056, 0.9208, 0.006), (0.2295, 0.1016, 3.2256)),
-        ((VGG,) * 3, (0.2613, 0.9202, 0.2840), (0.1109, 0.9215, 0.1204), (0.2767, 0.2793, 1.0478)),
-    )
-}
-TIMES = ("makespan_ns", "iteration_ns", "ideal_ns")  # keys of several jobs, of one, and of one without a plan
-HATCHES = {"Capuchin": "///", "AutoSwap": "\\\\\\", "LP rounding": "xxx"}
-STYLES = (("#1f5fa8", "o", "-"), ("#f16913", "^", "--"), ("#238b45", "s", ":"))
 Plans = TypeVar("Plans")
 
 
@@ -64,8 +51,10 @@ class _Ratios(Figure):
     """Table of three ratios by method, the paper's and ours."""
 
     planners: Mapping[str, str] = PLANNERS
+    most = 5.0  # maximum cost-benefit ratio in the picture
+    hatches: ClassVar = {"Capuchin": "///", "AutoSwap": "\\\\\\", "LP rounding": "xxx"}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = []
         for row in rows:
             ours = {method: ratios(row["methods"][method], row.get("without", row)) for method in self.planners}
@@ -74,7 +63,7 @@ class _Ratios(Figure):
                 lines += [{"label": label, "cells": cells}] if values else []
         return {"lines": lines, "heads": list(self.planners)}
 
-    def panels(self, title: str, rows: list[Row]) -> Chart:
+    def panels(self, title: str, rows: Rows) -> Chart:
         """Makes a panel each of memory saved, time lost and their ratio; the paper's values are diamonds."""
         panels = []
         high = 0.72 / len(self.planners)
@@ -87,25 +76,27 @@ class _Ratios(Figure):
                 theirs = [published[method][i] if method in published else None for published in map(paper, rows)]
                 texts = ["" if a is None else number(a, form) for a in ours]
                 papers = ["" if a is None else f" (◇ {number(a, form)})" for a in theirs]
-                ours = [a if a is None or form == "%" else min(a, MOST) for a in ours]
+                ours = [a if a is None or form == "%" else min(a, self.most) for a in ours]
                 ends = [a if a is None else max(a, b or 0.0) for a, b in zip(ours, theirs, strict=True)]
                 color = palette.color(planner)
                 hollow = method == HELD
-                hatch = HATCHES.get(method, "")
+                hatch = self.hatches.get(method, "")
                 marks.append(Bars(ys, ours, color, f"{method}, ours", 0.9 * high, hollow=hollow, hatch=hatch))
                 marks.append(Line(ends, ys, INK, line="", texts=[a + b for a, b in zip(texts, papers, strict=True)]))
                 if any(value is not None for value in theirs):
                     marks.append(Line(theirs, ys, INK, "the paper's", "D", "", size=6, hollow=True, front=5))
             x = Axis(axis, form, (0, None), room=1.35)
             if form != "%":
-                x = Axis(f"{axis}, up to {MOST:g}", form, (0, 1.25 * MOST), room=1.35)
+                x = Axis(f"{axis}, up to {self.most:g}", form, (0, 1.25 * self.most), room=1.35)
             panels.append(Panel(name, marks, x, Axis(names=[jobs_label(row) for row in rows])))
         return Chart(title, panels, 3, (5.2, 0.6 + 0.95 * len(rows)))
 
 
 def paper(row: Row) -> Mapping[str, Ratios]:
     """Returns the paper's ratios, by method."""
-    return PAPER.get(row.get("network") or tuple(row["jobs"]), {})
+    if "network" in row:
+        return published("tensile_table1").get(row["network"], {})
+    return published("tensile_table2").get(" ".join(row["jobs"]), {})
 
 
 def jobs_label(row: Row) -> str:
@@ -121,7 +112,8 @@ def ratios(result: Row | None, without: Row) -> Ratios | None:
     """Returns MSR, EOR and CBR (infinite if no time is lost) of an outcome, or None without a plan."""
     if result is None:
         return None
-    ns, without_ns = (next(values[key] for key in TIMES if key in values) for values in (result, without))
+    times = ("makespan_ns", "iteration_ns", "ideal_ns")  # of several jobs, of one, and of one without a plan
+    ns, without_ns = (next(values[key] for key in times if key in values) for values in (result, without))
     msr = 1 - result["peak_bytes"] / without["peak_bytes"]
     eor = ns / without_ns - 1
     return msr, eor, msr / eor if eor else float("inf")
@@ -159,7 +151,7 @@ class Table1(_Ratios):
     name = "tensile_table1"
     planners: Mapping[str, str] = {**dict(list(PLANNERS.items())[:3]), HELD: "tensile"}
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         batch = cli.integer(settings, "batch", least=1)
         return [{**task, "batch": batch} for task in super().tasks(settings)]
 
@@ -184,7 +176,7 @@ class Table1(_Ratios):
         maps = sum(program.tensors[m.tensor].nbytes for m in feature_maps(program, 1))
         return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "maps": maps, "methods": results}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         batch = rows[0]["batch"]
         title = f"What vDNN, Capuchin and TENSILE save and cost: one job, batch size {batch}, RTX 2080 Ti"
         return self.panels(title, rows)
@@ -211,7 +203,7 @@ class Table2(_Ratios):
 
     name = "tensile_table2"
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         batch = cli.integer(settings, "batch", least=1)
         mixtures = cli.values(settings, "jobs")
         for i, names in enumerate(mixtures):
@@ -234,15 +226,15 @@ class Table2(_Ratios):
             results[method] = table2_outcome(programs, planned(Split(PLANNERS[method]), limit), machine)
         return {"without": table2_outcome(programs, empty_plans(programs), machine), "methods": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         wins_by_rival = {}
         for rival in ("vDNN", "Capuchin"):
             pairs = [[ratios(row["methods"][name], row["without"]) for name in ("TENSILE", rival)] for row in rows]
             wins = [ours[2] > theirs[2] for ours, theirs in pairs if ours and theirs]
             wins_by_rival[rival] = (sum(wins), len(wins))
-        return {**super().numbers(rows), "ahead": wins_by_rival}
+        return {**super().template_values(rows), "ahead": wins_by_rival}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         return self.panels(f"Several jobs that share an RTX 2080 Ti, batch size {rows[0]['batch']}", rows)
 
 
@@ -282,8 +274,9 @@ class Ratio(Figure):
     """Memory saved and time lost against the maximum fraction of tensors that are swapped."""
 
     name = "tensile_ratio"
+    styles = (("#1f5fa8", "o", "-"), ("#f16913", "^", "--"), ("#238b45", "s", ":"))
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         ratios = figures.numbers(settings, "ratios", lambda x: 0 <= x <= 1, "numbers from 0 to 1")
         network = figures.network(str(settings.network), "network")
         batch = cli.integer(settings, "batch", least=1)
@@ -297,30 +290,33 @@ class Ratio(Figure):
         plans_by_mode = {"without": empty_plans(programs), "with": plans or empty_plans(programs)}
         return {key: table2_outcome(programs, job_plans, machine) for key, job_plans in plans_by_mode.items()}
 
-    def numbers(self, rows: list[Row]) -> Row:
-        groups = list(figures.group_by([facts(row) for row in rows], "jobs").values())
-        return {
-            "heads": [f"{line['ratio']:.0%}" for line in groups[0]],
-            "groups": [{**group[0], "cells": [line["cell"] for line in group]} for group in groups],
-            "best": [max(group, key=lambda line: line["benefit"] or 0.0)["ratio"] for group in groups],
-            "full": [min(line["ratio"] for line in group if line["saved"] == group[-1]["saved"]) for group in groups],
-        }
+    def template_values(self, rows: Rows) -> Row:
+        groups = list(figures.group_by([ratio_entry(row) for row in rows], "jobs").values())
+        lines = []
+        best = []
+        full = []
+        for group in groups:
+            lines.append({**group[0], "cells": [line["cell"] for line in group]})
+            best.append(max(group, key=lambda line: line["benefit"] or 0.0)["ratio"])
+            # The channel is full from the ratio on that saves as much as the largest.
+            full.append(min(line["ratio"] for line in group if line["saved"] == group[-1]["saved"]))
+        return {"heads": [f"{line['ratio']:.0%}" for line in groups[0]], "groups": lines, "best": best, "full": full}
 
-    def chart(self, rows: list[Row]) -> Chart:
-        groups = figures.group_by([facts(row) for row in rows], "jobs")
+    def chart(self, rows: Rows) -> Chart:
+        groups = figures.group_by([ratio_entry(row) for row in rows], "jobs")
         ratios = [row["ratio"] for row in next(iter(groups.values()))]
         panels = []
         for key, (title, axis, form) in zip(("saved", "lost", "benefit"), PANELS, strict=True):
             marks = [
                 Line(range(len(lines)), [row[key] for row in lines], color, lines[0]["label"], marker, line)
-                for lines, (color, marker, line) in zip(groups.values(), STYLES, strict=False)
+                for lines, (color, marker, line) in zip(groups.values(), self.styles, strict=False)
             ]
             x_axis = Axis("maximum swapping ratio, %", names=[f"{100 * ratio:g}" for ratio in ratios])
             panels.append(Panel(title, marks, x_axis, Axis(axis, form, (0, None))))
         return Chart(f"TENSILE's maximum swapping ratio, batch size {rows[0]['batch']}", panels, 3, (4.8, 3.8))
 
 
-def facts(row: Row) -> Row:
+def ratio_entry(row: Row) -> Row:
     """Returns a row with its ratios; the cost-benefit ratio is None if no time is lost."""
     saved, lost, benefit = ratios(row["with"], row["without"])  # type: ignore[misc]
     is_free = lost <= ZERO

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import ClassVar
 
 import numpy as np
 from omegaconf import DictConfig
@@ -16,11 +17,11 @@ from agents.heuristics.tensile.controller import control, measured_times
 from agents.heuristics.tensile.schedule import Schedule, array
 from agents.heuristics.tensile.times import KernelTimes, Sample, r_squared, sequence
 from agents.learned.optimization import on_one_thread
-from agents.planner import Infeasible, decisions_of
+from agents.planner import MIB, Infeasible, decisions_of
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.smartpool_loads import ZERO
 from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark, Panel, Rule, groups
 from simulator import simulate, simulate_jobs
@@ -31,27 +32,24 @@ from simulator.plan import Plan, Swap
 from simulator.program import Kernel, Program
 from simulator.schedule import NEVER
 
-TIMES_PAPER = {"all": 0.582, "expensive": 0.805}
-NAMES = {"all": "all kernels", "expensive": "convolutions, products"}
-EXPENSIVE = ("conv", "matmul")
-SOURCES = ("model", "measured")
-LEAST = -0.02  # minimum R² in the picture
-
 
 class Times(Figure):
     """Section 4.3: accuracy of a small neural network that predicts the times of unmeasured kernels."""
 
     name = "tensile_times"
+    names: ClassVar = {"all": "all kernels", "expensive": "convolutions, products"}
+    sources = ("model", "measured")
+    least = -0.02  # minimum R² in the picture
     needs_all_cores = True
     simulated = False
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         batch = cli.integer(settings, "batch", least=1)
         repeats = cli.integer(settings, "repeats", least=1)
         names = figures.networks(settings)
         sources = cli.values(settings, "sources")
-        if not sources or not set(sources) <= set(SOURCES):
-            raise cli.UsageError(f"figure.sources: expected some of {', '.join(SOURCES)}, got {sources!r}")
+        if not sources or not set(sources) <= set(self.sources):
+            raise cli.UsageError(f"figure.sources: expected some of {', '.join(self.sources)}, got {sources!r}")
         if len(names) < 2:
             raise cli.UsageError("figure.networks: expected at least two, one of them for training")
         return [{"source": source, "networks": names, "batch": batch, "repeats": repeats} for source in sources]
@@ -67,27 +65,27 @@ class Times(Figure):
             predictor = KernelTimes.fit([sample for other, sample in samples.items() if other != name])
             predicted = predictor.predict(program, 1)
             times = samples[name].times
-            mask = np.array([kernel.kind in EXPENSIVE for kernel in program.kernels])
+            mask = np.array([kernel.kind in ("conv", "matmul") for kernel in program.kernels])
             scores = {"all": r_squared(predicted, times), "expensive": r_squared(predicted[mask], times[mask])}
             results[name] = {"kernels": len(times), **scores, "iteration": float(predicted.sum() / times.sum())}
         return {"device": device, "held": results}
 
-    def numbers(self, rows: list[Row]) -> Row:
+    def template_values(self, rows: Rows) -> Row:
         lines = []
         for name in rows[0]["networks"]:
             runs = [row["held"][name] for row in rows]
-            cells = [f"{run[key]:.3f}" for run in runs for key in TIMES_PAPER]
+            cells = [f"{run[key]:.3f}" for run in runs for key in self.published]
             lines.append({"label": figures.label(name), "cells": cells + [f"{run['iteration']:.2f}" for run in runs]})
         middle = [
             f"{paper:.3f} / {median(run[key] for run in row['held'].values()):.3f}"
             for row in rows
-            for key, paper in TIMES_PAPER.items()
+            for key, paper in self.published.items()
         ]
         lines.append({"label": "paper's mean / our median", "cells": middle + [""] * len(rows)})
-        heads = [f"{row['source']}, {name}" for row in rows for name in NAMES.values()]
+        heads = [f"{row['source']}, {name}" for row in rows for name in self.names.values()]
         return {"networks": lines, "heads": heads + [f"{row['source']}, iteration" for row in rows]}
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         inks = {"all": "#9a9a9a", "expensive": "#b3123d"}
         panels = []
         for row in rows:
@@ -95,14 +93,14 @@ class Times(Figure):
             series = []
             for key, ink in inks.items():
                 scores = [row["held"][name][key] for name in row["networks"]]
-                below = [f"{value:.2f}, below the axis" if value < LEAST else "" for value in scores]
-                series.append((NAMES[key], ink, [max(value, LEAST) for value in scores], below))
+                below = [f"{value:.2f}, below the axis" if value < self.least else "" for value in scores]
+                series.append((self.names[key], ink, [max(value, self.least) for value in scores], below))
             marks: list[Mark] = []
             for bars, (key, ink), hatch in zip(groups(series, horizontal=True), inks.items(), ("", "///"), strict=True):
-                rule = f"the paper's mean, {NAMES[key]}"
+                rule = f"the paper's mean, {self.names[key]}"
                 marks += [
                     replace(bars, hatch=hatch),
-                    Rule(TIMES_PAPER[key], color=ink, label=rule, width=1.4, line=DOTTED if hatch else DASHED),
+                    Rule(self.published[key], color=ink, label=rule, width=1.4, line=DOTTED if hatch else DASHED),
                 ]
             axis = Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0))
             panels.append(Panel(f"{row['source']}: {row['device']}", marks, axis, Axis(names=names)))
@@ -122,20 +120,18 @@ def timed_program(name: str, task: Row, machine: Machine) -> tuple[Program, str]
     return with_profile(captured.program, profile), profile.device
 
 
-LOOKS = {
-    "passive": ("passive mode", "#cb181d", "x", "-", 5.0),
-    "networks": ("predicted from other networks", "#f16913", "^", "--", 8.0),
-    "batches": ("predicted from other batch sizes", "#1f5fa8", "s", "-.", 10.0),
-    "measured": ("measured before", "#238b45", "D", ":", 12.0),
-}
-
-
 class Start(Figure):
     """Time lost in the first iterations, by the source of the times of the first plan."""
 
     name = "tensile_start"
+    looks: ClassVar = {  # by source of the times: label, color, marker, line and size of the marker
+        "passive": ("passive mode", "#cb181d", "x", "-", 5.0),
+        "networks": ("predicted from other networks", "#f16913", "^", "--", 8.0),
+        "batches": ("predicted from other batch sizes", "#1f5fa8", "s", "-.", 10.0),
+        "measured": ("measured before", "#238b45", "D", ":", 12.0),
+    }
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         names = figures.networks(settings)
         limits = cli.to_dict(settings.limits)
         for name in limits:
@@ -167,7 +163,7 @@ class Start(Figure):
         limit = int(task["share"] * program.peak_bytes)
         job = Job(name, program, Plan((), program.fingerprint, "none"), iterations=task["iterations"])
         methods: Row = {"passive": {"lost": passive_losses(job, machine, limit), "plans": 1}}
-        for method in list(LOOKS)[1:]:
+        for method in list(self.looks)[1:]:
             accuracy: Row = {}
             predictor = None
             if method in training:
@@ -178,24 +174,24 @@ class Start(Figure):
             methods[method] = {**run_controlled(job, machine, limit, predictor), **accuracy}
         return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "methods": methods}
 
-    def numbers(self, rows: list[Row]) -> Row:
-        methods = {key: [row["methods"][key]["lost"] for row in rows] for key in LOOKS}
+    def template_values(self, rows: Rows) -> Row:
+        methods = {key: [row["methods"][key]["lost"] for row in rows] for key in self.looks}
         lines = []
         for row in rows:
-            lost_fractions = [row["methods"][key]["lost"] for key in LOOKS]
+            lost_fractions = [row["methods"][key]["lost"] for key in self.looks]
             cells = ["/".join(f"{100 * loss:.1f}" for loss in losses) or "no plan" for losses in lost_fractions]
             lines.append({"label": label(row), "cells": cells})
         firsts = {key: [run[0] if run else NEVER for run in losses] for key, losses in methods.items()}
         less = [max(predicted) < passive for passive, *predicted in zip(*list(firsts.values())[:3], strict=True)]
         return {
             "lines": lines,
-            "heads": [name for name, *_ in LOOKS.values()],
+            "heads": [name for name, *_ in self.looks.values()],
             "less": sum(less),
             "count": len(less),
             "first": {key: span(run[0] for run in losses if run) for key, losses in methods.items()},
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
+    def chart(self, rows: Rows) -> Chart:
         x = list(range(1, rows[0]["iterations"] + 1))
         panels = []
         for row in rows:
@@ -211,7 +207,7 @@ class Start(Figure):
                     hollow=marker != "x",
                     front=9 - size / 2,
                 )
-                for key, (name, color, marker, line, size) in LOOKS.items()
+                for key, (name, color, marker, line, size) in self.looks.items()
                 if (losses := row["methods"][key]["lost"])
             ]
             y = Axis("time lost, of an iteration", "%", (-0.002, None), "symlog", room=2)
@@ -253,20 +249,17 @@ def passive_losses(job: Job, machine: Machine, limit: int) -> list[float]:
     return lost_fractions(simulate_jobs([replace(job, switches=((measured_ns, plan),))], machine, limit).jobs[0])
 
 
-CLAIM = 0.335  # fraction of an MLP's peak saved without extra time, section 4.1
-VGG = 0.2241  # Table 1
-SPEED_NETWORKS = ("vgg16_imagenet", "mlp")
-LEAST_BYTES = 2**20  # minimum size of a swapped tensor, as the planners' default
-SPEED_STYLES = (("#1f5fa8", "o"), ("#f16913", "^"), ("#238b45", "s"), ("#8e5bd0", "D"), ("#222222", "v"))
-DASHED_LINES = {"held": "Dashed: held to its limit; kernels wait", "within": "Dashed: no swaps across iterations"}
-
-
 class Speed(Figure):
     """Memory saved by TENSILE's plans with kernels that take several times as long."""
 
     name = "tensile_speed"
+    styles = (("#1f5fa8", "o"), ("#f16913", "^"), ("#238b45", "s"), ("#8e5bd0", "D"), ("#222222", "v"))
+    panels: ClassVar = {  # titles by the dashed lines
+        "held": "Dashed: held to its limit; kernels wait",
+        "within": "Dashed: no swaps across iterations",
+    }
 
-    def tasks(self, settings: DictConfig) -> list[Row]:
+    def tasks(self, settings: DictConfig) -> Rows:
         factors = figures.numbers(settings, "factors", lambda x: x > 0, "positive numbers")
         tasks = []
         for key, adam in (("batches", False), ("adam", True)):
@@ -301,30 +294,37 @@ class Speed(Figure):
             **{key: {"peak_bytes": run.peak_bytes, "overhead": run.overhead} for key, run in runs.items()},
         }
 
-    def numbers(self, rows: list[Row]) -> Row:
-        lines = [speed_facts(row) for row in rows]
+    def template_values(self, rows: Rows) -> Row:
+        lines = [speed_entry(row) for row in rows]
+        claim = self.published["mlp"]
         groups = list(figures.group_by(lines, "key").values())
-        vgg, mlp = ([row for row in lines if row["network"] == name and not row["adam"]] for name in SPEED_NETWORKS)
+        vgg, mlp = (
+            [row for row in lines if row["network"] == name and not row["adam"]] for name in ("vgg16_imagenet", "mlp")
+        )
         adam = [row for row in lines if row["adam"]]
+        # The paper's claim is for plans without extra time.
         free_rows = [row for row in mlp if row["overhead"] <= ZERO]
+        free_savings = [row["alone"] for row in free_rows if row["factor"] == 1]
+        sufficient_factors = [row["factor"] for row in free_rows if row["alone"] >= claim]
+        states = [max(group, key=lambda row: row["alone"] - row["within"]) for group in (vgg, adam, mlp) if group]
         return {
             "heads": [f"×{row['factor']:g}" for row in groups[0]],
             "groups": [{**group[0], "cells": [row["cell"] for row in group]} for group in groups],
-            "claim": CLAIM,
+            "claim": claim,
             "vgg": span(row["alone"] for row in vgg),
-            "mlp": max((row["alone"] for row in free_rows if row["factor"] == 1), default=None),
-            "enough": min((row["factor"] for row in free_rows if row["alone"] >= CLAIM), default=None),
-            "states": [max(group, key=lambda row: row["alone"] - row["within"]) for group in (vgg, adam, mlp) if group],
+            "mlp": max(free_savings, default=None),
+            "enough": min(sufficient_factors, default=None),
+            "states": states,
         }
 
-    def chart(self, rows: list[Row]) -> Chart:
-        facts = [speed_facts(row) for row in rows]
-        claims = ((CLAIM, "the paper's MLP"), (VGG, "the paper's VGG"))
+    def chart(self, rows: Rows) -> Chart:
+        entries = [speed_entry(row) for row in rows]
+        claims = ((self.published["mlp"], "the paper's MLP"), (self.published["vgg16_imagenet"], "the paper's VGG"))
         panels = []
-        by_key = figures.group_by(facts, "key")
-        for dashed, title in DASHED_LINES.items():
+        by_key = figures.group_by(entries, "key")
+        for dashed, title in self.panels.items():
             marks: list[Mark] = [Rule(share, horizontal=True, line=":", text=text) for share, text in claims]
-            for (key, lines), (color, marker) in zip(by_key.items(), SPEED_STYLES, strict=False):
+            for (key, lines), (color, marker) in zip(by_key.items(), self.styles, strict=False):
                 x, needs_all_cores, other = ([row[column] for row in lines] for column in ("ms", "alone", dashed))
                 marks += [
                     Line(x, needs_all_cores, color, key, marker),
@@ -341,7 +341,7 @@ def build_schedule(program: Program, machine: Machine, across_boundary: bool = T
     Args:
         across_boundary: Whether tensors may be evicted over the iteration boundary.
     """
-    schedule = Schedule(Engine(program, machine, 0), LEAST_BYTES, 1.0, program.start_ns)
+    schedule = Schedule(Engine(program, machine, 0), MIB, 1.0, program.start_ns)
     schedule.gaps = [gap for gap in schedule.gaps if across_boundary or gap.after < gap.before]
     while any(schedule.swap(gap) for gap in schedule.candidates()):
         pass
@@ -381,7 +381,7 @@ def shift(swap: Swap, issue_ns: int, first: Sequence[int], last: Sequence[int], 
     return replace(swap, after=last[swap.after], before=first[swap.before], prefetch=prefetch, copy=copy)
 
 
-def speed_facts(row: Row) -> Row:
+def speed_entry(row: Row) -> Row:
     """Returns the fractions of the peak that are saved, by mode, with a table cell in per cent."""
     saved = {key: 1 - row[key]["peak_bytes"] / row["peak_bytes"] for key in ("alone", "within", "held")}
     cell = "/".join(f"{100 * value:.1f}" for value in saved.values()) + f"(+{100 * row['held']['overhead']:.1f})"

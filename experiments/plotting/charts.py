@@ -22,14 +22,6 @@ from experiments.plotting.plots import labels_at_right, panel_grid
 Values = Sequence[float | None] | NDArray[np.float64]  # None: missing
 DASHED = (0, (5, 3))
 DOTTED = (0, (1, 1.5))
-HOLLOW = {"x": "o"}  # markers that cannot be hollow, and their replacements
-STRIPE = "#f6f6f6"
-SIDES: dict[str, dict[str, Any]] = {
-    "right": {"xytext": (7, 0), "ha": "left", "va": "center"},
-    "left": {"xytext": (-7, 0), "ha": "right", "va": "center"},
-    "above": {"xytext": (0, 4), "ha": "center", "va": "bottom"},
-    "below": {"xytext": (0, -4), "ha": "center", "va": "top"},
-}
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ class Line:
             label=self.label or None,
             linestyle=self.line,
             linewidth=self.width,
-            marker=HOLLOW.get(self.marker, self.marker) if self.hollow else self.marker,
+            marker="o" if self.hollow and self.marker == "x" else self.marker,  # a cross cannot be hollow
             markersize=self.size,
             markerfacecolor="white" if self.hollow else self.color,
             zorder=self.front,
@@ -298,15 +290,15 @@ def between(start: Values, end: Values, rows: Values, color: str, vertical: bool
 
 
 def pairs(
-    look: Look, theirs: Values, ours: Values, shift: float = 0.0, texts: Sequence[str] = (), side: str = "right"
+    look: Look, paper: Values, reproduced: Values, shift: float = 0.0, texts: Sequence[str] = (), side: str = "right"
 ) -> list[Mark]:
-    """Returns one row per value: the paper's marker hollow, ours filled, joined by a line."""
-    rows = [y + shift for y in range(len(ours))]
+    """Returns one row per value: the paper's marker hollow, the reproduced one filled, joined by a line."""
+    rows = [y + shift for y in range(len(reproduced))]
     name, color, marker = look
     return [
-        between(theirs, ours, rows, color),
-        Line(theirs, rows, color, f"{name}, paper", marker, "", size=7, hollow=True),
-        Line(ours, rows, color, f"{name}, ours", marker, "", size=7, front=4, texts=texts, side=side),
+        between(paper, reproduced, rows, color),
+        Line(paper, rows, color, f"{name}, paper", marker, "", size=7, hollow=True),
+        Line(reproduced, rows, color, f"{name}, ours", marker, "", size=7, front=4, texts=texts, side=side),
     ]
 
 
@@ -338,8 +330,17 @@ def _numbers(values: Values) -> NDArray[np.float64]:
 
 
 def _annotate(axes: Axes, x: float, y: float, text: str, side: str) -> None:
-    if text and np.isfinite(x) and np.isfinite(y):
-        axes.annotate(text, (x, y), textcoords="offset points", fontsize=9, color=INK, zorder=5, **SIDES[side])
+    if not (text and np.isfinite(x) and np.isfinite(y)):
+        return
+    offset, horizontal, vertical = {
+        "right": ((7, 0), "left", "center"),
+        "left": ((-7, 0), "right", "center"),
+        "above": ((0, 4), "center", "bottom"),
+        "below": ((0, -4), "center", "top"),
+    }[side]
+    axes.annotate(
+        text, (x, y), offset, "data", "offset points", fontsize=9, color=INK, zorder=5, ha=horizontal, va=vertical
+    )
 
 
 def _set_axis(axes: Axes, xy: str, axis: Axis, label: str) -> None:
@@ -355,7 +356,7 @@ def _set_axis(axes: Axes, xy: str, axis: Axis, label: str) -> None:
         if xy == "y":
             axes.spines["left"].set_visible(False)
             for row in range(0, n, 2):
-                axes.axhspan(row - 0.5, row + 0.5, color=STRIPE, linewidth=0, zorder=0)
+                axes.axhspan(row - 0.5, row + 0.5, color="#f6f6f6", linewidth=0, zorder=0)
         return
     if axis.scale != "linear":
         options = {"linthresh": 0.01, "linscale": 0.7} if axis.scale == "symlog" else {}

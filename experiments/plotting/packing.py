@@ -12,15 +12,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator
 
-from experiments.plotting.palette import BLOCKS, CAPACITY, INK, LOAD
+from experiments.plotting.palette import INK, LOAD
 from experiments.plotting.plots import figure, labels_at_right
 from simulator.pool import Intervals, Packing
-
-EDGE = 4.0  # pixels; smaller rectangles have no white edge, which would cover them
-# maximum share of white in a color; multiples spread evenly over [0, 1)
-SHADES = 0.35
-GOLDEN = (5**0.5 - 1) / 2
-NAMED = 60  # maximum number of blocks that are labeled
 
 
 def binary(nbytes: float) -> str:
@@ -59,9 +53,11 @@ def draw(
         ids: Names of the blocks, written into the rectangles that have room.
     """
     boxes, block = rectangles(intervals, packing)
-    scale = ScalarMappable(_norm(boxes), LinearSegmentedColormap.from_list("blocks", BLOCKS))
-    # Neighbors often have the same size; shades separate those too small for an edge.
-    white = SHADES * (block * GOLDEN % 1)[:, None]
+    from_small_to_large = ("#f6d98f", "#9fd08b", "#45b0a8", "#3a8fc9", "#4a5fb5", "#6a2c80")
+    scale = ScalarMappable(_norm(boxes), LinearSegmentedColormap.from_list("blocks", from_small_to_large))
+    # Neighbors often have the same size; shades separate those too small for an edge. Multiples of the golden ratio
+    # spread evenly over [0, 1).
+    white = 0.35 * (block * (5**0.5 - 1) / 2 % 1)[:, None]
     inks = (1 - white) * scale.to_rgba(boxes[:, 3] - boxes[:, 2])[:, :3] + white
     with figure(path, 11.0, 6.4) as axes:
         patches = PolyCollection(boxes[:, [[0, 2], [1, 2], [1, 3], [0, 3]]], facecolors=inks, edgecolors="white")
@@ -88,8 +84,9 @@ def draw(
         axes.figure.draw_without_rendering()  # runs the layout, which fixes the size of rectangles in pixels
         low, high = (axes.transData.transform(boxes[:, corner]) for corner in ([0, 2], [1, 3]))
         pixels = high - low
-        patches.set_linewidths(np.where(pixels.min(axis=1) > EDGE, 0.7, 0.0))
-        if len(intervals) <= NAMED and ids:
+        # A white edge would cover a smaller rectangle.
+        patches.set_linewidths(np.where(pixels.min(axis=1) > 4, 0.7, 0.0))
+        if len(intervals) <= 60 and ids:
             _names(axes, boxes, [ids[i] for i in block], pixels, inks)
 
 
@@ -105,7 +102,7 @@ def _norm(boxes: np.ndarray) -> LogNorm:
 
 def _lines(axes: Axes, levels: dict[str, int | None]) -> None:
     """Draws a labeled horizontal line per level; equal levels share one line."""
-    inks = {"peak load": LOAD, "capacity": CAPACITY, "footprint": INK}
+    inks = {"peak load": LOAD, "capacity": "#238b45", "footprint": INK}
     labels = []
     for level in sorted({level for level in levels.values() if level is not None}):
         names = [name for name, other in levels.items() if other == level]

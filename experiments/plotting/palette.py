@@ -1,8 +1,9 @@
 """Labels, colors and markers of planners and allocators.
 
-All colors are defined here. A planner's color follows from its family and slot (``agents.planner.PlannerInfo``).
-Hues are families of methods: AutoSwap blue, other swapping orange and brown, recomputation purple, swapping and
-recomputation green, search red, learned pink. Online allocators are gray and warm, offline ones cool.
+Colors of one picture are with its figure. A planner's color follows from its family and slot
+(``agents.planner.PlannerInfo``). Hues are families of methods: AutoSwap blue, other swapping orange and brown,
+recomputation purple, swapping and recomputation green, search red, learned pink. Online allocators are gray and warm,
+offline ones cool.
 """
 
 from __future__ import annotations
@@ -19,9 +20,6 @@ INK = "#222222"
 FAINT = "#9a9a9a"
 LIMIT = "#222222"
 FLOOR = "#d9d9d9"
-GRID = "#eeeeee"
-BEST_OF = "the best of each family"
-GREEDY = ("dqn", "dqn_paper")  # agents whose greedy policy has a separate row in a training (train_dqn)
 
 
 class Look(NamedTuple):
@@ -51,12 +49,12 @@ HUES: dict[Family, Hues] = {
     "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd", "#e599f7", "#ae1fc9")),
     "other": Hues("#17becf"),
 }
-FALLBACK_COLORS = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")  # for planners without a slot
 
 
 def spare_look(planner: str, text: str) -> Look:
     """Returns a look from a fixed cycle, chosen by the planner's name."""
-    return Look(text, FALLBACK_COLORS[sum(planner.encode()) % len(FALLBACK_COLORS)])
+    colors = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")
+    return Look(text, colors[sum(planner.encode()) % len(colors)])
 
 
 def _entries() -> Iterator[PlannerInfo]:
@@ -64,7 +62,7 @@ def _entries() -> Iterator[PlannerInfo]:
     yield PlannerInfo(UNIFORM_EDITS, UNIFORM_EDITS, family="search", slot=6)
     for facts in agents.PLANNERS.values():
         yield facts
-        if facts.key in GREEDY:
+        if facts.key in ("dqn", "dqn_paper"):  # train_dqn writes a row of the greedy policy
             slot = None if facts.slot is None else facts.slot + 1
             yield replace(facts, key=f"{facts.key}_greedy", label=f"{facts.label}, greedy policy", slot=slot)
 
@@ -83,7 +81,6 @@ for _name in HUES:
         _members.sort(key=lambda facts: (facts.slot is None, facts.slot))
         FAMILIES[_name] = {facts.key: _look(facts) for facts in _members}
 LOOKS = {name: look for family in FAMILIES.values() for name, look in family.items()}
-FAMILY_COLORS: dict[str, str] = {name: hues.color for name, hues in HUES.items()}
 ALLOCATORS = {  # keys of simulator.pool; "superneurons" is the heap of SuperNeurons
     "cudamalloc": Look("cudaMalloc", "#9a9a9a", "x"),
     "caching": Look("PyTorch's caching allocator", "#e6550d", "o"),
@@ -94,44 +91,9 @@ ALLOCATORS = {  # keys of simulator.pool; "superneurons" is the heap of SuperNeu
     "portfolio": Look("portfolio of heuristics", "#238b45", "^"),
     "optimal": Look("optimal", "#222222", "P"),
 }
-BLOCKS = ("#f6d98f", "#9fd08b", "#45b0a8", "#3a8fc9", "#4a5fb5", "#6a2c80")  # in a packing, from small to large
-# lines across a packing
 LOAD = "#cb181d"
-CAPACITY = "#238b45"
-KEPT = "#238b45"  # load including memory that the framework keeps
 SWAPPED = ("#8f8ff0", "#5b5be0", "#25258f")  # SmartPool + AutoSwap, from zero to high overhead
-# predictions compared with measurements
-OURS = "#1f5fa8"
-CONTROL = "#f16913"
-KERNELS = {  # by kind
-    "conv": "#1f5fa8",
-    "matmul": "#cb181d",
-    "norm": "#f16913",
-    "activation": "#238b45",
-    "pool": "#8e5bd0",
-    "elementwise": "#00a6c8",
-    "optimizer": "#222222",
-    "reduce": "#d6336c",
-    "copy": "#b8860b",
-    "dropout": "#9a9a9a",
-    "rnn": "#8c564b",
-    "lrn": "#bcbd22",
-    "other": "#7a5c3a",
-}
 SPANS = {"kernel": "#9a9a9a", "recompute": "#8e5bd0", "swap_out": "#f16913", "swap_in": "#1f5fa8"}  # in a timeline
-STRATEGY = {"speed": "#f16913", "memory": "#1f5fa8", "cost": "#238b45"}  # SuperNeurons' recomputation strategies
-TECHNIQUES = {"liveness": "#1f5fa8", "offload": "#f16913", "recompute": "#8e5bd0", "captured": "#5f6b75"}
-LAYERS = {"CONV": "#08306b", "POOL, ACT, BN, LRN": "#f16913", "FC": "#238b45", "other": "#d9d9d9"}  # SuperNeurons'
-# Parts of an iteration.
-PARTS = {"computation": "#9a9a9a", "overlap": "#1f5fa8", "recomputation": "#8e5bd0", "swapping": "#cb181d"}
-CAPUCHIN_LAYERS = "#1f5fa8"  # Capuchin as HOME describes it
-SWARM = {"worst": "#9a9a9a", "mean": "#1f5fa8", "best": "#cb181d"}  # HOME's particles
-METHOD_COLORS = {  # methods of SuperNeurons' Tables 4 and 5
-    "own": "#c9c9c9",
-    "none": "#6b6b6b",
-    "superneurons_joins": "#238b45",
-    **{name: LOOKS[name].color for name in ("memonger", "vdnn_all", "superneurons", "lp_round")},
-}
 # Themes of web pages.
 LIGHT = {
     "ink": "#222222",
@@ -155,24 +117,6 @@ DARK = {
 }
 PREDICTED = "#9a9a9a"
 MEASURED = "#cb181d"
-STYLE = {
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.grid": True,
-    "grid.color": GRID,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "hatch.linewidth": 0.6,
-    "text.parse_math": False,  # names may contain dollar signs
-}
 
 
 def look(planner: str) -> Look:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -29,18 +29,15 @@ from simulator.program import Program
 from simulator.timeline import Timeline
 
 Levels = list[tuple[float, str, str]]  # labels at the right ends of lines: value, name, color
-TICKS = (0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # of the overhead axis
 BOTTOM = -0.0003  # of a logarithmic axis, so that a line at 0 is not clipped
 DOTTED = (0, (1, 1.2))
 HATCH = "////"
-MARKERS = "osD^vPX"
-CROWD = 8  # maximum number of planners in one panel
 
 
 @contextmanager
 def figure(path: Path, width: float = 8.0, height: float = 4.2, rows: int = 1, columns: int = 1) -> Iterator[Any]:
     """Yields axes (one pair, or an array [rows, columns]) and saves them as PNG atomically at the end."""
-    with matplotlib.rc_context(palette.STYLE):
+    with style.context(Path(__file__).with_name("headroom.mplstyle")):
         fig = Figure(figsize=(width, height), layout="constrained")
         yield fig.subplots(rows, columns)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -241,7 +238,7 @@ def edit_learning(
 def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = "log") -> None:
     """Plots overhead against the limit: one line per planner above the certified lower bound.
 
-    A line ends where its planner finds no plan. Up to ``CROWD`` planners share one panel. A larger number gets a panel
+    A line ends where its planner finds no plan. Up to eight planners share one panel. A larger number gets a panel
     per family of methods, and one with the best of each family.
 
     Args:
@@ -253,7 +250,7 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
         line = lines.setdefault(r["planner"], {})
         if r["feasible"]:
             line[r["limit_fraction"]] = r["overhead"]
-    is_split = len(lines) > CROWD
+    is_split = len(lines) > 8
     families: dict[str, list[str]] = {}
     for name in sorted(lines, key=[*palette.LOOKS, *lines].index):
         families.setdefault(palette.family(name) if is_split else "", []).append(name)
@@ -267,11 +264,11 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
             axes.set_title(heading)
         if is_split:
             curves = [
-                (least_overheads(lines[name] for name in names), Look(heading, palette.FAMILY_COLORS[heading], marker))
-                for (heading, names), marker in zip(families.items(), MARKERS, strict=False)
+                (least_overheads(lines[name] for name in names), Look(heading, palette.HUES[heading].color, marker))
+                for (heading, names), marker in zip(families.items(), "osD^vPX", strict=False)
             ]
             _panel(grid[-1], rows, curves, best, top, scale)
-            grid[-1].set_title(palette.BEST_OF)
+            grid[-1].set_title("the best of each family")
         for axes in grid[::columns]:
             axes.set_ylabel("overhead over the ideal time")
         for axes in grid[-columns:]:
@@ -355,7 +352,7 @@ def _overhead_axis(axes: Axes, top: float, scale: str = "log") -> None:
     top = 1.3 * max(top, 0.01) if scale == "log" else 1.05 * max(top, 0.01)
     if scale == "log":
         axes.set_yscale("symlog", linthresh=0.01, linscale=0.7)
-        axes.yaxis.set_ticks([t for t in TICKS if t <= top])
+        axes.yaxis.set_ticks([t for t in (0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if t <= top])
         axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylim(BOTTOM if scale == "log" else -0.01 * top, top)  # a line at 0 is not clipped
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}%"))

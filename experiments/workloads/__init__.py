@@ -76,7 +76,6 @@ FAMILIES: dict[str, Callable[..., Parts]] = {
     "vit": transformers.vit,
     "yolov3": maps.yolov3,
 }
-_KEYS = {"name", "family", "iteration_ms", "paper_peak_mb", "algorithms", "dtype"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -126,7 +125,8 @@ def build(workload: Mapping[str, Any]) -> Parts:
     """
     make = _maker(workload)
     parameters = inspect.signature(make).parameters
-    settings = {str(key): value for key, value in workload.items() if key not in _KEYS}
+    other_keys = ("name", "family", "iteration_ms", "paper_peak_mb", "algorithms", "dtype")
+    settings = {str(key): value for key, value in workload.items() if key not in other_keys}
     for key, value in settings.items():
         if key not in parameters:
             raise WorkloadError(f"workload: unknown key {key!r}; {_family(workload)} has {', '.join(parameters)}")

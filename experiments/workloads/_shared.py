@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from experiments.workloads.module import Parts, WorkloadError
 
-K = TypeVar("K")
 V = TypeVar("V")
 Activation = Callable[[], nn.Module]
 
@@ -144,8 +143,8 @@ def tokens(batch_size: int, length: int) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------------------- checks of settings
 
 
-def one_of(options: Mapping[K, V], value: K, key: str, family: str) -> V:
-    """Returns ``known[value]``; raises WorkloadError if the value of ``key`` is unknown."""
+def one_of(options: Mapping[Any, V], value: object, key: str, family: str) -> V:
+    """Returns ``options[value]``; raises WorkloadError if the value of ``key`` is unknown."""
     if value not in list(options):
         raise WorkloadError(f"workload.{key}: {family} has {', '.join(map(str, options))}, not {value!r}")
     return options[value]

@@ -19,19 +19,17 @@ from experiments.workloads._shared import (
 )
 from experiments.workloads.module import Parts, WorkloadError
 
-LAYERS = (6, 12, 24, 16)
-GROWTH = 32
-STEM = 64
-FC_STEM = 48
-
 
 class Block(nn.ModuleList):
     """Dense block from ``[batch, channels, …]`` to ``[batch, channels + layers · 32, …]``."""
 
+    growth = 32
+
     def __init__(self, channels: int, layers: int) -> None:
-        widths = range(channels, channels + layers * GROWTH, GROWTH)
+        growth = self.growth
+        widths = range(channels, channels + layers * growth, growth)
         super().__init__(
-            nn.Sequential(*preactivated(width, 4 * GROWTH, 1), *preactivated(4 * GROWTH, GROWTH, 3)) for width in widths
+            nn.Sequential(*preactivated(width, 4 * growth, 1), *preactivated(4 * growth, growth, 3)) for width in widths
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,15 +52,15 @@ def densenet(*, batch_size: int = 32, image: int = 224, classes: int = 1000) -> 
     3. ReLU keeps its input (``_shared.ReLU``), as in the frameworks of its time.
     """
     small = image <= SMALL
-    layers = conv(3, STEM, *((3, 1) if small else (7, 2)), ReLU)
+    channels = 64
+    layers = conv(3, channels, *((3, 1) if small else (7, 2)), ReLU)
     layers += [] if small else [nn.MaxPool2d(3, 2, padding=1)]
-    channels = STEM
-    for block, count in enumerate(LAYERS):
+    for block, count in enumerate((6, 12, 24, 16)):
         if block:
             layers += [*preactivated(channels, channels // 2, 1), nn.AvgPool2d(2)]
             channels //= 2
         layers.append(Block(channels, count))
-        channels += count * GROWTH
+        channels += count * Block.growth
     model = Layers(*layers, nn.BatchNorm2d(channels), ReLU(), *head(channels, classes))
     return classifier(model, batch_size, image, least=8)
 
@@ -100,9 +98,9 @@ class FCDenseNet(nn.Module):
 
     def __init__(self, stages: tuple[int, ...], growth: int, classes: int) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, FC_STEM, 3, padding=1)
+        channels = 48
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
         self.down, self.shrink, self.grow, self.up = (nn.ModuleList() for _ in range(4))
-        channels = FC_STEM
         skips = []
         for layers in stages[:-1]:
             self.down.append(FCBlock(channels, layers, growth))

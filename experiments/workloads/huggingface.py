@@ -7,53 +7,16 @@ those versions. The extra ``hf`` installs the package.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.workloads._shared import one_of
 from experiments.workloads.module import Parts, WorkloadError
-
-IGNORED = -100  # label without a loss
-CONTIGUOUS = "sdpa_of_contiguous"
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_T5 = {"decoder_start_token_id": 0}
-# Configuration class, model class, and settings of each model's config.json that differ from the defaults.
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}),
-    "distilgpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_layer": 6}),
-    "cerebras-gpt-111m": (
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        {"n_layer": 10, "n_positions": 2048, "n_inner": 3072, "activation_function": "gelu", **_NO_DROPOUT},
-    ),
-    "gpt-neo-125m": (
-        "GPTNeoConfig",
-        "GPTNeoForCausalLM",
-        {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "attention_types": [[["global", "local"], 6]]},
-    ),
-    "opt-125m": ("OPTConfig", "OPTForCausalLM", {}),
-    "opt-350m": (
-        "OPTConfig",
-        "OPTForCausalLM",
-        {
-            "hidden_size": 1024,
-            "ffn_dim": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "word_embed_proj_dim": 512,
-            "do_layer_norm_before": False,
-        },
-    ),
-    "t5-small": ("T5Config", "T5ForConditionalGeneration", _T5),
-    "t5-base": (
-        "T5Config",
-        "T5ForConditionalGeneration",
-        {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, **_T5},
-    ),
-}
 
 
 class Network(nn.Module):
@@ -82,8 +45,9 @@ class Network(nn.Module):
 
 def next_token(result: Any, tokens: Tensor) -> Tensor:
     """Returns next-token cross-entropy of ``[batch, length, vocabulary]``; labels, not logits, are shifted."""
-    labels = F.pad(tokens, (0, 1), value=IGNORED)[..., 1:].contiguous()
-    return F.cross_entropy(result.logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    ignored = -100  # label without a loss
+    labels = F.pad(tokens, (0, 1), value=ignored)[..., 1:].contiguous()
+    return F.cross_entropy(result.logits.float().flatten(0, 1), labels.flatten(), ignore_index=ignored)
 
 
 def same_token(result: Any, tokens: Tensor) -> Tensor:
@@ -92,21 +56,25 @@ def same_token(result: Any, tokens: Tensor) -> Tensor:
 
 
 def huggingface(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
-    """Returns one of MODELS with AdamW, and ``batch_size`` sequences of ``length`` tokens.
+    """Returns a model of huggingface.yaml with AdamW, and ``batch_size`` sequences of ``length`` tokens.
 
     Raises:
         WorkloadError: The model is unknown, or transformers is not installed.
     """
-    config, network, options = one_of(MODELS, model, "model", "huggingface")
+    models = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    entry = one_of(models, model, "model", "huggingface")
     try:
         import transformers
     except ModuleNotFoundError as error:
         raise WorkloadError("workload.family: huggingface needs transformers (pip install headroom[hf])") from error
-    transformers.AttentionInterface.register(CONTIGUOUS, contiguous_attention)
-    transformers.AttentionMaskInterface.register(CONTIGUOUS, transformers.AttentionMaskInterface()["sdpa"])
+    kind = "sdpa_of_contiguous"
+    transformers.AttentionInterface.register(kind, contiguous_attention)
+    transformers.AttentionMaskInterface.register(kind, transformers.AttentionMaskInterface()["sdpa"])
     # T5 and GPT-Neo had only "eager" attention until version 5.
-    kind = "eager" if model.startswith(("t5", "gpt-neo")) else CONTIGUOUS
-    inner = getattr(transformers, network)(getattr(transformers, config)(**options, attn_implementation=kind))
+    if model.startswith(("t5", "gpt-neo")):
+        kind = "eager"
+    config = getattr(transformers, entry["config"])(**entry.get("options", {}), attn_implementation=kind)
+    inner = getattr(transformers, entry["network"])(config)
     pairs = hasattr(inner, "encoder")
     wrapped = Network(inner, pairs).train()
     names = ("input_ids", "attention_mask", *(("decoder_input_ids",) if pairs else ()))

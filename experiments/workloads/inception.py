@@ -5,13 +5,14 @@ V4: Szegedy et al., "Inception-v4, Inception-ResNet and the Impact of Residual C
 Figures 3 to 9. 23,834,568 parameters (torchvision, without the auxiliary classifier) and 42,679,816 (Cadene's
 pretrained-models).
 
-Networks are specified in a compact notation: a string is a sequence of steps, a list holds parallel branches whose
-outputs are concatenated by channel, and a tuple is a sequence of any of these (see the comments below).
+ReLU keeps its input. V3 follows torchvision where Table 1 is open, without auxiliary classifier. See also
+experiments/workloads/README.md.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,64 +20,74 @@ from torch import Tensor, nn
 from experiments.workloads._shared import SMALL, Dropout, ReLU, classifier, head
 from experiments.workloads.module import Parts, WorkloadError
 
-# Steps: ``64`` is a 1x1 convolution to 64 channels, ``64/5`` a 5x5 one, ``64/1x7`` one of height 1 and width 7; ``avg``
-# and ``max`` are 3x3 pools. Sizes are kept except by steps that end in ``v`` (no padding) or ``s`` (no padding, stride
-# 2).
-# Unspecified or different (see also experiments/workloads/README.md): V3 follows torchvision where Table 1 is open,
-# without auxiliary classifier; on images of at most 64 px the stem has stride 1, padding and no max-pools; ReLU keeps
-# its input.
+# A specification of layers. A string is a sequence of steps, a list holds parallel branches whose outputs are
+# concatenated by channel, and a tuple is a sequence of specifications. Steps:
+#   64      1x1 convolution to 64 channels, with batch-norm and ReLU
+#   64/5    the same, 5x5
+#   64/1x7  the same, of height 1 and width 7
+#   avg     3x3 average pool
+#   max     3x3 max-pool
+# Padding keeps the size, except in a step with the suffix "v" (no padding) or "s" (no padding, stride 2).
 Spec = str | list["Spec"] | tuple["Spec", ...]
 
 
-def _a3(pool: int) -> Spec:
-    return ["64", "48 64/5", "64 96/3 96/3", f"avg {pool}"]
+class Version(NamedTuple):
+    """Layers of one version."""
+
+    stem: Spec
+    small_stem: Spec  # for images of at most 64 px: stride 1, padding and no max-pools
+    blocks: tuple[Spec, ...]
+    dropout: float  # before the linear layer
 
 
-def _b3(c: int) -> Spec:
-    return ["192", f"{c} {c}/1x7 192/7x1", f"{c} {c}/7x1 {c}/1x7 {c}/7x1 192/1x7", "avg 192"]
+def v3() -> Version:
+    """Returns Inception V3."""
+
+    def block_35(pool: int) -> Spec:  # Figure 5, on 35x35
+        return ["64", "48 64/5", "64 96/3 96/3", f"avg {pool}"]
+
+    def block_17(c: int) -> Spec:  # Figure 6, on 17x17
+        return ["192", f"{c} {c}/1x7 192/7x1", f"{c} {c}/7x1 {c}/1x7 {c}/7x1 192/1x7", "avg 192"]
+
+    pair: Spec = ["384/1x3", "384/3x1"]
+    block_8: Spec = ["320", ("384", pair), ("448 384/3", pair), "avg 192"]  # Figure 7, on 8x8
+    blocks: tuple[Spec, ...] = (
+        *map(block_35, (32, 64, 64)),
+        ["384/3s", "64 96/3 96/3s", "maxs"],
+        *map(block_17, (128, 160, 160, 192)),
+        ["192 320/3s", "192 192/1x7 192/7x1 192/3s", "maxs"],
+        block_8,
+        block_8,
+    )
+    return Version("32/3s 32/3v 64/3 maxs 80 192/3v maxs", "32/3 32/3 64/3 80 192/3", blocks, 0.5)
 
 
-_PAIR3: Spec = ["384/1x3", "384/3x1"]
-_C3: Spec = ["320", ("384", _PAIR3), ("448 384/3", _PAIR3), "avg 192"]
-V3: tuple[Spec, ...] = (
-    _a3(32),
-    _a3(64),
-    _a3(64),
-    ["384/3s", "64 96/3 96/3s", "maxs"],
-    _b3(128),
-    _b3(160),
-    _b3(160),
-    _b3(192),
-    ["192 320/3s", "192 192/1x7 192/7x1 192/3s", "maxs"],
-    _C3,
-    _C3,
-)
-STEM3: Spec = "32/3s 32/3v 64/3 maxs 80 192/3v maxs"
-STEM3_SMALL: Spec = "32/3 32/3 64/3 80 192/3"
-
-_A4: Spec = ["96", "64 96/3", "64 96/3 96/3", "avg 96"]
-_B4: Spec = ["384", "192 224/1x7 256/7x1", "192 192/7x1 224/1x7 224/7x1 256/1x7", "avg 128"]
-_PAIR4: Spec = ["256/1x3", "256/3x1"]
-_C4: Spec = ["256", ("384", _PAIR4), ("384 448/3x1 512/1x3", _PAIR4), "avg 256"]
-V4: tuple[Spec, ...] = (
-    *4 * (_A4,),
-    ["384/3s", "192 224/3 256/3s", "maxs"],
-    *7 * (_B4,),
-    ["192 192/3s", "256 256/1x7 320/7x1 320/3s", "maxs"],
-    *3 * (_C4,),
-)
-STEM4: Spec = (
-    "32/3s 32/3v 64/3",
-    ["maxs", "96/3s"],
-    ["64 96/3v", "64 64/7x1 64/1x7 96/3v"],
-    ["192/3s", "maxs"],
-)
-STEM4_SMALL: Spec = (
-    "32/3 32/3 64/3",
-    ["max", "96/3"],
-    ["64 96/3", "64 64/7x1 64/1x7 96/3"],
-    ["192/3", "max"],
-)
+def v4() -> Version:
+    """Returns Inception V4."""
+    stem: Spec = (
+        "32/3s 32/3v 64/3",
+        ["maxs", "96/3s"],
+        ["64 96/3v", "64 64/7x1 64/1x7 96/3v"],
+        ["192/3s", "maxs"],
+    )
+    small_stem: Spec = (
+        "32/3 32/3 64/3",
+        ["max", "96/3"],
+        ["64 96/3", "64 64/7x1 64/1x7 96/3"],
+        ["192/3", "max"],
+    )
+    block_a: Spec = ["96", "64 96/3", "64 96/3 96/3", "avg 96"]
+    block_b: Spec = ["384", "192 224/1x7 256/7x1", "192 192/7x1 224/1x7 224/7x1 256/1x7", "avg 128"]
+    pair: Spec = ["256/1x3", "256/3x1"]
+    block_c: Spec = ["256", ("384", pair), ("384 448/3x1 512/1x3", pair), "avg 256"]
+    blocks: tuple[Spec, ...] = (
+        *4 * (block_a,),
+        ["384/3s", "192 224/3 256/3s", "maxs"],
+        *7 * (block_b,),
+        ["192 192/3s", "256 256/1x7 320/7x1 320/3s", "maxs"],
+        *3 * (block_c,),
+    )
+    return Version(stem, small_stem, blocks, 0.2)
 
 
 class Branches(nn.ModuleList):
@@ -92,16 +103,15 @@ def network(spec: Spec, channels: int) -> tuple[nn.Module, int]:
         branches = [network(branch, channels) for branch in spec]
         return Branches(module for module, _ in branches), sum(width for _, width in branches)
     layers: list[nn.Module] = []
-    for step in spec.split() if isinstance(spec, str) else spec:
-        if isinstance(spec, str):
-            layer, channels = _step(step, channels)
-        else:
-            layer, channels = network(step, channels)
+    parts, build = (spec.split(), _step) if isinstance(spec, str) else (spec, network)
+    for part in parts:
+        layer, channels = build(part, channels)
         layers.append(layer)
     return nn.Sequential(*layers), channels
 
 
 def _step(step: str, channels: int) -> tuple[nn.Module, int]:
+    """Returns the module of a step and its number of output channels."""
     stride = 2 if step.endswith("s") else 1
     padded = not step.endswith(("s", "v"))
     operation, _, kernel = step.rstrip("sv").partition("/")
@@ -122,9 +132,9 @@ def inception(*, version: int, batch_size: int = 32, image: int = 299, classes: 
     if version not in (3, 4):
         raise WorkloadError(f"workload.version: inception has 3 and 4, not {version}")
     small = image <= SMALL
-    stem, body = (STEM3_SMALL if small else STEM3, V3) if version == 3 else (STEM4_SMALL if small else STEM4, V4)
-    features, channels = network((stem, *body), 3)
+    stem, small_stem, blocks, dropout = v3() if version == 3 else v4()
+    features, channels = network((small_stem if small else stem, *blocks), 3)
     pool, flatten, linear = head(channels, classes)
-    top = nn.Sequential(pool, flatten, Dropout(0.5 if version == 3 else 0.2), linear)
+    top = nn.Sequential(pool, flatten, Dropout(dropout), linear)
     model = nn.Sequential(OrderedDict(features=features, head=top))
     return classifier(model, batch_size, image, least=7 if small else 75)

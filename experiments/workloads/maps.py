@@ -14,11 +14,6 @@ from torch.nn import functional as F
 from experiments.workloads._shared import Dropout, conv, counts, labels, preactivated
 from experiments.workloads.module import Parts, WorkloadError
 
-WIDTHS = (64, 128, 256, 512, 1024)  # U-Net's channels per level
-# YOLOv3's scales, and boxes at each place
-SCALES = 3
-BOXES = 3
-
 
 class Twice(nn.Sequential):
     """Two unpadded 3x3 convolutions with ReLU, which reduce each side by 4 pixels."""
@@ -42,12 +37,13 @@ class UNet(nn.Module):
 
     def __init__(self, classes: int = 2) -> None:
         super().__init__()
-        self.down = nn.ModuleList(Twice(c, w) for c, w in zip((1, *WIDTHS), WIDTHS, strict=False))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(w, w // 2, 2, stride=2) for w in WIDTHS[:0:-1])
-        self.merge = nn.ModuleList(Twice(w, w // 2) for w in WIDTHS[:0:-1])
+        widths = (64, 128, 256, 512, 1024)
+        self.down = nn.ModuleList(map(Twice, (1, *widths), widths))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(w, w // 2, 2, stride=2) for w in widths[:0:-1])
+        self.merge = nn.ModuleList(Twice(w, w // 2) for w in widths[:0:-1])
         self.pool = nn.MaxPool2d(2)
         self.dropout = Dropout(0.5)
-        self.classify = nn.Conv2d(WIDTHS[0], classes, 1)
+        self.classify = nn.Conv2d(widths[0], classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         skips: list[Tensor] = []
@@ -220,6 +216,9 @@ class YOLO(nn.Module):
        0.9.
     """
 
+    scales = 3
+    boxes = 3  # at each place
+
     def __init__(self, stages: tuple[int, ...], width: int, outputs: int) -> None:
         super().__init__()
         widths = [width << i for i in range(len(stages) + 1)]
@@ -232,12 +231,18 @@ class YOLO(nn.Module):
         self.heads = nn.ModuleList()
         self.routes = nn.ModuleList()
         channels = widths[-1]
-        for w in widths[: -SCALES - 1 : -1]:
+        for w in widths[: -self.scales - 1 : -1]:
             half = w // 2
-            neck = [(channels, half, 1), (half, w, 3), (w, half, 1), (half, w, 3), (w, half, 1)]
-            self.necks.append(nn.Sequential(*(leaky(*sizes) for sizes in neck)))
+            neck = [
+                leaky(channels, half, 1),
+                leaky(half, w, 3),
+                leaky(w, half, 1),
+                leaky(half, w, 3),
+                leaky(w, half, 1),
+            ]
+            self.necks.append(nn.Sequential(*neck))
             self.heads.append(nn.Sequential(leaky(half, w, 3), nn.Conv2d(w, outputs, 1)))
-            if len(self.heads) < SCALES:
+            if len(self.heads) < self.scales:
                 self.routes.append(leaky(half, half // 2, 1))
                 channels = half // 2 + half  # concatenated with a stage of half the channels
 
@@ -279,8 +284,8 @@ def yolov3(
     blocks = counts(stages, "five numbers of blocks", "1-2-8-8-4", 5, 5)
     if image % 32 or image < 32:
         raise WorkloadError(f"workload.image: expected a multiple of 32, got {image}")
-    outputs = BOXES * (5 + classes)
+    outputs = YOLO.boxes * (5 + classes)
     model = YOLO(blocks, width, outputs)
-    places = sum((image // (8 << i)) ** 2 for i in range(SCALES))
+    places = sum((image // (8 << i)) ** 2 for i in range(YOLO.scales))
     batch = torch.empty(batch_size, 3, image, image), torch.empty(batch_size * outputs * places)
     return model, entropies, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), batch

@@ -6,10 +6,13 @@ details and deviations: experiments/workloads/README.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from experiments.workloads._shared import (
@@ -27,11 +30,6 @@ from experiments.workloads._shared import (
 )
 from experiments.workloads.module import Parts
 
-# MobileNet: output channels and stride of the depthwise separable blocks.
-SEPARABLE = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *5 * ((512, 1),), (1024, 2), (1024, 1))
-# SqueezeNet: width of each fire module; 0 for a max-pool.
-FIRES = (128, 128, 256, 0, 256, 384, 384, 512, 0, 512)
-
 
 def mobilenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> Parts:
     """Returns MobileNet (Howard et al., "MobileNets", 2017); see ``_shared.classifier``.
@@ -45,7 +43,8 @@ def mobilenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> P
     """
     layers = conv(3, 32, 3, 1 if image <= SMALL else 2, ReLU)
     channels = 32
-    for width, stride in SEPARABLE:
+    blocks = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *5 * ((512, 1),), (1024, 2), (1024, 1))
+    for width, stride in blocks:
         layers += conv(channels, channels, 3, stride, ReLU, channels) + conv(channels, width, 1, act=ReLU)
         channels = width
     return classifier(Layers(*layers, *head(channels, classes)), batch_size, image)
@@ -84,7 +83,7 @@ def squeezenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> 
     layers = conv(3, 96, 3, act=ReLU, bias=True) if small else [nn.Conv2d(3, 96, 7, 2), ReLU()]
     layers.append(pool)
     channels = 96
-    for width in FIRES:
+    for width in (128, 128, 256, 0, 256, 384, 384, 512, 0, 512):  # of fire modules; 0 is a max-pool
         layers.append(Fire(channels, width, small, bypass=small and channels == width) if width else pool)
         channels = width or channels
     classify = nn.Conv2d(channels, classes, 1)
@@ -95,6 +94,13 @@ def squeezenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> 
 # --------------------------------------------------------------------------- inverted residual blocks
 
 
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": IN_PLACE,
+    "relu6": partial(nn.ReLU6, inplace=True),
+    "swish": partial(nn.Hardswish, inplace=True),
+}
+
+
 class Shape(NamedTuple):
     """Shape of a block: kernel, inner and output channels, squeeze-and-excitation, activation, stride."""
 
@@ -102,7 +108,7 @@ class Shape(NamedTuple):
     inside: int
     out: int
     squeeze: bool
-    activation: Activation
+    activation: str  # key of ``ACTIVATIONS``
     stride: int
 
 
@@ -116,7 +122,8 @@ class Block(Layers):
     """Inverted residual from ``[batch, channels, …]`` to ``[batch, shape.out, …]``; adds the input if possible."""
 
     def __init__(self, channels: int, shape: Shape, eps: float) -> None:
-        kernel, inside, out, squeeze, act, stride = shape
+        kernel, inside, out, squeeze, activation, stride = shape
+        act = ACTIVATIONS[activation]
         super().__init__(
             *(conv(channels, inside, 1, act=act, eps=eps) if inside != channels else []),
             *conv(inside, inside, kernel, stride, act, inside, eps=eps),
@@ -130,7 +137,7 @@ class Block(Layers):
         return y + x if self.residual else y
 
 
-def expand_stages(table: list[tuple[int, int, int, int, int]], activation: Activation) -> list[Shape]:
+def expand_stages(table: Sequence[tuple[int, int, int, int, int]], activation: str) -> list[Shape]:
     """Returns the blocks of stages (kernel, expansion, channels, repeats, stride) after a stem of 32 channels."""
     shapes = []
     channels = 32
@@ -141,83 +148,17 @@ def expand_stages(table: list[tuple[int, int, int, int, int]], activation: Activ
     return shapes
 
 
-R = IN_PLACE
-R6 = partial(nn.ReLU6, inplace=True)
-H = partial(nn.Hardswish, inplace=True)
-V2 = [
-    (3, 1, 16, 1, 1),
-    (3, 6, 24, 2, 2),
-    (3, 6, 32, 3, 2),
-    (3, 6, 64, 4, 2),
-    (3, 6, 96, 3, 1),
-    (3, 6, 160, 3, 2),
-    (3, 6, 320, 1, 1),
-]
-MNASNET = [
-    (3, 1, 16, 1, 1),
-    (3, 3, 24, 3, 2),
-    (5, 3, 40, 3, 2),
-    (5, 6, 80, 3, 2),
-    (3, 6, 96, 2, 1),
-    (5, 6, 192, 4, 2),
-    (3, 6, 320, 1, 1),
-]
-V3_LARGE = [
-    Shape(*row)
-    for row in (
-        (3, 16, 16, False, R, 1),
-        (3, 64, 24, False, R, 2),
-        (3, 72, 24, False, R, 1),
-        (5, 72, 40, True, R, 2),
-        (5, 120, 40, True, R, 1),
-        (5, 120, 40, True, R, 1),
-        (3, 240, 80, False, H, 2),
-        (3, 200, 80, False, H, 1),
-        (3, 184, 80, False, H, 1),
-        (3, 184, 80, False, H, 1),
-        (3, 480, 112, True, H, 1),
-        (3, 672, 112, True, H, 1),
-        (5, 672, 160, True, H, 2),
-        (5, 960, 160, True, H, 1),
-        (5, 960, 160, True, H, 1),
-    )
-]
-V3_SMALL = [
-    Shape(*row)
-    for row in (
-        (3, 16, 16, True, R, 2),
-        (3, 72, 24, False, R, 2),
-        (3, 88, 24, False, R, 1),
-        (5, 96, 40, True, H, 2),
-        (5, 240, 40, True, H, 1),
-        (5, 240, 40, True, H, 1),
-        (5, 120, 48, True, H, 1),
-        (5, 144, 48, True, H, 1),
-        (5, 288, 96, True, H, 2),
-        (5, 576, 96, True, H, 1),
-        (5, 576, 96, True, H, 1),
-    )
-]
-
-
 class Network(NamedTuple):
-    """Network of inverted residuals."""
+    """Network of inverted residuals, as in inverted_residual.yaml."""
 
     stem: int  # channels after the first convolution
-    blocks: list[Shape]
     last: int  # channels after the last convolution
-    act: Activation  # after the first convolution
-    last_act: Activation  # after the last convolution
+    act: str
+    last_act: str
+    stages: Sequence[tuple[int, int, int, int, int]] = ()  # or ``blocks``
+    blocks: Sequence[tuple[int, int, int, bool, str, int]] = ()
     linear: int = 0  # width of a linear layer after the last convolution; 0 for none
-    eps: float = 1e-5
-
-
-NETWORKS = {
-    "mobilenet_v2": Network(32, expand_stages(V2, R6), 1280, R6, R6),
-    "mnasnet1_0": Network(32, expand_stages(MNASNET, R), 1280, R, R),
-    "mobilenet_v3_large": Network(16, V3_LARGE, 960, H, H, 1280, 1e-3),
-    "mobilenet_v3_small": Network(16, V3_SMALL, 576, H, H, 1024, 1e-3),
-}
+    eps: float = 1e-5  # of batch-norms
 
 
 def inverted_residual(
@@ -225,18 +166,22 @@ def inverted_residual(
 ) -> Parts:
     """Returns MobileNetV2, MobileNetV3 or MnasNet as in torchvision, with in-place activations.
 
-    Sandler et al., "MobileNetV2", 2018, Table 2; Howard et al., "Searching for MobileNetV3", 2019, Tables 1 and 2; Tan
-    et al., "MnasNet", 2019, Figure 7. Parameters, as torchvision documents them: 3,504,872 (mobilenet_v2), 4,383,312
-    (mnasnet1_0), 5,483,032 and 2,542,856 (mobilenet_v3_large, mobilenet_v3_small). See ``_shared.classifier``.
+    Sandler et al., "MobileNetV2", 2018; Howard et al., "Searching for MobileNetV3", 2019; Tan et al., "MnasNet", 2019;
+    their tables are in inverted_residual.yaml. Parameters, as torchvision documents them: 3,504,872 (mobilenet_v2),
+    4,383,312 (mnasnet1_0), 5,483,032 and 2,542,856 (mobilenet_v3_large, mobilenet_v3_small). See
+    ``_shared.classifier``.
     """
-    stem, blocks, last, act, last_act, linear, eps = one_of(NETWORKS, network, "network", "inverted_residual")
-    layers = conv(3, stem, 3, 2, act, eps=eps)
+    tables = yaml.safe_load(Path(__file__).with_name("inverted_residual.yaml").read_text())
+    stem, last, act, last_act, stages, blocks, linear, eps = Network(
+        **one_of(tables, network, "network", "inverted_residual")
+    )
+    layers = conv(3, stem, 3, 2, ACTIVATIONS[act], eps=eps)
     channels = stem
-    for shape in blocks:
+    for shape in [Shape(*row) for row in blocks] or expand_stages(stages, act):
         layers.append(Block(channels, shape, eps))
         channels = shape.out
-    layers += [*conv(channels, last, 1, act=last_act, eps=eps), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    layers += [*conv(channels, last, 1, act=ACTIVATIONS[last_act], eps=eps), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     if linear:
-        layers += [nn.Linear(last, linear), last_act()]
+        layers += [nn.Linear(last, linear), ACTIVATIONS[last_act]()]
     layers += [nn.Dropout(0.2, inplace=bool(linear)), nn.Linear(linear or last, classes)]
     return classifier(Layers(*layers), batch_size, image)

@@ -8,9 +8,6 @@ from torch import Tensor, nn
 from experiments.workloads._shared import labels, tokens
 from experiments.workloads.module import Parts, WorkloadError
 
-PIXELS = 3 * 32 * 32
-CLASSES = 10
-
 
 def mlp(*, batch_size: int = 4096, width: int = 4096, layers: int = 5) -> Parts:
     """Returns ``layers`` linear layers of ``width``, from CIFAR images ``[batch_size, 3072]`` to ``[batch_size, 10]``.
@@ -25,13 +22,14 @@ def mlp(*, batch_size: int = 4096, width: int = 4096, layers: int = 5) -> Parts:
     """
     if layers < 2:
         raise WorkloadError(f"workload.layers: expected an integer of at least 2, got {layers}")
-    widths = [PIXELS, *[width] * (layers - 1), CLASSES]
+    pixels = 3 * 32 * 32
+    widths = [pixels, *[width] * (layers - 1), 10]
     parts: list[nn.Module] = []
     for inputs, outputs in zip(widths, widths[1:], strict=False):
         parts += [nn.Linear(inputs, outputs), nn.ReLU()]
     model = nn.Sequential(*parts[:-1])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return model, nn.CrossEntropyLoss(), optimizer, (torch.empty(batch_size, PIXELS), labels(batch_size))
+    return model, nn.CrossEntropyLoss(), optimizer, (torch.empty(batch_size, pixels), labels(batch_size))
 
 
 class Cell(nn.Module):

@@ -20,21 +20,18 @@ from torch import Tensor, nn
 from experiments.workloads._shared import Layers, classifier, conv, head
 from experiments.workloads.module import Parts, WorkloadError
 
-# K and P of the Watts-Strogatz graph
-NEIGHBORS = 4
-REWIRED = 0.75
-LAST = 1280  # channels before pooling
-
 
 def graph(nodes: int, rng: random.Random) -> list[list[int]]:
-    """Returns the inputs of every node of a Watts-Strogatz (1998) graph, a ring with rewired edges."""
-    around = {frozenset((v, (v + i) % nodes)) for v in range(nodes) for i in range(1, NEIGHBORS // 2 + 1)}
-    edges = set(around)
-    for i in range(1, NEIGHBORS // 2 + 1):
+    """Returns the inputs of every node of a Watts-Strogatz (1998) graph, a ring with rewired edges.
+
+    Every node has two neighbors on either side (K = 4), and an edge is rewired with probability P = 0.75.
+    """
+    edges = {frozenset((v, (v + i) % nodes)) for v in range(nodes) for i in (1, 2)}
+    for i in (1, 2):
         for v in range(nodes):
             original = frozenset((v, (v + i) % nodes))
             candidates = [u for u in range(nodes) if u != v and frozenset((v, u)) not in edges]
-            if candidates and rng.random() < REWIRED:
+            if candidates and rng.random() < 0.75:
                 edges = edges - {original} | {frozenset((v, rng.choice(candidates)))}
     return [sorted(min(edge) for edge in edges if max(edge) == v) for v in range(nodes)]
 
@@ -73,8 +70,8 @@ def randwire(
     Raises:
         WorkloadError: Fewer nodes than two rings of neighbors need, or a width of one.
     """
-    if nodes < 4 * NEIGHBORS:
-        raise WorkloadError(f"workload.nodes: expected at least {4 * NEIGHBORS}, got {nodes}")
+    if nodes < 16:
+        raise WorkloadError(f"workload.nodes: expected at least 16, got {nodes}")
     if width < 2:
         raise WorkloadError(f"workload.width: expected at least 2, got {width}")
     rng = random.Random(draw)
@@ -84,7 +81,7 @@ def randwire(
         OrderedDict(
             stem=nn.Sequential(*conv(3, width // 2, 3, 2)),
             stages=nn.Sequential(*map(Stage, widths, widths[1:], graphs)),
-            head=nn.Sequential(nn.ReLU(), *conv(4 * width, LAST, 1, act=nn.ReLU), *head(LAST, classes)),
+            head=nn.Sequential(nn.ReLU(), *conv(4 * width, 1280, 1, act=nn.ReLU), *head(1280, classes)),
         )
     )
     return classifier(model, batch_size, image)

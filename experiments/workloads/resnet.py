@@ -30,17 +30,14 @@ from experiments.workloads._shared import (
 )
 from experiments.workloads.module import Parts, WorkloadError
 
-# Blocks in each of the four stages, and 3x3 convolutions in each block, by depth.
-STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
-CONVOLUTIONS = {18: 2, 34: 2, 50: 3, 101: 3}
+# By depth, blocks in each of the four stages, and 3x3 convolutions in each block.
+DEPTHS = {18: ((2, 2, 2, 2), 2), 34: ((3, 4, 6, 3), 2), 50: ((3, 4, 6, 3), 3), 101: ((3, 4, 23, 3), 3)}
 WIDTHS = (64, 128, 256, 512)
-EXPANSION = 4  # output channels of a bottleneck over its width
 # RegNets: blocks and widths of the stages, group width, squeeze-and-excitation.
 REGNETS = {
     "x_400mf": ((1, 2, 7, 12), (32, 64, 160, 400), 16, False),
     "y_400mf": ((1, 3, 6, 6), (48, 104, 208, 440), 8, True),
 }
-STOCHASTIC = (16, 32, 64)  # widths
 # ConvNeXts: blocks per stage, width of the first stage (it doubles), drop probability of the last block's branch.
 CONVNEXTS = {"tiny": ((3, 3, 9, 3), 96, 0.1), "small": ((3, 3, 27, 3), 96, 0.4), "base": ((3, 3, 27, 3), 128, 0.5)}
 
@@ -74,11 +71,9 @@ class ResNet(Layers):
     """
 
     def __init__(self, depth: int, classes: int = 10) -> None:
-        blocks = stages(
-            WIDTHS[0],
-            zip(STAGES[depth], WIDTHS, (1, 1, 2, 2), strict=True),
-            partial(Block, convolutions=CONVOLUTIONS[depth]),
-        )
+        counts, convolutions = DEPTHS[depth]
+        table = zip(counts, WIDTHS, (1, 1, 2, 2), strict=True)
+        blocks = stages(WIDTHS[0], table, partial(Block, convolutions=convolutions))
         super().__init__(
             *conv(3, WIDTHS[0], 3, act=ReLU, bias=True),
             *blocks,
@@ -157,10 +152,10 @@ def resnet_stochastic(*, draw: int = 1, blocks: int = 18, batch_size: int = 128)
        nonnegative.
     3. The DQN paper says "ResNet with stochastic depth" and CIFAR-10, but no depth; 110 is the main one of Huang et al.
     """
-    widths = [width for width in STOCHASTIC for _ in range(blocks)]
-    residuals = map(StochasticBlock, [STOCHASTIC[0], *widths], widths, survival(len(widths), draw))
+    widths = [width for width in (16, 32, 64) for _ in range(blocks)]
+    residuals = map(StochasticBlock, [16, *widths], widths, survival(len(widths), draw))
     model = Layers(
-        *conv(3, STOCHASTIC[0], 3, act=IN_PLACE, bias=True),
+        *conv(3, 16, 3, act=IN_PLACE, bias=True),
         *residuals,
         nn.AvgPool2d(8),
         nn.Flatten(),
@@ -183,8 +178,10 @@ def survival(blocks: int, draw: int) -> list[bool]:
 class Bottleneck(Residual):
     """Convolutions 1x1, 3x3 and 1x1 plus the shortcut, then ReLU; ``halve`` is the kernel size that has the stride."""
 
+    expansion = 4  # output channels over the width
+
     def __init__(self, channels: int, out: int, stride: int, halve: int = 1) -> None:
-        width = out // EXPANSION
+        width = out // self.expansion
         first, second = (stride, 1) if halve == 1 else (1, stride)
         layers = [*conv(channels, width, 1, first, IN_PLACE), *conv(width, width, 3, second, IN_PLACE)]
         super().__init__([*layers, *conv(width, out, 1)], projection(channels, out, stride), IN_PLACE)
@@ -204,7 +201,7 @@ class ImageNetResNet(Layers):
     """
 
     def __init__(self, blocks: tuple[int, ...], classes: int = 1000, halve: int = 1) -> None:
-        widths = [EXPANSION * width for width in WIDTHS]
+        widths = [Bottleneck.expansion * width for width in WIDTHS]
         layers = stages(WIDTHS[0], zip(blocks, widths, (1, 2, 2, 2), strict=True), partial(Bottleneck, halve=halve))
         super().__init__(
             *conv(3, WIDTHS[0], 7, 2, IN_PLACE), nn.MaxPool2d(3, 2, padding=1), *layers, *head(widths[-1], classes)
@@ -264,7 +261,7 @@ class ConvNeXtBlock(nn.Module):
 
 def resnet(*, depth: int, batch_size: int = 100) -> Parts:
     """Returns a CIFAR-10 ``ResNet``; see ``_shared.classifier``."""
-    one_of(STAGES, depth, "depth", "resnet")
+    one_of(DEPTHS, depth, "depth", "resnet")
     return classifier(ResNet(depth), batch_size)
 
 

@@ -18,9 +18,7 @@ from experiments.workloads.module import Parts, WorkloadError
 # Layers, width, heads.
 GPT2_SIZES = {"small": (12, 768, 12), "medium": (24, 1024, 16), "large": (36, 1280, 20)}
 VIT_SIZES = {"base": (12, 768, 12), "large": (24, 1024, 16), "huge": (32, 1280, 16)}
-# GPT-2's
-VOCABULARY = 50257
-CONTEXT = 1024
+CONTEXT = 1024  # positions of GPT-2
 
 
 class Block(nn.Module):
@@ -72,7 +70,7 @@ class GPT2(nn.Module):
     positions, dropout 0.1, output weights tied to the embedding.
     """
 
-    def __init__(self, layers: int, width: int, heads: int, vocabulary: int = VOCABULARY, context: int = CONTEXT):
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int = 50257, context: int = CONTEXT):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)

@@ -18,8 +18,6 @@ from experiments.workloads.module import Parts
 # Convolutions in each of the five blocks.
 BLOCKS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 WIDTHS = (64, 128, 256, 512, 512)
-STD = {"fc1": 0.005, "fc2": 0.005}  # standard deviation of AlexNet's initial weights; 0.01 for the other layers
-BIAS = {"conv2": 0.1, "conv4": 0.1, "conv5": 0.1, "fc1": 0.1, "fc2": 0.1}  # AlexNet's initial biases; 0 otherwise
 
 
 class VGG(Layers):
@@ -95,8 +93,8 @@ class AlexNet(nn.Sequential):
         for name, layer in self.named_children():
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 assert layer.bias is not None
-                nn.init.normal_(layer.weight, std=STD.get(name, 0.01))
-                nn.init.constant_(layer.bias, BIAS.get(name, 0.0))
+                nn.init.normal_(layer.weight, std=0.005 if name in ("fc1", "fc2") else 0.01)
+                nn.init.constant_(layer.bias, 0.1 if name in ("conv2", "conv4", "conv5", "fc1", "fc2") else 0.0)
 
 
 def vgg(*, depth: int, batch_size: int = 100) -> Parts:

@@ -20,9 +20,11 @@ Fig. 1 of "Numbers".
 
 | x | y |
 |---|---:|
-| [lines] {x} | {y} |
+{%for line in lines%}
+| {{line.x}} | {{line.y}} |
+{%endfor%}
 
-- There are {count}.
+- There are {{count}}.
 
 ### Choices
 
@@ -47,7 +49,7 @@ def squares_of(run: Any = square) -> Figure:
         def run(self, task: dict[str, Any], machine: Machine) -> dict[str, Any]:
             return run(task, machine)
 
-        def numbers(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        def template_values(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
             return {"lines": [{"x": row["x"], "y": row["y"]} for row in rows], "count": len(rows)}
 
         def chart(self, rows: list[dict[str, Any]]) -> Chart:

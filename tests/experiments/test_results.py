@@ -46,7 +46,7 @@ SLOW = (
     "policy_search",
     "best",
 )
-# Claims in experiments/figures/README.md and the notes, as entries of a figure's numbers.
+# Claims in experiments/figures/README.md and the notes, as values of a figure's template.
 CLAIMS: dict[str, dict[str, Any]] = {
     "checkmate": {"exact": 12, "count": 12},
     "compiled": {"over": 0, "differ": 0, "networks": 4, "lowest": 4},
@@ -77,8 +77,8 @@ def test_a_figure_reads_its_result(name: str) -> None:
     assert cells and all(len(line) == len(heads) for line in cells)
     chart = figure.chart(rows)
     assert chart.panels and all(panel.marks for panel in chart.panels)
-    numbers = figure.numbers(rows)
-    assert {key: numbers[key] for key in CLAIMS.get(name, {})} == CLAIMS.get(name, {})
+    values = figure.template_values(rows)
+    assert {key: values[key] for key in CLAIMS.get(name, {})} == CLAIMS.get(name, {})
 
 
 def test_every_figure_has_a_result() -> None:
@@ -111,7 +111,7 @@ def test_trainings_of_the_papers_dqn_are_reproduced() -> None:
     saved = committed("dqn_paper")
     for row in saved["rows"]:
         if row["seed"] == 0 and row["line"] in ("tuned", "50 episodes on VGG11, then 10"):
-            task = {key: row[key] for key in ("line", "seed", "limit", *dqn.KEYS) if key in row}
+            task = {key: row[key] for key in ("line", "seed", "limit", *dqn.Paper.keys) if key in row}
             recomputed = dqn.Paper().run(task, Machine.load(saved["machine"]))
             assert untimed({**row, **recomputed}) == untimed(row)
 

@@ -103,10 +103,12 @@ def test_the_figure_is_over_simulator_calls(tmp_path: Path) -> None:
     at, gaps = learning.over_seeds(rows, GREEDY)
     assert at == [20, 30, 40]  # common to all seeds
     assert gaps == pytest.approx(np.array([[0, 10], [0, WITHOUT], [30, WITHOUT]]))
-    end = learning.Learning().numbers(rows)["ends"][0]
+    end = learning.Learning().template_values(rows)["ends"][0]
     assert (end["calls"], end["greedy"]) == (40, pytest.approx((30 + WITHOUT) / 2))
     write_json(file, {**kept, "points": [{"calls": 90, GREEDY: 0.3, OVERHEAD: 0.3, BEST: 0.3}]})
-    assert learning.Learning().numbers(learning.Learning().tasks(config))["ends"] == []  # no common number of calls
+    assert (
+        learning.Learning().template_values(learning.Learning().tasks(config))["ends"] == []
+    )  # no common number of calls
     for wrong in ({"points": []}, {"agent": "$x^2$"}, {"workload": "\x1b[2J"}, {"floor": "low"}):
         write_json(file, {**kept, **wrong})
         with pytest.raises(FormatError, match=r"curve\.json"):

@@ -72,7 +72,7 @@ def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.Mon
     assert list(methods) == names and methods["with swaps 0.7"]["swaps"] > 0
     assert "every plan without swaps needs" in methods["ours 0.2"]["refused"]
     assert methods["ours 0.8"]["peak_bytes"] < methods["dp 0.4"]["peak_bytes"] < methods["none"]["peak_bytes"]
-    numbers = compiled.Compiled().numbers([row])
+    numbers = compiled.Compiled().template_values([row])
     assert numbers["refused"] == 1 and numbers["points"] == 3 and numbers["pairs"] == 1 and numbers["swapped"] == 1
     heads, cells, _ = compiled.Compiled().format_text([row])
     assert len(heads) == len(cells[0]) and len(cells) == len(methods)

@@ -73,7 +73,7 @@ def test_the_smallest_limit_of_a_baseline():
     end = fig.smallest_limit("tflms", PROGRAM, MACHINE, grid, 2**20)
     assert end is not None and grid[2] < end <= grid[1]
     assert fig.overhead("tflms", PROGRAM, MACHINE, end, 2**20) is not None
-    assert fig.overhead("tflms", PROGRAM, MACHINE, end - round(fig.CLOSE * PROGRAM.peak_bytes) - 1, 2**20) is None
+    assert fig.overhead("tflms", PROGRAM, MACHINE, end - round(fig.Fig5.close * PROGRAM.peak_bytes) - 1, 2**20) is None
     assert fig.smallest_limit("tflms", PROGRAM, MACHINE, grid[2:], 2**20) is None
 
 

@@ -4,34 +4,40 @@ from typing import Any
 
 import pytest
 
-from experiments.figures.figure import Figure, Range, fill, span
+from experiments.figures.figure import MISSING, TEMPLATES, Figure, Range, span
 
 TEXT = """## Squares
 
 Fig. 1 of "Numbers",
 section 2.
 
-| number | square | [heads] |
+| number | square | {{heads|columns}} |
 |---|---:|---:|
-| [lines] {x} | {y:.1f} | [more] |
-| [lines if x in 3] {x} | only | [more] |
-| all | {sum:,} | |
+{%for line in lines%}
+| {{line.x}} | {{line.y|f(".1f")}} | {{line.more|columns}} |
+{%endfor%}
+{%for line in lines|brief("x",3)%}
+| {{line.x}} | only | {{line.more|columns}} |
+{%endfor%}
+| all | {{sum|f(",")}} | |
 
-- There are {count}.
-- [lines] {x} makes
-  {y:g}.
-- Nobody is at {nobody}.
+- There are {{count}}.
+{%for line in lines%}
+- {{line.x}} makes
+  {{line.y|f("g")}}.
+{%endfor%}
+- Nobody is at {{nobody}}.
 
 ### Choices
 
-1. Not shown: {unknown}.
+1. Not shown: {{unknown}}.
 """
 
 
 def figure(**numbers: Any) -> Figure:
     lines = [{"x": 2, "y": 4.0, "more": ["a", "b"]}, {"x": 3, "y": None, "more": ["c", "d"]}]
     values = {"lines": lines, "heads": ["p", "q"], "sum": 1300, "count": 2, "nobody": None, **numbers}
-    return type("Squares", (Figure,), {"text": TEXT, "numbers": lambda self, rows: values})()
+    return type("Squares", (Figure,), {"text": TEXT, "template_values": lambda self, rows: values})()
 
 
 def test_texts() -> None:
@@ -44,7 +50,11 @@ def test_texts() -> None:
     assert notes == ["There are 2.", "2 makes 4."]
     assert figure(nobody="home").format_text([])[2][2] == "Nobody is at home."
     with pytest.raises(KeyError, match="unknown"):
-        fill("{unknown}", {})
+        render("{{unknown}}", {})
+
+
+def render(template: str, values: dict[str, Any]) -> str:
+    return TEMPLATES.from_string(template).render(values)
 
 
 def test_numbers_in_templates() -> None:
@@ -58,7 +68,10 @@ def test_numbers_in_templates() -> None:
         "one": Range([0.101, 0.099]),
         "sizes": Range([1e9, 3e9]),
     }
-    assert fill("{bytes!M:.1f} MiB, {ns!t:g} ms, {sizes!B:.0f} GB", values) == "3.0 MiB, 2.5 ms, 1 to 3 GB"
-    assert fill("{d[k][0]:.0%}, {list:.1f}, {range:.0%}, {one:.0%}", values) == "50%, 1.0, 2.5, 10% to 25%, 10%"
-    assert {fill(missing, values) for missing in ("{none}", "{d[k][1]:.0f}", "{none[a]}")} == {None}
+    sizes = '{{bytes|MiB|f(".1f")}} MiB, {{ns|ms|f("g")}} ms, {{sizes|GB|f(".0f")}} GB'
+    assert render(sizes, values) == "3.0 MiB, 2.5 ms, 1 to 3 GB"
+    texts = '{{d.k[0]|f(".0%")}}, {{list|f(".1f")}}, {{range|f(".0%")}}, {{one|f(".0%")}}'
+    assert render(texts, values) == "50%, 1.0, 2.5, 10% to 25%, 10%"
+    missing = ("{{none}}", '{{d.k[1]|f(".0f")}}', "{{none.a}}", "{{none.a[0]|MiB}}")
+    assert {render(template, values) for template in missing} == {MISSING}
     assert span([None, 2.0, 1.0]) is not None and span([None]) is None

@@ -98,8 +98,8 @@ def test_table2_finds_the_largest_batches(small: None) -> None:
     # x3 may stay: with x1 and x2 swapped out, b4 needs 4 + 3 b too.
     assert results["HOME"]["swapped_bytes"] + results["HOME"]["recomputed_bytes"] >= 2 * 16 * MIB
     # PyTorch's images/s equal the paper's at any batch except for launches; its batch of 2759 does not fit here.
-    facts = fig.facts(row)
-    assert facts["rate"]["PyTorch"] == pytest.approx(2786, rel=0.01) and facts["rate_at"]["PyTorch"] is None
+    entry = fig.table2_entry(row)
+    assert entry["rate"]["PyTorch"] == pytest.approx(2786, rel=0.01) and entry["rate_at"]["PyTorch"] is None
     (cells,) = table_of(fig.Table2(), [row])
     assert cells[1:6] == ["2,759 / 10", "4,250 / 16", "16", "5,125 / 16", "1.86× / 1.60×"]
 
@@ -179,7 +179,7 @@ def test_table3_measures(small: None) -> None:
     assert 0 < row["evaluation_s"] < 0.1 and 0 < row["search_s"] and row["calls"] > 20
     measured = {**row, "search_s": 5.0, "evaluation_s": 1e-4, "calls": 50_000, "processor": "a processor"}
     assert table_of(home_search.Table3(), [measured])[0] == ["VGG16", "25 / 5.0", "1.4 / 0.100", "3", "50,000"]
-    assert home_search.table3_facts(measured)["time"] == pytest.approx(14)
+    assert home_search.table3_entry(measured)["time"] == pytest.approx(14)
 
 
 def test_tensile_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_rows_of_a_trace() -> None:
 def test_the_committed_bars_are_reached() -> None:
     """Checks the H200's step sums (5 % fitted, 12 % held out) and unchanged errors of other GPUs."""
     rows = json.loads((ROOT / "experiments" / "results" / "measured.json").read_text())["rows"]
-    numbers = fig.Measured().numbers(rows)
+    numbers = fig.Measured().template_values(rows)
     assert [abs(step["error"]) < 0.05 for step in numbers["steps"] if step["name"].startswith("H200")] == [True] * 3
     assert [entry["bar"] for entry in numbers["left_out"]] == ["12%: reached"] * 3
     assert all(entry["bar"].endswith("reached") for entry in numbers["kernels"])

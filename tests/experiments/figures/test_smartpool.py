@@ -94,8 +94,7 @@ def test_load_min() -> None:
     assert timeline.iteration_ns - program.ideal_ns == 40_000_000
 
 
-def test_the_lowest_load_and_the_slowest_link_without_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smartpool, "PLANNER", "autoswap_wdoa")  # equal to Bayesian optimization here
+def test_the_lowest_load_and_the_slowest_link_without_overhead() -> None:
     # Swapping out 10 MB takes 10 ms, as long as a layer: a(i - 2) is swapped out during f(i). So 30 MB are enough for
     # the forward pass. In the backward pass, a(i - 1) is swapped in during b(i), in place of a(i + 1).
     program = chain((10,) * 8)

@@ -14,9 +14,9 @@ from experiments import figures
 from experiments.common.bisection import largest
 from experiments.figures import layerwise, superneurons as captured, superneurons_capacity as capacity
 from experiments.figures.figure import Figure, find
-from experiments.figures.layerwise import MB, Layer
+from experiments.figures.layerwise import Layer
 from experiments.figures.superneurons_capacity import Deeper, without_names
-from experiments.figures.superneurons_layers import FIG10_PAPER, ROUNDED, TABLE1_PAPER, Fig10, Table1, Table3, our_facts
+from experiments.figures.superneurons_layers import FIG10_PAPER, Fig10, Table1, Table3, our_numbers
 from experiments.workloads.vgg import AlexNet
 from simulator import Kernel, Machine, Plan, Program, Tensor, simulate
 from tests import tiny
@@ -98,7 +98,8 @@ def test_alexnet_is_the_network_that_pytorch_trains() -> None:
 def test_table_1() -> None:
     rows = rows_of(Table1(), networks=["alexnet", "resnet50"])
     by_key = {(row["network"], row["strategy"]): row for row in rows}
-    assert all(row["again"] == TABLE1_PAPER[n][s][0] for (n, s), row in by_key.items())
+    paper = Table1().published
+    assert all(row["again"] == paper[n][s][0] for (n, s), row in by_key.items())
     # AlexNet: A = 200 * 96 * 55 * 55 floats, B = 200 * 96 * 27 * 27; ResNet50: A = 32 * 64 * 114 * 114, B of 56 * 56.
     for network, a, b in (
         ("alexnet", 200 * 96 * 55**2, 200 * 96 * 27**2),
@@ -107,19 +108,19 @@ def test_table_1() -> None:
         peaks = [by_key[network, strategy]["peak"] for strategy in ("speed", "memory", "cost")]
         assert peaks == [4 * (4 * a + 2 * b), 4 * 4 * a, 4 * 4 * a]
     assert all(row["planner"] == row["peak"] for row in rows)
-    numbers = Table1().numbers(rows)
+    numbers = Table1().template_values(rows)
     assert (numbers["same"], numbers["close"], numbers["planner"]) == (6, 4, 6)
     program = layerwise.program("resnet50", layerwise.resnet(3, 4, 6, 3), 32)
-    assert round(5.125 * MB) not in {t.nbytes for t in program.tensors}  # no accounting explains the paper's 401 MB
+    assert round(5.125 * MIB) not in {t.nbytes for t in program.tensors}  # no accounting explains the paper's 401 MB
 
 
 def test_fig_10() -> None:
     rows = rows_of(Fig10(), shown=["liveness", "offload", "recompute"])
-    ours = our_facts(rows)
+    ours = our_numbers(rows)
     differ = {key for key, paper in FIG10_PAPER.items() if abs(ours[key] - paper) >= (0.0011 if "MB" in key else 0.5)}
     offload = "+ prefetch and offload"
-    assert differ == {f"{offload}: peak, MB", f"{offload}: MB at step 32", ROUNDED}
-    sizes = {t.name: t.nbytes / MB for t in ALEXNET.tensors}
+    assert differ == {f"{offload}: peak, MB", f"{offload}: MB at step 32", Fig10.rounded}
+    sizes = {t.name: t.nbytes / MIB for t in ALEXNET.tensors}
     # The nine tensors at POOL2: 2 of CONV1's size, 1 of POOL1's, 4 of CONV2's (one a gradient), 2 of POOL2's.
     nine = 2 * sizes["CONV1"] + sizes["POOL1"] + 4 * sizes["CONV2"] + 2 * sizes["POOL2"]
     assert ours[f"{offload}: peak, MB"] == pytest.approx(nine) and round(nine, 3) == 1132.056
@@ -137,7 +138,7 @@ def test_table_3() -> None:
     assert small["cached"] == large["cached"] == 0 and 0 < beyond["cached"] < beyond["copied"]
     # CONV 34,944 + 614,656 + 885,120 + 1,327,488 + 884,992; FC 37,752,832 + 16,781,312 + 4,097,000.
     assert small["weights"] == 62_378_344 * 4
-    first = Table3().numbers(rows)["limit"]
+    first = Table3().template_values(rows)["limit"]
     per_image = ALEXNET.peak_bytes // 200
     sizes = [3 * small["weights"] + n * per_image for n in (first, first + 1)]
     assert sizes[0] <= GPU.memory_bytes < sizes[1]
@@ -240,17 +241,17 @@ def test_table2_by_hand() -> None:
         "roofline_ns": 10**8,
         "allocation_ns": {"cudamalloc": 486_322_188 + 10**6, "superneurons": 10**6},
     }
-    (facts,) = captured.table2_facts([row])
-    assert facts["added"]["paper"] == pytest.approx(257.86, abs=0.01)
+    (entry,) = captured.table2_entries([row])
+    assert entry["added"]["paper"] == pytest.approx(257.86, abs=0.01)
     # 16 / 32.9 s are 486.3 ms: the same amount added gives a speedup of 2; the paper's cost gives the paper's speedup.
-    assert facts["speedup"]["ours"] == pytest.approx(2) and facts["speedup"]["each"] == pytest.approx(32.9 / 21.5)
+    assert entry["speedup"]["ours"] == pytest.approx(2) and entry["speedup"]["each"] == pytest.approx(32.9 / 21.5)
 
 
 def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses networks with one block in the stages that are not repeated."""
     capacity.capture_base.cache_clear()
     monkeypatch.setattr(capacity, "STAGES", (1, 1, 1))
-    monkeypatch.setattr(capacity, "FIRST", {"own": 4, "none": 8})
+    monkeypatch.setattr(capacity.Table4, "first", {"own": 4, "none": 8})
     monkeypatch.setattr(capacity, "capture", lambda batch, n3, machine: resnet(f"1-1-{n3}-1", batch))
     machine = replace(GPU, memory_bytes=sum(t.nbytes for t in resnet("1-1-6-1").tensors))
     figure = find("superneurons_table4")
@@ -270,7 +271,7 @@ def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_table5(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "TABLE5_MOST", 256)
+    monkeypatch.setattr(capacity.Table5, "most", 256)
     figure = find("superneurons_table5")
     methods = ["own", "none", "superneurons", "bound"]
     searched, once = figure.tasks(figure_settings(figure.name, networks=["alexnet"], methods=methods))

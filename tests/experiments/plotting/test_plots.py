@@ -97,7 +97,7 @@ def test_every_planner_has_its_color() -> None:
     assert len({look.color for look in palette.LOOKS.values()}) == len(palette.LOOKS)
     for family in palette.FAMILIES.values():
         assert len({look.marker for look in family.values()}) == len(family)
-    assert set(palette.FAMILY_COLORS) == {*palette.FAMILIES, "other"} == set(get_args(Family))
+    assert set(palette.HUES) == {*palette.FAMILIES, "other"} == set(get_args(Family))
 
 
 def test_a_few_planners_share_one_picture(tmp_path: Path, saved: list[Figure]) -> None:
@@ -118,7 +118,10 @@ def test_a_few_planners_share_one_picture(tmp_path: Path, saved: list[Figure]) -
     # Many planners are split into a panel per family.
     many = [result(name, x, 0.01 * i * (1 - x), 0.0) for i, name in enumerate(agents.untrained()) for x in (0.8, 0.6)]
     plots.overhead_by_limit(tmp_path / "q.png", many, "title")
-    assert [axes.get_title(loc="left") for axes in saved[1].axes if axes.axison] == [*palette.FAMILIES, palette.BEST_OF]
+    assert [axes.get_title(loc="left") for axes in saved[1].axes if axes.axison] == [
+        *palette.FAMILIES,
+        "the best of each family",
+    ]
 
 
 def test_every_kind_of_mark(tmp_path: Path, saved: list[Figure]) -> None:
