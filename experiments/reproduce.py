@@ -45,7 +45,7 @@ CODE = (
     "agents",
     "executor",
     "experiments/workloads",
-    "experiments/measured",
+    "experiments/measure",
 )  # packages that every row depends on
 SHARED = ("__init__", "figure", "home_networks", "layerwise")  # modules shared by figures of several papers
 

@@ -47,7 +47,7 @@ def speed(cfg: DictConfig) -> dict[str, Any]:
     for key in ("agents", "quick", "jobs", "out"):
         if cfg[key]:
             raise cli.UsageError(f"{key}: not a setting of suite={SPEED}; use {SPEED}.KEY")
-    from experiments.benchmark.speed import run_suite
+    from experiments.measure.speed.suite import run_suite
 
     return run_suite(cfg.speed)
 

@@ -20,7 +20,7 @@ from experiments.common.report import Row
 from experiments.figures import choices, home_networks as home
 from experiments.figures.figure import Figure, span
 from experiments.figures.home_networks import ASPLOS, DASHES, LOOKS, METHODS, NETWORKS, TABLE2
-from experiments.measured.replays import FOLDER, Replay, replays
+from experiments.measure.published.replays import FOLDER, Replay, replays
 from experiments.plotting.charts import ONE, Axis, Bars, Chart, Line, Mark, Panel, Rule, Words, pairs
 from experiments.plotting.palette import INK, PARTS, Look, look
 from simulator.compiled.engine import simulate

@@ -28,7 +28,7 @@ KERNEL_BAR = 0.15
 PEAK_BAR = 0.042
 LEFT_OUT_BAR = 0.12
 PLAN_BAR = 0.03  # of the ideal time, in points of overhead
-# time models of experiments/measured/plans.py
+# time models of experiments/measure/published/plans.py
 MODEL = "model"
 ROOFLINE = "roofline"
 ESTIMATORS = {"ours": "ours", "xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
@@ -66,14 +66,14 @@ class Measured(Figure):
 
     def run(self, task: Row, machine: Machine) -> Row:
         if task["part"] == "plans":
-            from experiments.measured import plans
+            from experiments.measure.published import plans
 
             return {"rows": plans.rows(limits=(task["limit"],), calls=task["calls"])}
         if task["part"] == "peaks":
-            from experiments.measured import peaks
+            from experiments.measure.published import peaks
 
             return peaks.row(peaks.points()[task["point"]])
-        from experiments.measured import fit, steps  # PyTorch
+        from experiments.measure.published import fit, steps  # PyTorch
 
         if task["part"] == "fit":
             fitted = fit.h100()
@@ -247,7 +247,7 @@ def means(points: list[Row]) -> dict[str, Row]:
     """Returns the estimators that have an error, ours first, as ``experiments.measured.peaks.means`` does."""
     if not points:
         return {}
-    from experiments.measured import peaks  # PyTorch
+    from experiments.measure.published import peaks  # PyTorch
 
     return {name: mean for name, mean in peaks.means(points).items() if mean["of"]}
 

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("fit", help="refit the coefficients in configs/machine and print their errors")
     commands.add_parser("replays", help="compare predicted and measured times of plans replayed on an H200")
     profile = commands.add_parser("profile", help="measure a network's training step")
-    profile.add_argument("network", help="name in experiments/validate_gpu/networks.py, or pkg.mod:factory")
+    profile.add_argument("network", help="name in experiments/measure/networks.py, or pkg.mod:factory")
     profile.add_argument("out", type=Path, help="JSON file to write")
     profile.add_argument("--machine", required=True, help="preset of configs/machine to compare with")
     profile.add_argument("--source", required=True, help="author or publication of the measurement, in one line")
@@ -63,7 +63,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _fit(options: argparse.Namespace) -> None:
-    from experiments.measured import fit
+    from experiments.measure.published import fit
 
     for fitted in (fit.h100(), fit.fit_v100(), fit.h200()):
         _print_table(*fit.table(fitted), title=fitted.machine)
@@ -85,7 +85,7 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _replays(options: argparse.Namespace) -> None:
-    from experiments.measured.replays import replays
+    from experiments.measure.published.replays import replays
 
     rows = replays()
     heads = ("network", "limit", "planner", "predicted", "measured", "error", "without executor costs")
@@ -121,7 +121,7 @@ def _print_table(heads: Sequence[str], lines: Iterable[Sequence[str]], title: st
 
 def _profile(options: argparse.Namespace) -> None:
     from executor.capture.profile import Cache
-    from experiments.measured.profile import profiled
+    from experiments.measure.profile import profiled
 
     if options.cache not in get_args(Cache):
         raise FormatError(f"--cache: expected one of {', '.join(get_args(Cache))}, got {options.cache!r}")

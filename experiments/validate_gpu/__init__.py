@@ -1,1 +1,1 @@
-"""Validation of the simulator on a GPU: networks, PyTorch baselines, largest batch, measurement conditions, plots."""
+"""Commands that validate the simulator on a GPU; their parts: experiments/measure."""

@@ -34,10 +34,10 @@ from executor.fit import FitError
 from executor.replay.backend import BackendError
 from experiments.common import help
 from experiments.common.lock import lock_directory
-from experiments.validate_gpu import results, stages
-from experiments.validate_gpu.record import DEATHS, Broken, Record
-from experiments.validate_gpu.settings import LEAST, STAGES, Settings, UsageError, parse
-from experiments.validate_gpu.stages import Run
+from experiments.measure.gpu import results, stages
+from experiments.measure.gpu.stages import Run
+from experiments.measure.record import DEATHS, Broken, Record
+from experiments.measure.settings import LEAST, STAGES, Settings, UsageError, parse
 from simulator import Machine
 from simulator.files import FormatError
 

@@ -36,12 +36,12 @@ from executor.capture.profile import Cache, Profile, with_profile
 from executor.capture.profiler import measure
 from executor.memory.engines import line
 from executor.replay.backend import Backend, Stream
-from experiments.validate_gpu.networks import MIB, build, get_planner, limit_of
-from experiments.validate_gpu.pytorch_baselines import build_eager_step
-from experiments.validate_gpu.settings import BACKENDS, UsageError, check_known, values_of
-from experiments.validate_gpu.stages import base_machine, with_host
-from experiments.validate_gpu.traces import copy_speeds, traced
-from experiments.validate_gpu.training import Case, time_beside_eager, without_batch_swaps
+from experiments.measure.gpu.pytorch_baselines import build_eager_step
+from experiments.measure.gpu.stages import base_machine, with_host
+from experiments.measure.gpu.traces import copy_speeds, traced
+from experiments.measure.gpu.training import Case, time_beside_eager, without_batch_swaps
+from experiments.measure.networks import MIB, build, get_planner, limit_of
+from experiments.measure.settings import BACKENDS, UsageError, check_known, values_of
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import read_json, write_json
 from simulator.schedule import lower
