@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils import deterministic as memory
 
-PERIOD_S = 0.2
 # Reasons for reduced clocks, by bit of nvmlClocksEventReasons*.
 REASONS = {
     0x2: "application clocks",
@@ -27,14 +26,10 @@ REASONS = {
 }
 
 Sample = tuple[float | None, ...]  # clocks of the SMs and of the memory in MHz, W, °C, bits of REASONS
-NO_FORM = "does not have a deterministic implementation"  # in PyTorch's warning
-# Set before PyTorch is imported (__main__.py): expandable segments, so that fragmentation does not count toward a cap
-# (the second name is for PyTorch 2.9 and later), and a fixed workspace, which cuBLAS needs for deterministic results.
-ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 
 
 @contextmanager
-def sampled_conditions(device: str) -> Iterator[dict[str, Any]]:
+def sampled_conditions(device: str, period_s: float = 0.2) -> Iterator[dict[str, Any]]:
     """Samples PyTorch's first GPU while the block runs; yields a dictionary that is filled on exit (``summary``)."""
     conditions: dict[str, Any] = {}
     sample = _sampler(device)
@@ -46,7 +41,7 @@ def sampled_conditions(device: str) -> Iterator[dict[str, Any]]:
     stopped = threading.Event()
 
     def run() -> None:
-        while not stopped.wait(PERIOD_S):
+        while not stopped.wait(period_s):
             samples.append(sample())
 
     thread = threading.Thread(target=run, daemon=True)
@@ -139,7 +134,8 @@ def deterministic() -> Iterator[list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield operators
-        operators += sorted({str(w.message).split()[0] for w in caught if NO_FORM in str(w.message)})
+        messages = [str(warning.message) for warning in caught]
+        operators += sorted({text.split()[0] for text in messages if "not have a deterministic implementation" in text})
     finally:
         cudnn.deterministic, cudnn.benchmark = saved[:2]
         torch.use_deterministic_algorithms(saved[2], warn_only=saved[3])
@@ -149,7 +145,8 @@ def deterministic() -> Iterator[list[str]]:
 
 def report() -> dict[str, Any]:
     """Returns the current PyTorch settings and, on CUDA, how many allocator segments are expandable."""
-    out: dict[str, Any] = {name: os.environ.get(name, "") for name in ENVIRONMENT}
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")  # experiments/validate_gpu
+    out: dict[str, Any] = {name: os.environ.get(name, "") for name in names}
     out |= {
         "matmul_precision": torch.get_float32_matmul_precision(),
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,

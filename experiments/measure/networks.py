@@ -13,15 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import agents
+from agents.planner import MIB
 from executor.capture.capture import Captured, capture
 from executor.memory.pinned import CUDA, available
 from experiments.workloads import llama, resnet, transformers, vgg
 from simulator.machine import Machine
 from simulator.program import Program
-
-MIB = 2**20
-TURNS = 4  # turns of each of two alternating steps
-WARM = 1  # unmeasured steps at the start of a turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,16 +196,16 @@ def time_in_turns(
     Args:
         step: first step function.
         other: second step function.
-        count: measured steps of each, at least 1, in up to TURNS turns.
+        count: measured steps of each, at least 1, in up to four turns of one unmeasured step and some measured ones.
         device: "cuda" or "cpu".
         other_bytes: device memory in bytes that does not belong to ``step``.
-        on_turn: called before each turn (before its WARM unmeasured steps) with True for ``step``, False for ``other``.
+        on_turn: called before each turn with True for ``step``, False for ``other``.
 
     Returns:
         Times of ``step`` in ns, times of ``other`` in ns, and the peak memory of ``step`` in bytes (0 on the CPU).
     """
     times: tuple[list[int], list[int]] = ([], [])
-    turns = min(TURNS, count)
+    turns = min(4, count)
     peak = 0
     for i in range(turns):
         for is_first, run in ((True, step), (False, other)):
@@ -217,8 +214,7 @@ def time_in_turns(
                 free_cache()
                 torch.cuda.reset_peak_memory_stats()
             on_turn(is_first)
-            for _ in range(WARM):
-                run()
+            run()
             times[not is_first].extend(timed(run, count * (i + 1) // turns - count * i // turns, device))
     return *times, peak
 

@@ -21,8 +21,6 @@ from experiments.workloads import WorkloadError
 from experiments.workloads.module import build as build_module
 from simulator.machine import Machine
 
-WARM = 3  # untimed steps before the timed ones; peaks include them
-
 
 def profiled(
     network: str,
@@ -69,8 +67,9 @@ def profiled(
     free_cache()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    log(f"{WARM + steps} eager steps")
-    timed(net.step, WARM, device)
+    warm_steps = 3  # untimed, but included in the peaks
+    log(f"{warm_steps + steps} eager steps")
+    timed(net.step, warm_steps, device)
     times = timed(net.step, steps, device)
     peaks = (torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()) if cuda else (None, None)
     log("every kernel")

@@ -1,4 +1,4 @@
-"""Record of measurements: rows appended to a JSONL file, so that a later command can continue."""
+"""Record of measurements: rows appended to a JSONL file at once, so that a later command can continue."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from executor.memory.engines import line
 # reasons after which a later command retries
 LATE = "no time left"
 STOPPED = "stopped: the time was over"
-FAILURE_KEYS = ("failed", "again", "seconds")
-GRACE = 5.0  # seconds that a running measurement may exceed the remaining time
 DEATHS = 2  # a measurement has failed after this many processes died in it
 
 
@@ -29,19 +27,22 @@ class Broken(RuntimeError):
 class Record:
     """Rows of a results folder, including those of earlier commands, and the time budget.
 
+    A row is a dictionary: entries that identify the measurement, then its results, or ``failed`` with the reason.
+
     Args:
         out: results folder.
         seconds: time budget.
         device: PyTorch device type; with "cuda", each failure is followed by a check that CUDA still works.
+        name: name of the JSONL file without its suffix.
     """
 
-    def __init__(self, out: Path, seconds: float, device: str = "cpu"):
+    def __init__(self, out: Path, seconds: float, device: str = "cpu", name: str = "measurements"):
         out.mkdir(parents=True, exist_ok=True)
         self.out = out
         self.device = device
         self.begin = time.monotonic()
         self.seconds = seconds
-        self._path = out / "measurements.jsonl"
+        self._path = out / f"{name}.jsonl"
         self._under_way = out / "under_way.json"
         self.rows = _lines(self._path)
         # Rows to retry: an earlier command ran out of time or lacked a library that this host may have.
@@ -55,80 +56,99 @@ class Record:
     def _write(self) -> None:
         self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
-    def add(self, kind: str, **row: Any) -> None:
+    def add(self, **row: Any) -> None:
         """Adds one row, replacing a row of an earlier command that was to be retried.
 
         Raises:
             Broken: if the row is a failure and CUDA no longer works.
         """
         self._under_way.unlink(missing_ok=True)
-        new = {"kind": kind, **row}
-        replaced = [old for old in self._late if all(new.get(k) == v for k, v in old.items() if k not in FAILURE_KEYS)]
+        results = ("failed", "again", "seconds")  # entries of a late row that do not identify its measurement
+        replaced = [late for late in self._late if _matches(row, {k: v for k, v in late.items() if k not in results})]
         for old in replaced:
             self._late.remove(old)
             self.rows.remove(old)
             self._write()
-        self.rows.append(new)
+        self.rows.append(row)
         with self._path.open("a") as file:
-            file.write(json.dumps(self.rows[-1]) + "\n")
-        head = " ".join(str(row[k]) for k in ("workload", "fraction", "planner", "method") if k in row)
-        times = (f"{k.removesuffix('_ns')} {row[k] / 1e6:.2f} ms" for k in row if k.endswith("_ns") and row[k])
-        outcome = row.get("failed") or ", ".join(times) or (f"batch {row['batch']}" if "batch" in row else "")
-        prefix = f"[{time.monotonic() - self.begin:5.0f} s, {self.seconds_left():5.0f} s left]"
-        print(f"{prefix} {kind} {head}: {outcome}", flush=True)
+            file.write(json.dumps(row) + "\n")
+        elapsed = f"[{time.monotonic() - self.begin:5.0f} s, {self.seconds_left():5.0f} s left]"
+        print(elapsed, format_row(row), flush=True)
         if "failed" in row and self.device == "cuda" and torch.cuda.is_initialized():
             try:
                 torch.cuda.synchronize()
             except RuntimeError as error:
                 raise Broken(f"CUDA no longer works in this process: {line(error)}") from error
 
-    def start(self, kind: str, **row: Any) -> None:
+    def start(self, **row: Any) -> None:
         """Notes the measurement that starts now, so that the next process detects that this one died in it."""
-        deaths = [r["deaths"] for r in _lines(self._under_way) if r.items() >= {"kind": kind, **row}.items()]
-        self._under_way.write_text(json.dumps({"kind": kind, **row, "deaths": 1 + sum(deaths)}) + "\n")
+        deaths = [earlier["deaths"] for earlier in _lines(self._under_way) if _matches(earlier, row)]
+        self._under_way.write_text(json.dumps({**row, "deaths": 1 + sum(deaths)}) + "\n")
 
-    def has(self, kind: str, **key: Any) -> bool:
+    def has(self, **key: Any) -> bool:
         """Returns whether a measured or failed row with these entries exists; rows to be retried do not count."""
-        matches = (r for r in self.rows if r["kind"] == kind and all(r.get(k) == v for k, v in key.items()))
-        return any(not any(r is late for late in self._late) for r in matches)
+        return any(not any(row is late for late in self._late) for row in self.rows if _matches(row, key))
 
-    def successful(self, kind: str, **key: Any) -> list[dict[str, Any]]:
-        """Returns the successful rows of a kind with these entries."""
-        successful = (r for r in self.rows if r["kind"] == kind and "failed" not in r)
-        return [r for r in successful if all(r.get(k) == v for k, v in key.items())]
+    def successful(self, **key: Any) -> list[dict[str, Any]]:
+        """Returns the successful rows with these entries."""
+        return [row for row in self.rows if "failed" not in row and _matches(row, key)]
 
     def seconds_left(self) -> float:
         """Returns the remaining seconds of the budget."""
         return self.begin + self.seconds - time.monotonic()
 
     def measure(
-        self, kind: str, key: dict[str, Any], function: Callable[[], dict[str, Any]], seconds: float = inf, **extra: Any
+        self, key: dict[str, Any], function: Callable[[], dict[str, Any]], seconds: float = inf, **extra: Any
     ) -> None:
-        """Adds the row ``key | more | function()``, or a failed row, unless a row with this key exists.
+        """Adds the row ``key | extra | function()``, or a failed row, unless a row with this key exists.
 
         Args:
-            kind: kind of the row.
             key: entries that identify the row.
             function: the measurement; returns entries of the row.
             seconds: time limit in addition to the record's budget.
             extra: further entries.
         """
-        if self.has(kind, **key):
+        if self.has(**key):
             return
         row = key | extra
         seconds = min(seconds, self.seconds_left())
         if seconds <= 0:
-            self.add(kind, **row, failed=LATE)
+            self.add(**row, failed=LATE)
             return
-        self.start(kind, **row)
+        self.start(**row)
         try:
-            with within(seconds + GRACE):
+            with within(seconds + 5.0):  # a measurement may exceed the time a little rather than be lost
                 result = function()
         except TimeUp:
             result = {"failed": STOPPED}
         except Exception as error:  # a failed measurement must not stop the run
             result = {"failed": line(error)}
-        self.add(kind, **row, **result)
+        self.add(**row, **result)
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """Returns a line of the log: what was measured, then the row's single values or the reason of its failure."""
+    keys = ("kind", "section", "workload", "fraction", "planner", "method", "what")
+    kind, *names = (key for key in keys if key in row)
+    subject = " ".join(str(row[key]) for key in names)
+    texts = [
+        _format(key, value) for key, value in row.items() if key not in keys and not isinstance(value, dict | list)
+    ]
+    outcome = f"failed: {row['failed']}" if "failed" in row else ", ".join(texts)
+    return f"{row[kind]:10} {subject}{': ' * bool(subject)}{outcome}"
+
+
+def _format(key: str, value: object) -> str:
+    if key.endswith("_ns") and isinstance(value, (int, float)):
+        return f"{key.removesuffix('_ns')} {value / 1e6:,.2f} ms"
+    if isinstance(value, float):
+        return f"{key} {value:,.4g}"
+    return f"{key} {value:,}" if type(value) is int else f"{key} {value}"
+
+
+def _matches(row: dict[str, Any], key: dict[str, Any]) -> bool:
+    """Returns whether a row has all entries of ``key``; a missing entry counts as None."""
+    return all(row.get(name) == value for name, value in key.items())
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

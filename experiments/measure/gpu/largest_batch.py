@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,31 +23,40 @@ import torch
 import agents
 from agents.deadline import TimeUp, within
 from executor import CaptureError, PlannedStep, StepError
-from executor.capture.profile import ProfileError, with_profile
-from executor.capture.profiler import measure
+from executor.capture.profile import ProfileError
 from executor.memory.engines import line
 from experiments.common.bisection import largest
-from experiments.measure.gpu.pytorch_baselines import CACHE, OURS, Counter, Levels
+from experiments.measure.gpu.pytorch_baselines import OURS, Counter, Levels, with_measured_durations
+from experiments.measure.gpu.training import CAPS
 from experiments.measure.networks import Network, build, cap_memory, free_cache, get_planner, host_bytes, own_batch
 from experiments.measure.record import LATE
 from simulator import Machine, OutOfMemory
 from simulator.plan import PlanError
 
-CAPS = (1.02, 1.1, 1.25)
-STEPS = 2
-MOST = 64  # largest batch of the search, in multiples of the network's own batch
-PART = 32  # relative resolution of the answer: 1 / PART
-
 
 class Tries:
-    """Batches of one method that were tried, with the reason why each did not fit ("" if it did)."""
+    """Batches of one method that were tried, with the reason why each did not fit ("" if it did).
 
-    def __init__(self, name: str, method: str, device: str, machine: Machine, cap: int = 0):
+    Args:
+        name: network.
+        method: method of pytorch_baselines.py.
+        device: "cuda" or "cpu".
+        machine: machine to plan for.
+        cap: memory cap in bytes, until ``row`` sets it.
+        most: largest batch of the search, in multiples of the network's own batch.
+        part: relative resolution of the answer: 1 / part.
+    """
+
+    def __init__(
+        self, name: str, method: str, device: str, machine: Machine, cap: int = 0, most: int = 64, part: int = 32
+    ):
         self.name = name
         self.method = method
         self.device = device
         self.machine = machine
         self.cap = cap
+        self.most = most
+        self.part = part
         self.tried: dict[int, str] = {}
 
     def row(self, seconds: float, caps: dict[str, int]) -> dict[str, Any]:
@@ -60,7 +68,7 @@ class Tries:
                 if self.name not in caps:
                     caps[self.name] = _eager_bytes(self.name, self.device)
                 self.cap = caps[self.name]
-                best = largest(self.fits, default, MOST * default, PART)
+                best = largest(self.fits, default, self.most * default, self.part)
         except TimeUp:
             best = max((n for n, reason in self.tried.items() if not reason), default=0)
             is_late = True
@@ -100,13 +108,12 @@ class Tries:
     def _ours(self, network: Network) -> str:
         """Trains under the first plan of OURS that fits; returns the reasons if none does."""
         captured = network.captured(self.machine)
-        profile = measure(captured, self.device, self.machine.name, 1, cache=CACHE[self.device])
-        captured = replace(captured, program=with_profile(captured.program, profile))
+        captured = with_measured_durations(captured, self.device, self.machine, repeats=1)
 
         def train(planner: str, limit: int) -> str:
             plan = get_planner(planner, captured.program, **OURS[planner]).plan(captured.program, self.machine, limit)
             with PlannedStep(captured, plan, self.machine, limit, graph=False) as step:
-                for _ in range(STEPS):
+                for _ in range(2):
                     step(*network.batch)
             if self.device == "cuda":
                 torch.cuda.synchronize()
@@ -149,10 +156,10 @@ def lacks_memory(error: BaseException | None) -> bool:
 
 
 def _train(step: Callable[[], object], device: str) -> int:
-    """Runs STEPS steps and returns their peak in bytes (CPU; 0 on CUDA)."""
+    """Runs two steps and returns their peak in bytes (CPU; 0 on CUDA)."""
     counter = Counter()
     with counter if device != "cuda" else nullcontext():
-        for _ in range(STEPS):
+        for _ in range(2):  # the first creates the optimizer state
             step()
     if device == "cuda":
         torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 
 Tensors that a block saves for its backward pass (``saved_tensors_hooks``) are copied to pinned memory on a side stream
 while the next blocks run. They return on another stream while the backward pass is at the following block, so the
-device holds the saved tensors of DEPTH blocks. ``torch.autograd.graph.save_on_cpu``, in contrast, waits for every copy.
+device holds the saved tensors of two blocks. ``torch.autograd.graph.save_on_cpu``, in contrast, waits for every copy.
 A storage that is saved several times is copied once. Device memory is allocated and freed in compute-stream order; the
 compute stream waits for a copy before it frees the source.
 """
@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-DEPTH = 2  # number of blocks whose saved tensors are on the device at once
-MIN_BYTES = 2**16  # smaller storages are not offloaded
 
 
 @dataclass(eq=False)
@@ -42,11 +39,19 @@ class _Block:
 class Offload:
     """Wraps blocks in the order in which they run; each must run once per step.
 
+    Args:
+        model: its parameters and buffers stay on the device.
+        device: "cuda" or "cpu".
+        depth: number of blocks whose saved tensors are on the device at once.
+        min_bytes: smaller storages are not offloaded.
+
     Attributes:
         copied: bytes copied to the host so far.
     """
 
-    def __init__(self, model: nn.Module, device: str):
+    def __init__(self, model: nn.Module, device: str, depth: int = 2, min_bytes: int = 2**16):
+        self.depth = depth
+        self.min_bytes = min_bytes
         self.cuda = device == "cuda"
         self.kept = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self.blocks: list[_Block] = []
@@ -62,7 +67,7 @@ class Offload:
             if number == 0:
                 self.blocks = []
             self.blocks.append(_Block())
-            self._retire(number - DEPTH)
+            self._retire(number - self.depth)
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 result = inner(*args)
             block = self.blocks[-1]
@@ -82,7 +87,7 @@ class Offload:
 
     def _pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or storage.data_ptr() in self.kept:
+        if storage.nbytes() < self.min_bytes or storage.data_ptr() in self.kept:
             return tensor
         number = len(self.blocks) - 1
         items = self.blocks[number].items

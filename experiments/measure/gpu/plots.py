@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from agents.planner import MIB
 from executor.replay.replay import Measured
-from experiments.measure.networks import MIB
 from experiments.plotting.charts import DASHED, Axis, Bars, Chart, Line, Mark, Panel, Rule, draw
 from experiments.plotting.palette import FAINT, INK, LIMIT, MEASURED, PREDICTED, SPANS, look
 from simulator.timeline import STREAMS, Timeline

@@ -13,8 +13,8 @@ The limit for a fraction f is eager's memory between steps plus f times the rise
 
 # Choices:
 # (a) A method's setting is the mildest whose measured peak is within the limit (bisection).
-# (b) Each trial starts with a new model of the same seed and batch; ours lowers its limit up to TRIES times.
-# (c) The search for a setting runs STEPS steps. The final timing alternates ``steps`` steps with eager steps.
+# (b) Each trial starts with a new model of the same seed and batch; ours lowers its limit up to ``tries`` times.
+# (c) The search for a setting runs five steps. The final timing alternates ``steps`` steps with eager steps.
 # (d) The peak is PyTorch's ``allocated`` over the measured steps. On the CPU it counts the storages that a dispatch
 #     mode sees (ours: its ledger). Offloading saves device memory only on a GPU.
 # (e) Baselines use PyTorch's default optimizers (``foreach``); ours updates in buckets of 64 MiB.
@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import agents
 from executor import CaptureError, PlannedStep, StepError
+from executor.capture.captured import Captured
 from executor.capture.profile import Cache, ProfileError, with_profile
 from executor.capture.profiler import measure
 from executor.memory.pinned import CUDA
@@ -45,9 +46,7 @@ from experiments.measure.gpu.offload import Offload
 from experiments.measure.networks import Network, block_count, build, free_cache, get_planner, time_in_turns, timed
 from simulator import Machine, Plan, Program, simulate
 
-STEPS = 5
-TRIES = 4
-CACHE: dict[str, Cache] = {"cuda": "cold", "cpu": "hot"}  # profile mode; flushing a CPU's cache takes too long
+# Planners of the method "ours" with their options; the fastest of their plans runs.
 OURS: dict[str, dict[str, int]] = {"annealing": {"iterations": 50}, "lp_round": {"calls": 2000}, "capuchin": {}}
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # activation_memory_budget of torch.compile
 
@@ -153,7 +152,7 @@ def trial(
     Args:
         prepare: applies the method to the network; may return a function to call instead of the model.
         setting: label of the setting.
-        steps: measured steps that alternate with eager steps; 0: STEPS steps without eager ones.
+        steps: measured steps that alternate with eager steps; 0: five steps without eager ones.
     """
     free_cache()
     eager_step = build_eager_step(name, device) if steps else None
@@ -182,7 +181,7 @@ def _measured(
         with counter:
             step()
     between = torch.cuda.memory_allocated() - bytes_before if cuda else counter.count()
-    times = timed(step, STEPS, device)
+    times = timed(step, 5, device)
     peak = torch.cuda.max_memory_allocated() - bytes_before if cuda else counter.peak
     return Trial(median(times), peak, between)
 
@@ -292,11 +291,12 @@ def _saved_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
 class Ours:
     """Runs planned steps on the measured profile: tries known plans first, then plans for lower limits."""
 
-    def __init__(self, name: str, device: str, machine: Machine, program: Program | None):
+    def __init__(self, name: str, device: str, machine: Machine, program: Program | None, tries: int = 4):
         self.name = name
         self.device = device
         self.machine = machine
         self.program = program
+        self.tries = tries  # plans for lower limits, besides the known plans
         self.aim = 0  # planned bytes of the last call of ``at``
         self.plans: dict[int, Plan] = {}  # by planned bytes
 
@@ -305,7 +305,7 @@ class Ours:
         self.plans |= {plan.limit: plan for plan in plans}
         aim = limit
         aims = [plan.limit for plan in plans]
-        for _ in range(len(plans) + TRIES):
+        for _ in range(len(plans) + self.tries):
             aim = aims.pop(0) if aims else aim
             result = self.at(aim)
             if result.peak <= limit:
@@ -326,8 +326,7 @@ class Ours:
         try:
             captured = network.captured(self.machine)
             if self.program is None:
-                profile = measure(captured, self.device, self.machine.name, cache=CACHE[self.device])
-                self.program = with_profile(captured.program, profile)
+                self.program = with_measured_durations(captured, self.device, self.machine).program
             plan = self.plans[aim] = self.plans.get(aim) or best_plan(self.program, self.machine, aim)
             step = PlannedStep(replace(captured, program=self.program), plan, self.machine, aim, graph=False)
             with step:
@@ -336,6 +335,13 @@ class Ours:
             raise Unreachable(str(error)) from error
         setting = f"{plan.planner}, planned for {aim:,} bytes"
         return replace(result, setting=setting, peak=result.peak if self.device == "cuda" else step.peak_bytes)
+
+
+def with_measured_durations(captured: Captured, device: str, machine: Machine, **options: int) -> Captured:
+    """Returns the captured step with the durations of its kernels on this device; ``options`` as in ``measure``."""
+    cache: Cache = "cold" if device == "cuda" else "hot"  # flushing a CPU's cache takes too long
+    profile = measure(captured, device, machine.name, cache=cache, **options)
+    return replace(captured, program=with_profile(captured.program, profile))
 
 
 def best_plan(program: Program, machine: Machine, limit: int) -> Plan:

@@ -11,18 +11,13 @@ from typing import Any
 
 import torch
 
+from agents.planner import MIB
 from experiments.common.lock import LOCK
 from experiments.measure.conditions import report
-from experiments.measure.networks import MIB
 from experiments.measure.record import Record
 from experiments.measure.settings import Settings
 from simulator import Machine
 from simulator.files import write_json, write_text
-
-FORMAT = "validation/1"
-PAGE = 2**21  # page size of GPU allocations in bytes
-NAMES = {"save_on_cpu": "save_on_cpu (straw man)"}
-KINDS = ("replay", "train", "graph")
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -39,9 +34,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if errors:
             out[name] = {"mean_absolute": sum(errors) / len(errors), "worst": max(errors)}
     arenas = [r for r in rows if "device_bytes" in r]
+    page = 2**21  # bytes; the GPU allocates whole pages
     return out | {
         "over_limit": sum(r["measured_peak"] > r["limit"] for r in rows),
-        "arenas_over_limit": sum(r["device_bytes"] > -(-r["limit"] // PAGE) * PAGE for r in arenas),
+        "arenas_over_limit": sum(r["device_bytes"] > -(-r["limit"] // page) * page for r in arenas),
     }
 
 
@@ -49,11 +45,11 @@ def write(settings: Settings, machine: Machine | None, record: Record) -> None:
     """Writes results.json and table.md, and the plots if Matplotlib is installed."""
     out = record.out
     gpu = torch.cuda.is_available()
-    sums = {kind: summary(record.successful(kind)) for kind in KINDS}
+    sums = {kind: summary(record.successful(kind=kind)) for kind in ("replay", "train", "graph")}
     write_json(
         out / "results.json",
         {
-            "format": FORMAT,
+            "format": "validation/1",
             "settings": asdict(settings),
             "torch": str(torch.__version__),
             "device": torch.cuda.get_device_name() if settings.device == "cuda" and gpu else "host",
@@ -70,10 +66,12 @@ def write(settings: Settings, machine: Machine | None, record: Record) -> None:
         from experiments.measure.gpu import plots
     except ImportError:
         return  # a later command on a host with Matplotlib draws the plots
-    if record.successful("replay"):
-        plots.scatter(out / "predicted_vs_measured.png", record.successful("replay"), record.successful("train"))
-    if record.successful("largest"):
-        plots.batches(out / "largest_batch.png", record.successful("largest"))
+    if record.successful(kind="replay"):
+        plots.scatter(
+            out / "predicted_vs_measured.png", record.successful(kind="replay"), record.successful(kind="train")
+        )
+    if record.successful(kind="largest"):
+        plots.batches(out / "largest_batch.png", record.successful(kind="largest"))
 
 
 def _tables(record: Record, sums: dict[str, dict[str, Any]]) -> Iterable[str]:
@@ -101,8 +99,8 @@ def _tables(record: Record, sums: dict[str, dict[str, Any]]) -> Iterable[str]:
                 *(_of(r, key, unit) for key, unit in units.items()),
                 _bits(r),
             )
-            for kind in KINDS
-            for r in record.successful(kind)
+            for kind in sums
+            for r in record.successful(kind=kind)
         ],
     )
     for kind, totals in sums.items():
@@ -112,14 +110,16 @@ def _tables(record: Record, sums: dict[str, dict[str, Any]]) -> Iterable[str]:
                     f"{kind}, {part}: mean absolute error {error['mean_absolute']:.2%}, worst {error['worst']:.2%} "
                     f"over {totals['count']} plans.\n"
                 )
-    if rows := sorted(record.successful("compare"), key=lambda r: (r["workload"], -r["fraction"], r["measured_ns"])):
+    if rows := sorted(
+        record.successful(kind="compare"), key=lambda r: (r["workload"], -r["fraction"], r["measured_ns"])
+    ):
         yield from _table(
             ("workload", "limit", "method", "setting", "ms", "overhead", "peak MiB", "limit MiB"),
             [
                 (
                     r["workload"],
                     _percent(r),
-                    NAMES.get(r["method"], r["method"]),
+                    r["method"] + " (straw man)" * (r["method"] == "save_on_cpu"),
                     r["setting"],
                     _of(r, "measured_ns", 1e6),
                     f"{r['overhead']:+.1%}",
@@ -129,7 +129,7 @@ def _tables(record: Record, sums: dict[str, dict[str, Any]]) -> Iterable[str]:
                 for r in rows
             ],
         )
-    if rows := sorted(record.successful("largest"), key=lambda r: (r["workload"], -r["batch"])):
+    if rows := sorted(record.successful(kind="largest"), key=lambda r: (r["workload"], -r["batch"])):
         yield from _table(
             ("workload", "cap MiB", "method", "largest batch", "× default batch", "too large"),
             [

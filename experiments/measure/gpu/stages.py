@@ -33,25 +33,20 @@ from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from experiments.common.workers import Pool
 from experiments.measure.conditions import deterministic, sampled_conditions
-from experiments.measure.gpu import pytorch_baselines as baselines, training
+from experiments.measure.gpu import pytorch_baselines as baselines, results, training
 from experiments.measure.gpu.largest_batch import Tries
 from experiments.measure.gpu.pytorch_baselines import Trial, Unreachable, best_plan, trial
 from experiments.measure.gpu.training import Case, train_capped
 from experiments.measure.measured_step import measured_step
 from experiments.measure.networks import build, free_cache, get_planner, host_bytes, limit_of, own_batch
-from experiments.measure.record import LATE, Record
-from experiments.measure.settings import Settings, UsageError
+from experiments.measure.record import DEATHS, LATE, Record
+from experiments.measure.runner import Status, run_part, run_process
+from experiments.measure.settings import STAGES, Settings, UsageError
 from simulator import Machine, OutOfMemory, Plan, Program, simulate
 from simulator.files import write_text
 from simulator.plan import PlanError
 from simulator.schedule import lower
 
-# Reduced search budgets, so that every planner finishes within the stage's time.
-BUDGET = {
-    "cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
-    "host": {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50},
-}
-REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3}}
 # Simulated GPU of the host backend: transfers about as slow as CPU kernels.
 HOST = Machine(
     "host",
@@ -66,10 +61,7 @@ HOST = Machine(
     issue_ns=5000,
 )
 AIMS = (1.0, 0.985, 0.97)  # fractions of a limit to plan for in ``compare``; the measured peak may exceed a plan
-MISSING = "is left out"  # marks planners skipped because a library is missing
 OURS = "ours"  # pseudo-planner: the fastest plan of pytorch_baselines.OURS
-
-Answer = tuple[Plan | str, float]  # (plan or reason for its absence, planning time in seconds)
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,7 @@ def calibrate(run: Run) -> None:
         measured.save(run.record.out / "machine.yaml")
         return {"device": measured.device, "fit_error": measured.fit_error, "machine": measured.machine.to_dict()}
 
-    run.record.measure("calibration", {}, figures)
+    run.record.measure({"kind": "calibration"}, figures)
 
 
 # ------------------------------------------------------------------------------------------- profiles
@@ -148,7 +140,7 @@ def profile(run: Run) -> None:
     """Measures kernel times, eager step times and peaks of each network."""
     for name in run.settings.workloads:
         if not run.program(name).exists():
-            run.record.measure("profile", {"workload": name}, partial(profiled, run, name))
+            run.record.measure({"kind": "profile", "workload": name}, partial(profiled, run, name))
 
 
 def profiled(run: Run, name: str) -> dict[str, Any]:
@@ -188,23 +180,31 @@ def profiled(run: Run, name: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- plans
 
 
-def plan_one(planner: str, file: Path, machine: Machine, limit: int, budget: dict[str, float]) -> Answer:
-    """Plans a saved program with those options of ``budget`` that the planner accepts; returns an Answer."""
+def plan_one(
+    planner: str, file: Path, machine: Machine, limit: int, budget: dict[str, float]
+) -> tuple[Plan | None, dict[str, Any]]:
+    """Plans a saved program with those options of ``budget`` that the planner accepts.
+
+    Returns:
+        The plan, or None; and entries of its row: ``seconds`` of planning, and without a plan the reason ``failed``,
+        with ``again`` if a library is missing that another host may have.
+    """
     begin = time.monotonic()
     program = Program.load(file)
+    plan = None
+    row: dict[str, Any] = {}
     try:
-        result: Plan | str = (
-            best_plan(program, machine, limit)
-            if planner == OURS
-            else get_planner(planner, program, **budget).plan(program, machine, limit)
-        )
+        if planner == OURS:
+            plan = best_plan(program, machine, limit)
+        else:
+            plan = get_planner(planner, program, **budget).plan(program, machine, limit)
     except (agents.Infeasible, Unreachable) as error:
-        result = str(error)
+        row["failed"] = str(error)
     except ImportError as error:
-        result = f"{planner} {MISSING}: {error}"
+        row = {"failed": f"{planner} is left out: {error}", "again": True}
     except Exception as error:  # a failing planner must not stop the run
-        result = f"{planner} raised {type(error).__name__}: {error}"
-    return result, time.monotonic() - begin
+        row["failed"] = f"{planner} raised {type(error).__name__}: {error}"
+    return plan, row | {"seconds": time.monotonic() - begin}
 
 
 @contextmanager
@@ -243,37 +243,37 @@ def plan(run: Run) -> None:
 def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine, pool: Executor) -> None:
     """Computes the missing plans in the pool and saves those that finish in time."""
     record = run.record
-    budget = BUDGET[run.settings.backend]
+    # Reduced search budgets, so that every planner finishes within the stage's time.
+    budget: dict[str, float] = (
+        {"calls": 4000, "seconds": 20.0, "iterations": 50}
+        if run.settings.backend == "cuda"
+        else {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50}
+    )
     pending = []
     for planner, case, aim in jobs:
-        row = {"workload": case.workload, "fraction": case.fraction, "planner": planner, "aim": aim}
-        if not record.has("plan", **row) and not run.plan(case.workload, case.fraction, planner, aim).exists():
+        key = {"kind": "plan", "workload": case.workload, "fraction": case.fraction, "planner": planner, "aim": aim}
+        file = run.plan(case.workload, case.fraction, planner, aim)
+        if not record.has(**key) and not file.exists():
             task = planner, run.program(case.workload), machine, case.limit, budget
-            pending.append((row, planner, case, aim, pool.submit(plan_one, *task)))
-    for row, planner, case, aim, answer in pending:
-        row["limit"] = case.limit
+            pending.append((key, case, file, pool.submit(plan_one, *task)))
+    for key, case, file, answer in pending:
+        row = key | {"limit": case.limit}
         try:
-            result, seconds = answer.result(max(0.0, record.seconds_left()))
+            plan, entries = answer.result(max(0.0, record.seconds_left()))
         except TimeoutError:
-            record.add("plan", **row, failed=LATE)
+            record.add(**row, failed=LATE)
             continue
         except BrokenExecutor as error:
-            record.add("plan", **row, failed=line(error), again=True)
+            record.add(**row, failed=line(error), again=True)
             continue
-        if isinstance(result, str):
-            again = {"again": True} if MISSING in result else {}
-            record.add("plan", **row, failed=result, seconds=seconds, **again)
-            continue
-        result.save(run.plan(case.workload, case.fraction, planner, aim))
-        predicted = simulate(case.program, result, machine, case.limit)
-        record.add(
-            "plan",
-            **row,
-            seconds=seconds,
-            predicted_ns=predicted.iteration_ns,
-            ideal_ns=case.program.ideal_ns,
-            decisions=len(result.decisions),
-        )
+        if plan is not None:
+            plan.save(file)
+            entries |= {
+                "predicted_ns": simulate(case.program, plan, machine, case.limit).iteration_ns,
+                "ideal_ns": case.program.ideal_ns,
+                "decisions": len(plan.decisions),
+            }
+        record.add(**row, **entries)
 
 
 def planned(run: Run, planners: Sequence[str]) -> list[tuple[Case, Plan]]:
@@ -284,7 +284,7 @@ def planned(run: Run, planners: Sequence[str]) -> list[tuple[Case, Plan]]:
 
 def eager_steps(run: Run) -> dict[str, Trial]:
     """Returns the eager measurement of each profiled network."""
-    rows = run.record.successful("profile")
+    rows = run.record.successful(kind="profile")
     return {r["workload"]: Trial(r["eager_ns"], r["eager_peak"], r["eager_between"]) for r in rows}
 
 
@@ -304,15 +304,16 @@ def replay(run: Run) -> None:
     machine = run.machine
     record = run.record
     plans = planned(run, trained_first(settings))
+    options = {} if settings.backend == "cuda" else {"iterations": 3}
     busiest: tuple[int, tuple[Any, ...]] = (0, ())
     free_cache()
     pin_largest(run, plans)
-    checked = {(r["workload"], r["fraction"]) for r in record.successful("replay") if "checks" in r}
+    checked = {(r["workload"], r["fraction"]) for r in record.successful(kind="replay") if "checks" in r}
     with open_backend(settings.backend, machine) as backend, sampled_conditions(settings.device) as clocks:
 
         def measured(case: Case, plan: Plan) -> dict[str, Any]:
             nonlocal busiest
-            stats = replayed(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
+            stats = replayed(case.program, plan, machine, case.limit, backend, **options)
             checks = {}
             if (case.workload, case.fraction) not in checked and plan.decisions:
                 checked.add((case.workload, case.fraction))
@@ -334,18 +335,18 @@ def replay(run: Run) -> None:
             }
 
         for case, plan in plans:
-            record.measure("replay", key_of(case, plan), partial(measured, case, plan), limit=case.limit)
+            record.measure(key_of("replay", case, plan), partial(measured, case, plan), limit=case.limit)
     if busiest[0]:
-        record.add("clocks", stage="replay", clocks=clocks)
+        record.add(kind="clocks", stage="replay", clocks=clocks)
         with suppress(ImportError):  # Matplotlib is optional
             from experiments.measure.gpu.plots import timelines
 
             timelines(record.out / "timeline.png", *busiest[1])
 
 
-def key_of(case: Case, plan: Plan) -> dict[str, Any]:
+def key_of(kind: str, case: Case, plan: Plan) -> dict[str, Any]:
     """Returns the row entries that identify a plan's measurement."""
-    return {"workload": case.workload, "fraction": case.fraction, "planner": plan.planner}
+    return {"kind": kind, "workload": case.workload, "fraction": case.fraction, "planner": plan.planner}
 
 
 def train(run: Run) -> None:
@@ -384,11 +385,10 @@ def train(run: Run) -> None:
         return row
 
     for case, plan in plans:
-        key = key_of(case, plan)
-        run.record.measure("train", key, partial(measured, case, plan, False), limit=case.limit)
+        run.record.measure(key_of("train", case, plan), partial(measured, case, plan, False), limit=case.limit)
         if plan.planner in settings.graph:
             graph, plan = training.without_batch_swaps(case, plan)
-            run.record.measure("graph", key, partial(measured, graph, plan, True), limit=graph.limit)
+            run.record.measure(key_of("graph", graph, plan), partial(measured, graph, plan, True), limit=graph.limit)
 
 
 def compare(run: Run) -> None:
@@ -403,10 +403,9 @@ def compare(run: Run) -> None:
     device = run.settings.device
     eager_trials = {name: eager for name, eager in eager_steps(run).items() if run.program(name).exists()}
     for name in settings.workloads:
-        key = {"workload": name, "method": "eager"}
-        eager_row = partial(baselines.eager_row, name, device, eager_trials.get(name))
-        record.measure("compare", key, eager_row, fraction=1.0)
-        for row in record.successful("compare", **key):
+        key: dict[str, Any] = {"kind": "compare", "workload": name, "method": "eager"}
+        record.measure(key, partial(baselines.eager_row, name, device, eager_trials.get(name)), fraction=1.0)
+        for row in record.successful(**key):
             eager = Trial(row["measured_ns"], row["measured_peak"], row["between"])
             program = Program.load(run.program(name)) if name in eager_trials else None
             for method in settings.methods:
@@ -421,9 +420,9 @@ def compare(run: Run) -> None:
                     files = [run.plan(name, f, OURS, i) for i in range(len(AIMS))] if program else []
                     plans = [Plan.load(file) for file in files if file.exists()]
                     limit = baselines.limit_at(f, eager)
-                    key = {"workload": name, "fraction": f, "method": method}
                     measured = partial(baselines.row, search, limit, plans, settings.steps)
-                    record.measure("compare", key, measured, limit=limit)
+                    key = {"kind": "compare", "workload": name, "fraction": f, "method": method}
+                    record.measure(key, measured, limit=limit)
 
 
 def largest(run: Run) -> None:
@@ -434,15 +433,72 @@ def largest(run: Run) -> None:
     """
     settings = run.settings
     record = run.record
-    todo = [
-        (name, method)
-        for name in settings.workloads
-        for method in settings.methods
-        if not record.has("largest", workload=name, method=method)
-    ]
+    keys = [{"kind": "largest", "workload": name, "method": m} for name in settings.workloads for m in settings.methods]
+    todo = [key for key in keys if not record.has(**key)]
     caps: dict[str, int] = {}
-    for i, (name, method) in enumerate(todo):
-        tries = Tries(name, method, settings.device, run.machine)
+    for i, key in enumerate(todo):
+        name = key["workload"]
+        tries = Tries(name, key["method"], settings.device, run.machine)
         seconds = record.seconds_left() / (len(todo) - i)
-        key = {"workload": name, "method": method}
-        record.measure("largest", key, partial(tries.row, seconds, caps), seconds, own_batch=own_batch(name))
+        record.measure(key, partial(tries.row, seconds, caps), seconds, own_batch=own_batch(name))
+
+
+# ------------------------------------------------------------------------------------------- processes
+
+
+def run_stages(settings: Settings, words: Sequence[str], out: Path) -> int:
+    """Runs each stage in its own process with a share of the time and returns the last exit status.
+
+    A stage whose process dies or loses CUDA is restarted and skips the measurement that broke it.
+
+    Args:
+        settings: the stages and their time.
+        words: ``key=value`` words of the settings.
+        out: results folder.
+    """
+    end = time.monotonic() + settings.seconds
+    status = 0
+    forwarded = [word for word in words if word.partition("=")[0] not in ("stages", "out", "seconds")]
+    for i, stage in enumerate(settings.stages):
+        for _ in range(1 + DEATHS):
+            share = STAGES[stage] / sum(STAGES[other] for other in settings.stages[i:])
+            # All other stages depend on calibrate.
+            seconds = max(30.0 if stage == "calibrate" else 1.0, share * (end - time.monotonic()))
+            part = f"stages={stage}", f"out={out}", f"seconds={seconds:.0f}"
+            status = run_process("experiments.validate_gpu", [*forwarded, *part])
+            if status >= 0 and status != Status.BROKEN:
+                break
+        if status > 0 and status != Status.BROKEN:
+            break
+    return status
+
+
+def run_stage(settings: Settings, out: Path) -> int:
+    """Runs one stage in this process, writes the results of all stages so far and returns the exit status."""
+    settings = replace(settings, out=str(out))
+    run = Run(settings, Record(out, settings.seconds, settings.device))
+    (name,) = settings.stages
+    stage = {
+        "calibrate": calibrate,
+        "profile": profile,
+        "plan": plan,
+        "replay": replay,
+        "train": train,
+        "compare": compare,
+        "largest": largest,
+    }[name]
+    machine = None
+
+    def part() -> None:
+        nonlocal machine
+        if stage is not calibrate:
+            machine = run.machine
+        stage(run)
+
+    try:
+        status = run_part(part)
+    finally:
+        results.write(settings, machine, run.record)
+    if not status:
+        print(f"results of {name} are in {out}, packed in {results.pack(out)}")
+    return status

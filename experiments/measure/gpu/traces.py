@@ -11,10 +11,7 @@ from typing import Any
 import torch
 
 from executor.memory.pinned import CUDA
-from experiments.measure.networks import MIB
 
-SWAPS = 60
-SWAP_BYTES = 32 * MIB
 Event = tuple[float, float, int | None, str, str, int | None]  # begin and duration in us, stream, category, name, bytes
 
 
@@ -36,7 +33,7 @@ def traced(step: Callable[[], Any], count: int, folder: Path) -> list[Event]:
     return sorted(events, key=lambda event: float(event[0]))
 
 
-def copy_speeds(out: Path) -> Iterator[tuple[str, str, float]]:
+def copy_speeds(out: Path, swaps: int = 60, nbytes: int = 2**25) -> Iterator[tuple[str, str, float]]:
     """Yields (form, label, bytes per second) of swap-outs beside kernels.
 
     Each swap-out forks from the kernels and joins them ``lag`` kernels later, from streams or as a graph. Graphs are
@@ -44,15 +41,17 @@ def copy_speeds(out: Path) -> Iterator[tuple[str, str, float]]:
 
     Args:
         out: folder for a temporary file.
+        swaps: number of swap-outs.
+        nbytes: bytes of each.
     """
     x = torch.randn(2**26, device="cuda")
-    device = torch.empty(SWAP_BYTES, dtype=torch.uint8, device="cuda")
-    host = torch.from_numpy(CUDA.take(SWAPS * SWAP_BYTES)).view(SWAPS, SWAP_BYTES)
+    device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    host = torch.from_numpy(CUDA.take(swaps * nbytes)).view(swaps, nbytes)
 
     def work(lag: int, sides: Sequence[torch.cuda.Stream]) -> None:
         compute = torch.cuda.current_stream()
         ends = []
-        for i in range(SWAPS):
+        for i in range(swaps):
             x.mul_(1.0)
             side = sides[i % len(sides)]
             side.wait_stream(compute)

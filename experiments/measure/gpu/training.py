@@ -14,14 +14,14 @@ import torch
 from executor import CaptureError, PlannedStep
 from executor.capture.profile import shape_of
 from experiments.measure.conditions import deterministic, sampled_conditions
-from experiments.measure.gpu.largest_batch import CAPS
 from experiments.measure.gpu.pytorch_baselines import build_eager_step
 from experiments.measure.networks import Network, build, cap_memory, free_cache, time_in_turns
 from simulator import Machine, Plan, Program, Swap
 from simulator.plan import PlanError
 from simulator.schedule import lower
 
-BITS = 3  # steps whose losses are compared
+# Memory caps as multiples of a plan's limit, smallest first: allocators round sizes up and keep fragments.
+CAPS = (1.02, 1.1, 1.25)
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,6 @@ def time_beside_eager(
 
 
 def losses(step: Callable[[], Any]) -> list[float]:
-    """Returns the losses of the first BITS steps, always with the same random numbers."""
+    """Returns the losses of the first three steps, always with the same random numbers."""
     torch.manual_seed(1)
-    return [float(step()) for _ in range(BITS)]
+    return [float(step()) for _ in range(3)]

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.measure import conditions
 from experiments.measure.conditions import deterministic, report, sampled_conditions, summary
 
 
@@ -52,8 +51,7 @@ def test_the_gpu_is_watched_while_the_block_runs(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="a-b"))
-    monkeypatch.setattr(conditions, "PERIOD_S", 1e-4)
-    with sampled_conditions("cuda") as seen:
+    with sampled_conditions("cuda", period_s=1e-4) as seen:
         while len(asked) < 4:  # two samples
             time.sleep(1e-3)
     assert seen["samples"] >= 2 and (seen["least_sm_mhz"], seen["least_memory_mhz"]) == (1500, 2619)

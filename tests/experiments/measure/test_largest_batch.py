@@ -2,13 +2,14 @@
 
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 import agents
 from executor import StepError
-from experiments.measure.gpu import largest_batch
+from experiments.measure.gpu import largest_batch, stages
 from experiments.measure.gpu.largest_batch import Tries, lacks_memory
 from experiments.measure.gpu.stages import Run, largest
 from experiments.measure.record import Record
@@ -47,8 +48,7 @@ def test_out_of_memory_errors_are_recognized(error, lack):
 def test_batches_in_small(tmp_path, monkeypatch):
     """A method that needs less memory trains larger batches; ours stays within the cap by its ledger."""
     monkeypatch.setattr(largest_batch, "OURS", {"capuchin": {}})
-    monkeypatch.setattr(largest_batch, "PART", 2)
-    monkeypatch.setattr(largest_batch, "MOST", 4)
+    monkeypatch.setattr(stages, "Tries", partial(Tries, most=4, part=2))
     record = Record(tmp_path / "out", 600.0)
     largest(Run(replace(RESNET, methods=("eager", "checkpoint", "ours")), record))
     eager, checkpoint, ours = record.rows

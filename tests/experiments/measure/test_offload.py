@@ -4,34 +4,30 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.measure.gpu import offload
 from experiments.measure.gpu.offload import Offload
 from experiments.measure.networks import build
 
 
-def wrapped(network, device="cpu"):
-    around = Offload(network.model, device)
+def wrapped(network, device="cpu", **options):
+    around = Offload(network.model, device, **options)
     for block in network.blocks:
         block.forward = around.wrap(block.forward)
     return around
 
 
-def test_nothing_is_left_after_a_step(monkeypatch):
-    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+def test_nothing_is_left_after_a_step():
     network = build("tiny_gpt2", "cpu")
-    around = wrapped(network)
+    around = wrapped(network, min_bytes=1)
     network.step()
     assert around.copied > 0
     assert not [i for b in around.blocks for i in b.items.values() if i.device is not None or i.host is not None]
 
 
-def test_parameters_and_small_tensors_stay(monkeypatch):
+def test_parameters_and_small_tensors_stay():
     layer = nn.Linear(8, 8)
-    around = Offload(layer, "cpu")
-    forward = around.wrap(layer.forward)
-    for least, copied in ((10**6, 0), (1, 4 * 8 * 4)):  # the input, not the weight
-        monkeypatch.setattr(offload, "MIN_BYTES", least)
-        forward(torch.ones(4, 8, requires_grad=True)).sum().backward()
+    for min_bytes, copied in ((10**6, 0), (1, 4 * 8 * 4)):  # the input, not the weight
+        around = Offload(layer, "cpu", min_bytes=min_bytes)
+        around.wrap(layer.forward)(torch.ones(4, 8, requires_grad=True)).sum().backward()
         assert around.copied == copied
 
 

@@ -1,7 +1,6 @@
 """Tests of the probe on tiny networks: each section alone, and a command whose sections fail."""
 
 import subprocess
-import time
 from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
@@ -10,18 +9,34 @@ import pytest
 import torch
 
 from executor.replay.host_backend import HostBackend
+from experiments.measure import runner
+from experiments.measure.gpu.sections import (
+    COMMITTED,
+    COSTS,
+    SECTIONS,
+    Probe,
+    replay_tasks,
+    round_trip_ns,
+    time_planned,
+)
 from experiments.measure.gpu.stages import HOST
-from experiments.validate_gpu import probe
-from experiments.validate_gpu.probe import COMMITTED, COSTS, REHEARSAL, SECTIONS, Probe, main, round_trip_ns
+from experiments.measure.record import Record
+from experiments.measure.settings import Settings
+from experiments.validate_gpu.probe import gather, main
 from simulator import Machine
 from simulator.files import read_json
 from simulator.schedule import lower
 
 
+def probe_of(section, tmp_path, backend="host"):
+    return Probe(Settings(backend), Record(tmp_path, 600.0, name="probe"), section)
+
+
 def run(tmp_path, section):
     """Runs a section in this process and returns its rows."""
-    SECTIONS[section].run(Probe(section, tmp_path, "host", time.monotonic() + 600))
-    probe.gather(tmp_path, "host")
+    probe = probe_of(section, tmp_path)
+    SECTIONS[section].run(probe)
+    gather(probe.record, "host")
     found = read_json(tmp_path / "probe.json")
     assert found["format"] == "probe/1" and found["device"] == "host"
     assert all(row["section"] == section for row in found["rows"])
@@ -43,18 +58,20 @@ def test_costs_are_printed_beside_their_predictions_and_kept(tmp_path, capsys):
     for what in ("launch_ns", "graph_launch_ns", "queue_depth"):
         assert rows[what]["measured"] == getattr(machine, what) == getattr(HOST, what)
     assert "launch_ns: predicted 1,400, measured 1,400\n" in capsys.readouterr().out
+    assert run(tmp_path, "costs") == rows  # a later command measures only what is missing
 
 
 def test_the_committed_plans_are_for_the_committed_programs(tmp_path):
-    trial = Probe("replays", tmp_path, "cuda", time.monotonic() + 600)
-    found = list(islice(probe._plans(trial, Machine.load(COMMITTED / "machine.yaml")), 4))
+    machine = Machine.load(COMMITTED / "machine.yaml")
+    found = list(islice(replay_tasks(probe_of("replays", tmp_path, "cuda"), machine), 4))
     assert [name for name, *_ in found] == [
         "plan-gpt2_medium_bf16-0.7",
         "plan-llama_bf16-0.7",
         "plan-resnet50_imagenet_bf16-0.5",
         "plan-resnet50_imagenet_bf16-0.7",
     ]
-    for _, program, plan, limit in found:
+    for _, program, limit, make_plan in found:
+        plan = make_plan()
         assert plan.decisions and lower(program, plan).required_bytes <= limit < program.peak_bytes
 
 
@@ -68,18 +85,18 @@ def test_replays_in_small(tmp_path):
 
 @pytest.mark.nightly
 def test_a_planned_step_is_measured_beside_eager(tmp_path, capsys):
-    trial = Probe("resnet", tmp_path, "host", time.monotonic() + 600)
-    probe.planned(trial, "tiny_resnet", 0.7, False, {})
-    (row,) = map(probe.json.loads, (tmp_path / "probe.jsonl").read_text().splitlines())
+    probe = probe_of("resnet", tmp_path)
+    time_planned(probe, "tiny_resnet", 0.7, False, {})
+    (row,) = probe.record.rows
     assert row["what"] == "tiny_resnet 0.7 kernel by kernel" and row["peak"] <= row["limit"]
     assert row["to_eager"] == row["measured"] / row["eager_ns"]
     assert min(row["predicted"], row["measured"], row["host_ns"]) > 0
 
 
 def test_where_no_plan_fits_a_row_says_so(tmp_path):
-    trial = Probe("resnet", tmp_path, "host", time.monotonic() + 600)
-    probe.planned(trial, "tiny_resnet", 0.0, False, {})
-    (row,) = map(probe.json.loads, (tmp_path / "probe.jsonl").read_text().splitlines())
+    probe = probe_of("resnet", tmp_path)
+    time_planned(probe, "tiny_resnet", 0.0, False, {})
+    (row,) = probe.record.rows
     assert row["failed"].startswith("Infeasible: ") and "measured" not in row
 
 
@@ -107,15 +124,15 @@ def test_a_section_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path
         assert start_new_session and command[1:3] == ["-m", "experiments.validate_gpu.probe"]
         return Process(pid=7)
 
-    monkeypatch.setattr(probe.subprocess, "Popen", start)
-    monkeypatch.setattr(probe.os, "killpg", lambda pid, signal: killed.append(pid))
+    monkeypatch.setattr(runner.subprocess, "Popen", start)
+    monkeypatch.setattr(runner.os, "killpg", lambda pid, signal: killed.append(pid))
     assert main([f"out={tmp_path}", "backend=host", "costs", "pools", "replays"]) == 1
     rows = read_json(tmp_path / "probe.json")["rows"]
     failed = {row["section"]: row["failed"] for row in rows if "failed" in row}
     assert failed["costs"] == "its process ended with status -11" and failed["pools"].startswith("stopped after")
     assert set(failed) == {"costs", "pools"} and killed == [7]
     assert [row["section"] for row in rows if "seconds" in row] == ["costs", "pools", "replays"]
-    seconds = [REHEARSAL * SECTIONS[name].seconds for name in ("costs", "pools", "replays")]
+    seconds = [SECTIONS[name].limit_s("host") for name in ("costs", "pools", "replays")]
     assert given == pytest.approx([seconds[0], sum(seconds[:2]), sum(seconds)], abs=30)
     out = capsys.readouterr().out
     assert "pools       15 s" in out and "costs      failed: its process ended" in out

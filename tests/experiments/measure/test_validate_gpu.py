@@ -11,6 +11,7 @@ import time
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,9 @@ import torch
 from agents.deadline import TimeUp, within
 from executor import CaptureError
 from executor.capture.profile import ProfileError
-from experiments.measure.gpu import offload, pytorch_baselines, stages, training
+from experiments.measure import runner
+from experiments.measure.gpu import pytorch_baselines, stages, training
+from experiments.measure.gpu.offload import Offload
 from experiments.measure.gpu.pytorch_baselines import Counter, Levels, Unreachable
 from experiments.measure.gpu.results import summary
 from experiments.measure.gpu.stages import Run, make_plans
@@ -28,8 +31,8 @@ from experiments.measure.measured_step import MeasuredStep
 from experiments.measure.networks import BLOCKS, NETWORKS, build, time_in_turns
 from experiments.measure.published import steps
 from experiments.measure.record import LATE, STOPPED, Broken, Record
+from experiments.measure.runner import Status
 from experiments.measure.settings import ON_HOST, STAGES, Settings, UsageError, parse
-from experiments.validate_gpu import __main__ as command
 from experiments.validate_gpu.__main__ import main
 from simulator import Machine, Plan, Program
 from simulator.files import load_json, read_json
@@ -132,34 +135,34 @@ def test_measurements_are_readable_in_other_folders(tmp_path):
 def test_stages_are_processes_of_their_own(tmp_path, monkeypatch):
     """Each stage gets its share of the time; one that dies or loses CUDA is restarted, then the next ones run."""
     calls = []
-    statuses = iter([0, -11, command.BROKEN, 0, 0])
+    statuses = iter([0, -11, Status.BROKEN, 0, 0])
 
     @contextmanager
-    def process(words):
+    def process(words, start_new_session):
         calls.append(dict(word.split("=", 1) for word in words[3:]))
-        assert words[:3] == [sys.executable, "-m", "experiments.validate_gpu"]
-        yield SimpleNamespace(wait=lambda: next(statuses))
+        assert words[:3] == [sys.executable, "-m", "experiments.validate_gpu"] and not start_new_session
+        yield SimpleNamespace(wait=lambda seconds: next(statuses))
 
-    monkeypatch.setattr(command.subprocess, "Popen", process)
+    monkeypatch.setattr(runner.subprocess, "Popen", process)
     words = ["backend=host", "workloads=tiny_resnet", f"out={tmp_path / 'out'}"]
     words += ["stages=train,calibrate,replay", "seconds=100"]
     assert main(words) == 0
     assert [c["stages"] for c in calls] == ["calibrate", "replay", "replay", "replay", "train"]
     assert [int(c["seconds"]) for c in calls] == pytest.approx([30, 33, 33, 33, 100], abs=20)
     assert all(c["workloads"] == "tiny_resnet" and c["out"] == str(tmp_path / "out") for c in calls)
-    statuses = iter([command.FAILED])
-    assert main(words) == command.FAILED and len(calls) == 6
+    statuses = iter([Status.FAILED])
+    assert main(words) == Status.FAILED and len(calls) == 6
 
 
 def test_crashing_items_are_retried_once_then_skipped(tmp_path):
     for deaths in (1, 2):
         rows = record(tmp_path)
         assert not rows.rows
-        rows.start("replay", workload="a", planner="b")  # the process dies here
+        rows.start(kind="replay", workload="a", planner="b")  # the process dies here
         assert read_json(tmp_path / "out" / "under_way.json")["deaths"] == deaths
     (row,) = record(tmp_path).rows
     assert row["failed"] == "the process died in this measurement 2 times" and record(tmp_path).has(
-        "replay", workload="a"
+        kind="replay", workload="a"
     )
 
 
@@ -169,30 +172,32 @@ def test_a_cuda_failure_ends_the_measurements(tmp_path, monkeypatch):
 
     rows = record(tmp_path, device="cuda")
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    rows.add("clocks", workload="home", failed="no plan")  # CUDA is not initialized, so it is not checked
+    rows.add(kind="clocks", workload="home", failed="no plan")  # CUDA is not initialized, so it is not checked
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    rows.add("clocks", workload="a", failed="it does not fit")
+    rows.add(kind="clocks", workload="a", failed="it does not fit")
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    rows.add("clocks", workload="b")
+    rows.add(kind="clocks", workload="b")
     with pytest.raises(Broken, match="CUDA error: an illegal"):
-        rows.add("clocks", workload="c", failed="CUDA error")
+        rows.add(kind="clocks", workload="c", failed="CUDA error")
     assert [r["workload"] for r in record(tmp_path).rows] == ["home", "a", "b", "c"]
 
 
 def test_a_line_that_was_cut_off_and_what_had_no_time_are_measured_again(tmp_path):
     rows = record(tmp_path)
-    rows.add("replay", workload="a", measured_ns=5)
-    rows.add("replay", workload="b", failed=LATE)
-    rows.add("replay", workload="c", failed=STOPPED)
-    rows.add("replay", workload="d", failed="it does not fit")
+    rows.add(kind="replay", workload="a", measured_ns=5)
+    rows.add(kind="replay", workload="b", failed=LATE)
+    rows.add(kind="replay", workload="c", failed=STOPPED)
+    rows.add(kind="replay", workload="d", failed="it does not fit")
     with (tmp_path / "out" / "measurements.jsonl").open("a") as file:
         file.write('{"kind": "replay", "workl')
     second = record(tmp_path)
     assert [r["workload"] for r in second.rows] == ["a", "b", "c", "d"]  # rows to be retried are kept until then
-    assert [second.has("replay", workload=w) for w in "abcd"] == [True, False, False, True]
-    second.add("replay", workload="b", measured_ns=6)
-    assert [r["workload"] for r in record(tmp_path).rows] == ["a", "c", "d", "b"] and second.has("replay", workload="b")
+    assert [second.has(kind="replay", workload=w) for w in "abcd"] == [True, False, False, True]
+    second.add(kind="replay", workload="b", measured_ns=6)
+    assert [r["workload"] for r in record(tmp_path).rows] == ["a", "c", "d", "b"] and second.has(
+        kind="replay", workload="b"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -275,7 +280,7 @@ def test_a_planner_that_breaks_or_is_missing_is_named(tmp_path, monkeypatch):
     broken, missing, planned = (row.get("failed") for row in run.record.rows)
     assert "ZeroDivisionError" in broken and "no sklearn" in missing and planned is None
     reopened = record(tmp_path)  # retried, because the library may be installed now
-    assert [reopened.has("plan", planner=planner) for planner in errors] == [True, False, True]
+    assert [reopened.has(kind="plan", planner=planner) for planner in errors] == [True, False, True]
 
 
 @pytest.mark.parametrize(("seconds", "word"), [(1.0, LATE), (600.0, "BrokenProcessPool")])
@@ -288,7 +293,7 @@ def test_planners_in_processes_are_stopped(seconds, word, tmp_path):
         make_plans(run, [("autoswap_doa", case, 0)], LINK, pool)
     (row,) = run.record.rows
     assert word in row["failed"] and isinstance(first.exception(), BrokenExecutor)
-    assert not (tmp_path / "out" / "plans").exists() and not record(tmp_path).has("plan")
+    assert not (tmp_path / "out" / "plans").exists() and not record(tmp_path).has(kind="plan")
     assert not multiprocessing.active_children() and threading.active_count() == threads
 
 
@@ -330,13 +335,13 @@ def test_a_finalizer_does_not_swallow_the_end():
     [
         (KeyboardInterrupt(), 130, "stopped; completed measurements are kept"),
         (TimeUp(), 0, ""),
-        (Broken("CUDA works no more"), command.BROKEN, "CUDA works no more"),
-        (CaptureError("another step"), command.FAILED, "another step"),
+        (Broken("CUDA works no more"), Status.BROKEN, "CUDA works no more"),
+        (CaptureError("another step"), Status.FAILED, "another step"),
     ],
 )
 def test_what_was_measured_is_kept_when_a_stage_ends_early(error, status, words, tmp_path, monkeypatch, capsys):
     def stop(run):
-        run.record.add("clocks", workload="a")
+        run.record.add(kind="clocks", workload="a")
         raise error
 
     monkeypatch.setattr(stages, "replay", stop)
@@ -375,7 +380,7 @@ def test_the_other_planners_run_without_the_solver(monkeypatch):
     + [("tiny_resnet", "offload", 1), ("tiny_llama_bf16", "offload", 2)],
 )
 def test_a_method_changes_no_result(name, method, level, monkeypatch):
-    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    monkeypatch.setattr(pytorch_baselines, "Offload", partial(Offload, min_bytes=1))
 
     def losses(level):
         network = build(name, "cpu")
