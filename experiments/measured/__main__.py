@@ -67,14 +67,14 @@ def _fit(options: argparse.Namespace) -> None:
 
     for fitted in (fit.h100(), fit.fit_v100(), fit.h200()):
         _print_table(*fit.table(fitted), title=fitted.machine)
-        (_, median_error, spread, total), held_out = fitted.errors, fitted.held_out
-        print(f"{fitted.machine}: error of the step {total:+.1%}")
-        if spread is not None:
-            print(f"standard deviation of ln(measured / modeled): {spread:.3f}")
-            print(f"kernels of at least 20 us: median error {median_error:.1%}")
-        if held_out:
+        errors = fitted.errors
+        print(f"{fitted.machine}: error of the step {errors.total:+.1%}")
+        if errors.spread is not None:
+            print(f"standard deviation of ln(measured / modeled): {errors.spread:.3f}")
+            print(f"kernels of at least 20 us: median error {errors.median:.1%}")
+        if held_out := fitted.held_out:
             print(
-                f"held-out kernels: standard deviation {held_out.spread:.3f}, median {held_out.middle:.1%}, "
+                f"held-out kernels: standard deviation {held_out.spread:.3f}, median {held_out.median:.1%}, "
                 f"sum {held_out.total:+.1%}, {held_out.kernels} kernels"
             )
         for net in fitted.networks:

@@ -1,7 +1,7 @@
 """Fits the coefficients of the kernel-time model (executor/capture/durations.py) to measurements.
 
 1. *H100*: least squares of ln(modeled / measured) with a soft-l1 loss over a trace's operators of at least LEAST_US,
-   one group of coefficients after the other; the better fit of two initial values (STARTS).
+   one group of coefficients after the other; the better fit of two initial values.
 2. *V100*: only sums per kind of kernel are published. Each coefficient makes the sum of its kinds exact.
 3. *H200*: the same residuals over all kernels of three profiled steps, weighted by their share of the step's time.
    Each network is also held out in turn. Coefficients that affect no kernel keep the H100's values.
@@ -27,10 +27,7 @@ from simulator.files import load_json
 from simulator.kernel_times import KernelTimes
 from simulator.machine import Machine
 
-STARTS = (0.4, 8.0), (0.7, 20.0)  # initial values of shares and of the channel counts (CHANNELS)
-CHANNELS = ("norm_channels", "conv_channels")
 OUTLIER = 0.1  # soft-l1 scale: larger |ln(modeled / measured)| count less
-PLACES = 3  # decimals of coefficients in a machine's file
 # Coefficients fitted to profiled steps of an H200, with their initial values; None: the H100's value.
 STEP_STARTS: dict[str, float | None] = {
     **dict.fromkeys(
@@ -56,7 +53,6 @@ STEP_STARTS: dict[str, float | None] = {
     "row_ns": 300.0,
     "element_flops": 150.0,
 }
-UNBOUNDED = ("launch_ns", "conv_channels", "row_ns", "element_flops")  # not shares of a peak: may exceed 1
 Selector = Callable[[Operator], bool]
 
 
@@ -97,13 +93,13 @@ class Errors(NamedTuple):
 
     Attributes:
         kernels: number of kernels.
-        middle: median of |modeled / measured - 1|; None if only a sum is published.
+        median: median of |modeled / measured - 1|; None if only a sum is published.
         spread: standard deviation of ln(modeled / measured); None if only a sum is published.
         total: modeled sum / measured sum - 1.
     """
 
     kernels: int
-    middle: float | None
+    median: float | None
     spread: float | None
     total: float
 
@@ -117,7 +113,7 @@ class Errors(NamedTuple):
     @classmethod
     def from_ratios(cls, ratios: NDArray[np.float64], total: float) -> Errors:
         """Returns the errors of kernels from the ratios modeled / measured and the error of the sum."""
-        return cls(len(ratios), _middle(ratios), float(np.std(np.log(ratios))), total)
+        return cls(len(ratios), _median_error(ratios), float(np.std(np.log(ratios))), total)
 
 
 class Group(NamedTuple):
@@ -240,16 +236,20 @@ def _fitted(
     def changed(values: Sequence[float]) -> KernelTimes:
         return replace(times, **dict(zip(keys, map(float, values), strict=True)))
 
+    def by_key(share: float, channels: float) -> list[float]:
+        return [channels if key.endswith("_channels") else share for key in keys]
+
+    # The loss has local minima, so the better of two initial values counts.
     solutions = (
         least_squares(
             lambda values: errors(changed(values)),
-            [channels if key in CHANNELS else share for key in keys],
-            bounds=([0.01] * len(keys), [60.0 if key in CHANNELS else 1.0 for key in keys]),
+            start,
+            bounds=(by_key(0.01, 0.01), by_key(1.0, 60.0)),
             loss="soft_l1",
             f_scale=OUTLIER,
             diff_step=1e-3,
         )
-        for share, channels in STARTS
+        for start in (by_key(0.4, 8.0), by_key(0.7, 20.0))
     )
     return changed(min(solutions, key=lambda solution: float(solution.cost)).x)
 
@@ -304,7 +304,7 @@ def h200() -> Fit:
     )
     ratios = [(step.ratios(times), step.ratios(held_out)) for step, held_out in zip(steps, others, strict=True)]
     networks = tuple(
-        HeldOut(step.measured.workload, _total(sums[i]), _total(held_out_sums[i]), *map(_middle, ratios[i]))
+        HeldOut(step.measured.workload, _total(sums[i]), _total(held_out_sums[i]), *map(_median_error, ratios[i]))
         for i, step in enumerate(steps)
     )
     ratio, unseen = (np.concatenate(held_out) for held_out in zip(*ratios, strict=True))
@@ -327,7 +327,8 @@ def _fitted_to_steps(steps: Sequence[_Step]) -> KernelTimes:
     initial = residuals({})
     starts = {key: value for key, value in starts.items() if (residuals({key: 0.8 * value}) != initial).any()}
     scale = np.array(list(starts.values()))
-    upper = np.array([np.inf if key in UNBOUNDED else 1 / value for key, value in starts.items()])
+    unbounded = ("launch_ns", "conv_channels", "row_ns", "element_flops")  # not shares of a peak: may exceed 1
+    upper = np.array([np.inf if key in unbounded else 1 / value for key, value in starts.items()])
     solution = (
         least_squares(
             lambda values: residuals(dict(zip(starts, map(float, values * scale), strict=True))),
@@ -372,7 +373,7 @@ def _total(sums: NDArray[np.float64]) -> float:
     return float(sums[0] / sums[1] - 1)
 
 
-def _middle(ratios: NDArray[np.float64]) -> float:
+def _median_error(ratios: NDArray[np.float64]) -> float:
     return float(np.median(abs(ratios - 1)))
 
 
@@ -385,14 +386,14 @@ def table(fit: Fit) -> tuple[list[str], list[list[str]]]:
     heads = ["coefficient", "fitted", "in file", "kernels", "median error", "sd of ln", "sum"]
     lines = []
     for group in fit.groups:
-        kernels, middle, spread, total = group.errors
+        kernels, median, spread, total = group.errors
         ends = [
             str(kernels),
-            "" if middle is None else f"{middle:.1%}",
+            "" if median is None else f"{median:.1%}",
             "" if spread is None else f"{spread:.3f}",
             f"{total:+.1%}",
         ]
         for key, value in group.found.items():
-            lines.append([key, f"{value:.{PLACES}f}", f"{group.written[key]:g}", *ends])
+            lines.append([key, f"{value:.3f}", f"{group.written[key]:g}", *ends])
             ends = [""] * len(ends)
     return heads, lines

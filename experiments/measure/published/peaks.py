@@ -19,12 +19,6 @@ from simulator.machine import Machine
 from simulator.pool.card import CardPeak
 
 ESTIMATORS = ("xmem", "dnnmem", "schedtune", "llmem")
-MACHINES = {"RTX 3060": "rtx3060", "RTX 4060": "rtx4060", "A100": "a100_40gb"}
-# image size in pixels (CIFAR-10); sequence length in tokens (wikitext-2)
-IMAGE = 86
-LENGTH = 128
-ITERATIONS = 4
-ZERO_GRADS: dict[int, ZeroGrad] = {0: "start", 1: "backward"}  # zero_grad() at the start, or before backward()
 
 # Network name in the data -> workload; xMem's MobileNetV3 and MnasNet have 10 classes, its other networks 1000.
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -64,6 +58,7 @@ class Point(NamedTuple):
         memory_bytes: memory of the GPU.
         measured_bytes: NVML's peak, or the memory reached by a run that did not fit.
         fits: whether the run completed.
+        zero_grad: zero_grad() at the start of an iteration, or before backward().
         estimates: estimated bytes by estimator; None: no estimate for this network.
         verdicts: predicted ``fits`` by estimator; None: no verdict.
     """
@@ -98,7 +93,7 @@ def _point(row: dict[str, str]) -> Point:
         int(row["gpu_bytes"]),
         int(row["ground_bytes"]),
         not number("real_oom"),
-        ZERO_GRADS[number("zero_grad_mode") or 0],
+        "backward" if number("zero_grad_mode") else "start",
         {name: number(f"{name}_bytes") for name in ESTIMATORS},
         {name: None if oom is None else not oom for name, oom in ooms.items()},
     )
@@ -107,12 +102,13 @@ def _point(row: dict[str, str]) -> Point:
 def predicted(point: Point) -> CardPeak:
     """Predicts a run's peak memory and whether it fits."""
     workload = NETWORKS[point.network]
-    size = {"length": LENGTH} if workload["family"] == "huggingface" else {"image": IMAGE}
+    # Sequence length in tokens (wikitext-2), or image size in pixels (CIFAR-10).
+    size = {"length": 128} if workload["family"] == "huggingface" else {"image": 86}
     model, loss, _, batch = workloads.build({**workload, **size, "batch_size": point.batch})
     optimizer = getattr(torch.optim, point.optimizer)(model.parameters(), lr=1e-3)
-    machine = Machine.load(MACHINES[point.gpu])
+    machine = Machine.load({"RTX 3060": "rtx3060", "RTX 4060": "rtx4060", "A100": "a100_40gb"}[point.gpu])
     captured = capture(model, loss, optimizer, batch, machine=machine, name=point.network, as_cuda=True)
-    return card_peak(captured, machine, Loop(point.zero_grad, iterations=ITERATIONS), point.memory_bytes)
+    return card_peak(captured, machine, Loop(point.zero_grad, iterations=4), point.memory_bytes)
 
 
 def row(point: Point) -> dict[str, Any]:

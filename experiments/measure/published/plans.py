@@ -1,8 +1,8 @@
 """Compares the predicted overhead of plans with their overhead under measured kernel times.
 
-For each limit and each assumption about the times (``BELIEFS``), plans are made as by ``experiments.plan``, with a
-fixed number of simulator calls. The recommended plan is simulated under the measured times and compared with the plan
-that the same searches find for the measured times, and with the certified lower bound.
+For each limit and each assumption about the times, plans are made as by ``experiments.plan``, with a fixed number of
+simulator calls. The recommended plan is simulated under the measured times and compared with the plan that the same
+searches find for the measured times, and with the certified lower bound. The assumptions (``times`` of a row) are:
 
 - ``model``: the kernel-time model with its error (agents/search/other_times.py);
 - ``model, believed exact``: control, the model without its error;
@@ -28,20 +28,19 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-LIMITS = (0.7, 0.5, 0.4)  # fractions of the peak
-CALLS = 5_000  # simulator calls of each search
-SEARCHES = ("tensile", "annealing", "policy_search")  # without lp_round: the slowest, and it found no cheaper plan
-MODEL = "model"
-EXACT = "model, believed exact"
-ROOFLINE = "roofline"
-BELIEFS = (MODEL, EXACT, ROOFLINE)
-
 Row = dict[str, Any]
 
 
-def rows(limits: Sequence[float] = LIMITS, calls: int = CALLS, searches: Sequence[str] = SEARCHES) -> list[Row]:
-    """Returns the rows of ``compared`` for the trace of ResNet-50 on an H100."""
-    trace = steps.Trace.load(steps.DATA / f"{steps.RESNET50}.csv")
+def rows(
+    limits: Sequence[float] = (0.7, 0.5, 0.4),
+    calls: int = 5_000,
+    searches: Sequence[str] = ("tensile", "annealing", "policy_search"),
+) -> list[Row]:
+    """Returns the rows of ``compared`` for the trace of ResNet-50 on an H100.
+
+    ``lp_round`` is not among the searches: it is the slowest, and it found no cheaper plan.
+    """
+    trace = steps.Trace.load(steps.DATA / "h100_resnet50.csv")
     captured = trace.captured()
     measured = steps.with_trace_times(captured, trace.operators)
     return compared(captured.program, measured, Machine.load(trace.machine), limits, calls, searches)
@@ -50,7 +49,7 @@ def rows(limits: Sequence[float] = LIMITS, calls: int = CALLS, searches: Sequenc
 def compared(
     modeled: Program, measured: Program, machine: Machine, limits: Sequence[float], calls: int, searches: Sequence[str]
 ) -> list[Row]:
-    """Compares predicted and measured overheads for each limit and each of BELIEFS.
+    """Compares predicted and measured overheads for each limit and each assumption about the times.
 
     Args:
         modeled, measured: the same program with modeled and with measured durations.
@@ -60,7 +59,7 @@ def compared(
         searches: names of planners; the search for faster kernels starts from their plans.
 
     Returns:
-        Rows with ``limit_fraction``, ``limit_bytes``, ``times`` (one of BELIEFS), ``planner``, and overheads relative
+        Rows with ``limit_fraction``, ``limit_bytes``, ``times`` (the assumption), ``planner``, and overheads relative
         to the ideal time under the same durations: ``said`` (predicted), ``low`` and ``high`` (range within the error;
         None without an error), ``measured`` (under measured times), ``own`` (of the plan made for measured times) and
         ``floor`` (certified lower bound under measured times).
@@ -73,9 +72,9 @@ def compared(
     error = TimesError(machine.kernel_times.error, machine.kernel_times.step_error)
     simplified = with_roofline(modeled, steps.one_roofline(machine))
     believed: Mapping[str, tuple[Program, TimesError | None]] = {
-        MODEL: (modeled, error),
-        EXACT: (modeled, None),
-        ROOFLINE: (simplified, None),
+        "model": (modeled, error),
+        "model, believed exact": (modeled, None),
+        "roofline": (simplified, None),
     }
     found = []
     for limit in limits:

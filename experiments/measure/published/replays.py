@@ -1,10 +1,10 @@
 """Predicts plans that were replayed on an H200, with the simulator's rules and the costs of that executor.
 
 The replays of the first GPU run issued every kernel and copy from Python with a timed event after each. This adds
-costs that a training step does not have: ``KERNEL_NS`` per kernel and ``COPY_NS`` per copy. Both are fitted to the
+costs that a training step does not have: ``kernel_ns`` per kernel and ``copy_ns`` per copy. Both are fitted to the
 ResNet-50 rows only, so GPT-2 and Llama test them. The host's issue time and the queue depth were measured.
 
-1. The program has measured durations, each increased by KERNEL_NS.
+1. The program has measured durations, each increased by kernel_ns.
 2. Plans of ``lp_round`` and ``annealing`` are recomputed (``remade``); the others are the replayed plans. The
    difference between the earlier prediction and today's prediction under the old rules is added.
 """
@@ -21,9 +21,6 @@ from simulator.files import load_json
 
 FOLDER = Path(__file__).resolve().parents[2] / "results" / "gpu_h200"
 FITTED = "resnet50_imagenet_bf16"  # network whose rows the two costs are fitted to
-KERNEL_NS = 5_000
-COPY_NS = 37_500
-QUEUE_DEPTH = 510  # pending kernels, each with its event, until the host blocks (probe.json, "queue")
 
 
 class Replay(NamedTuple):
@@ -50,10 +47,18 @@ class Replay(NamedTuple):
         return self.predicted_ns / self.measured_ns - 1
 
 
-def replays(folder: Path = FOLDER) -> list[Replay]:
-    """Predicts every replay whose plan is in ``folder``."""
+def replays(
+    folder: Path = FOLDER, kernel_ns: int = 5_000, copy_ns: int = 37_500, queue_depth: int = 510
+) -> list[Replay]:
+    """Predicts every replay whose plan is in ``folder``.
+
+    Args:
+        folder: results of the run.
+        kernel_ns, copy_ns: costs of the executor per kernel and per copy.
+        queue_depth: pending kernels, each with its event, until the host blocks (probe.json, "queue").
+    """
     machine = Machine.load(folder / "machine.yaml")
-    costs = replace(machine, d2h_latency_ns=COPY_NS, h2d_latency_ns=COPY_NS, queue_depth=QUEUE_DEPTH)
+    costs = replace(machine, d2h_latency_ns=copy_ns, h2d_latency_ns=copy_ns, queue_depth=queue_depth)
     rows = load_json(folder / "results.json", lambda data: data["rows"])
     out = []
     programs = {}
@@ -68,7 +73,7 @@ def replays(folder: Path = FOLDER) -> list[Replay]:
         limit = row["limit"]
         decisions = rows_of(Plan.load(path).decisions)
         old_ns = Engine(program, replace(machine, issue_ns=0), limit).score(decisions).iteration_ns
-        slower = program.with_durations([k.duration_ns + KERNEL_NS * (k.duration_ns > 0) for k in program.kernels])
+        slower = program.with_durations([k.duration_ns + kernel_ns * (k.duration_ns > 0) for k in program.kernels])
         new = Engine(slower, costs, limit).score(decisions)
         before = row["predicted_ns"]
         measured = row["measured_ns"]

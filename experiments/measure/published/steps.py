@@ -2,7 +2,7 @@
 
 1. *Traces*: NAME.csv has the time of every outermost operator of a step (tests/data/measured/README.md), NAME.yaml its
    network, device and source. An operator may correspond to several kernels and a kernel to several operators.
-2. *Profiles*: NAME.json (experiments/common/measured_step.py), written by ``python -m experiments.measured profile``.
+2. *Profiles*: NAME.json (experiments/measure/measured_step.py), written by ``python -m experiments.measured profile``.
 3. *By kind*: a V100's step, for which only sums per kind of kernel are published.
 4. *Whole steps*: steps.csv, for which only the step time or the throughput is published.
 
@@ -33,7 +33,6 @@ from simulator.program import Kernel, Program
 
 T = TypeVar("T")
 DATA = Path(__file__).resolve().parents[3] / "tests" / "data" / "measured"
-STAGES = ("forward", "backward", "optimizer")
 SMALL = 4096  # bytes; a smaller add only increments a counter (batch norm's batches, Adam's steps)
 
 # Traced operator -> ATen packets of the capture that implement it, in order; several alternatives if captures differ.
@@ -59,11 +58,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ConvolutionBackward0": (("convolution_backward",),),
     "MaxPool2DWithIndicesBackward0": (("max_pool2d_with_indices_backward",),),
 }
-ADDS = ("aten::add", "aten::add_")  # add tensors or increment a counter
-FORMAT = "trace/1"
 BY_KIND = "v100_resnet50_by_kind"
-OLD_LAUNCH_NS = 5000  # launch time of the control
-RESNET50 = "h100_resnet50"  # name of the trace
 LEAST_US = 20.0  # minimum time of a kernel that is compared individually
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, momentum=0.9),
@@ -87,12 +82,17 @@ class Operator:
 
 
 class Comparison(NamedTuple):
-    """Measured, modeled and control microseconds of an operator or of a kind of operators."""
+    """Measured, modeled and control times: microseconds of an operator or a kind of operators, or ms of a step.
+
+    Attributes:
+        kind: kind of the kernels; of a step: "sum of kernels", or "iteration", which includes the host and the data
+            loader.
+    """
 
     name: str
     kind: str
     measured: float
-    ours: float
+    modeled: float
     control: float
 
 
@@ -132,8 +132,8 @@ class Trace:
         try:
             data = yaml.safe_load(header.read_text())
             top = fields(data, "trace", {**dict.fromkeys(keys, str), "network": dict, "precision": dict}, {})
-            if top.pop("format") != FORMAT:
-                raise FormatError(f"trace.format: expected {FORMAT!r}, got {data['format']!r}")
+            if top.pop("format") != "trace/1":
+                raise FormatError(f"trace.format: expected 'trace/1', got {data['format']!r}")
             top["precision"] = Precision(**top["precision"])
         except (OSError, TypeError, FormatError) as error:
             raise FormatError(f"{header}: {error}") from None
@@ -192,8 +192,8 @@ def read_operators(path: Path) -> list[Operator]:
         stage = row["stage"]
         us = float(row["us"])
         sizes = [int(n) for n in (row.get("input_elements") or "").split(";") if n.strip()]
-        if stage not in STAGES or not 0 <= us < 1e12:
-            raise ValueError(f"expected a stage of {', '.join(STAGES)} and microseconds")
+        if stage not in ("forward", "backward", "optimizer") or not 0 <= us < 1e12:
+            raise ValueError("expected a stage of forward, backward, optimizer and microseconds")
         return Operator(stage, row["operator"], us, max(sizes, default=0))
 
     return read_csv(path, operator)
@@ -217,7 +217,7 @@ def paired(captured: Captured, trace: Sequence[Operator]) -> list[tuple[Operator
             indices = unpaired.pop(("optimizer", packet), []) + unpaired.pop(("optimizer", packet.rstrip("_")), [])
             found.append((row, indices))
             continue
-        if row.name in ADDS:
+        if row.name in ("aten::add", "aten::add_"):  # adds tensors or increments a counter
             alternatives: tuple[tuple[str, ...], ...] = (("count" if row.elements * 4 < SMALL else "add",),)
         elif row.name in KERNELS:
             alternatives = KERNELS[row.name]
@@ -284,11 +284,11 @@ def of_profile(measured: MeasuredStep) -> list[Comparison]:
     predicted = modeled(measured, machine)
     control_machine = one_roofline(machine)
     found = []
-    for (index, _, ns, _), ours in zip(measured.kernels, predicted, strict=True):
-        if ours is not None:
+    for (index, _, ns, _), modeled_ns in zip(measured.kernels, predicted, strict=True):
+        if modeled_ns is not None:
             op = measured.operators[index]
             control = control_machine.kernel_ns(op.kind, op.flops, op.bytes) if op.flops or op.bytes else 0
-            found.append(Comparison(op.name, op.kind, ns / 1e3, ours / 1e3, control / 1e3))
+            found.append(Comparison(op.name, op.kind, ns / 1e3, modeled_ns / 1e3, control / 1e3))
     return found
 
 
@@ -303,7 +303,7 @@ def load(path: Path) -> Trace | MeasuredStep:
 
 def one_roofline(machine: Machine) -> Machine:
     """Returns the control's machine: without a kernel-time model, with the old launch time."""
-    return replace(machine, launch_ns=OLD_LAUNCH_NS, kernel_times=None)
+    return replace(machine, launch_ns=5000, kernel_times=None)
 
 
 def control_durations(captured: Captured, machine: Machine) -> list[int]:
@@ -362,27 +362,12 @@ def by_kind() -> list[Comparison]:
 # ------------------------------------------------------------------------------------------ whole steps
 
 
-class Published(NamedTuple):
-    """A step with only a published time, in milliseconds.
-
-    Attributes:
-        what: "sum of kernels", or "iteration", which includes time of the host and the data loader.
-    """
-
-    name: str
-    machine: str
-    what: str
-    measured: float
-    ours: float
-    control: float
-
-
-def published() -> list[Published]:
-    """Compares the steps of steps.csv with the model; float16 means autocast."""
+def published() -> list[Comparison]:
+    """Compares the steps of steps.csv, of which only the time is published, with the model; float16 means autocast."""
     return read_csv(DATA / "steps.csv", _published)
 
 
-def _published(row: dict[str, str]) -> Published:
+def _published(row: dict[str, str]) -> Comparison:
     machine = Machine.load(row["machine"])
     precision = row["precision"]
     network = {**NETWORKS[row["network"]], "batch_size": int(row["batch"])}
@@ -394,7 +379,7 @@ def _published(row: dict[str, str]) -> Published:
         precision == "float16",
         row["layout"] == "nhwc",
     )
-    name = f"{row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
+    name = f"{row['machine']}: {row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
     modeled_ms = captured.program.ideal_ns / 1e6
     control_ms = sum(control_durations(captured, machine)) / 1e6
-    return Published(name, row["machine"], row["kind"], float(row["ms"]), modeled_ms, control_ms)
+    return Comparison(name, row["kind"], float(row["ms"]), modeled_ms, control_ms)

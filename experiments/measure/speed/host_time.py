@@ -17,6 +17,7 @@ import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,15 @@ from simulator.plan import Plan
 from simulator.schedule import lower
 
 Parts = tuple[nn.Module, Tensor, Tensor]  # model, input, label
-UNDEFINED, NEW, FIRST_ARGUMENT, LIST = range(4)  # kinds of results; the same values as in no_kernels.cpp
+
+
+class Result(IntEnum):
+    """Kinds of an operator's results; the same values as in no_kernels.cpp."""
+
+    UNDEFINED = 0
+    NEW = 1
+    FIRST_ARGUMENT = 2
+    LIST = 3
 
 
 def _resnet50() -> Parts:
@@ -125,22 +134,21 @@ class _Recording(TorchDispatchMode):
         computes = out is None or any(isinstance(leaf, Tensor) for leaf in tree_leaves(out))
         if func.namespace == "aten" and computes and not view and not schema.name.startswith("aten::empty"):
             values = out if isinstance(out, tuple) else (out,)
-            kinds = [
-                UNDEFINED
-                if value is None
-                else LIST
-                if isinstance(value, list)
-                else NEW
-                if result.alias_info is None
-                else FIRST_ARGUMENT
-                for value, result in zip(values, schema.returns, strict=False)
-            ]
-            like = [
-                t for value, kind in zip(values, kinds, strict=False) if kind in (NEW, LIST) for t in tree_leaves(value)
-            ]
+            kinds = [_kind(value, returned) for value, returned in zip(values, schema.returns, strict=False)]
+            allocated = [v for v, kind in zip(values, kinds, strict=False) if kind in (Result.NEW, Result.LIST)]
+            like = [tensor for value in allocated for tensor in tree_leaves(value)]
             torch.ops.headroom.record(self.tape, schema.name, kinds, [torch.empty_like(t) for t in like])
             self.replaced.add(str(func).removeprefix("aten.").removesuffix(".default"))
         return out
+
+
+def _kind(value: Any, returned: Any) -> Result:
+    """Returns the kind of one result from its value and its entry in the operator's schema."""
+    if value is None:
+        return Result.UNDEFINED
+    if isinstance(value, list):
+        return Result.LIST
+    return Result.NEW if returned.alias_info is None else Result.FIRST_ARGUMENT
 
 
 @contextmanager
@@ -204,7 +212,9 @@ def step_overhead(machine: Machine, depth: int, min_bytes: int, repeats: int) ->
     unplanned = idle(PlannedStep(captured, Plan(), machine), batch)
     binding_s = shortest_s(unplanned.look, repeats)
     step_s = shortest_s(lambda: unplanned(*batch), repeats)
-    work, unplanned.state.work, unplanned.state.whole = unplanned.state.work, [], replace(unplanned.state.whole, end=0)
+    work = unplanned.state.work
+    unplanned.state.work = []
+    unplanned.state.whole = replace(unplanned.state.whole, end=0)
     fixed_s = shortest_s(lambda: unplanned(*batch), repeats)
     planned = idle(PlannedStep(captured, plan, machine, lower(program, plan).required_bytes), batch)
     swapped_s = shortest_s(lambda: planned(*batch), repeats)

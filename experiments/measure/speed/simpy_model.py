@@ -19,13 +19,13 @@ from simulator.machine import ALONE, Machine
 from simulator.plan import Swap
 from simulator.schedule import MAX_ITERATIONS, Schedule
 
-# COMPLETED is SimPy's NORMAL. NEXT_ROUND is for work of zero duration, which completes after all other starts.
-COMPLETED = 1
+# Priorities of simultaneous events. They are plain integers, because the model is timed and an IntEnum costs 3 %.
+COMPLETED = 1  # SimPy's NORMAL
 SETTLED = 2
 START_OUT = 3
 START_IN = 4
 START_STEP = 5
-NEXT_ROUND = 6
+NEXT_ROUND = 6  # work of zero duration completes after all other starts
 
 Events = Generator[simpy.Event, Any, None]
 

@@ -62,7 +62,7 @@ def test_predictions_of_a_step_equal_those_of_its_capture(foreach):
     assert sum(x or 0 for x in modeled(full, slow)) > 1.5 * sum(x or 0 for x in modeled(step, slow))
     compared = steps.of_profile(step)
     assert len(compared) == len(step.kernels)
-    assert all(row.ours == pytest.approx(row.measured / 2) for row in compared)
+    assert all(row.modeled == pytest.approx(row.measured / 2) for row in compared)
 
 
 def test_a_step_is_written_without_names_and_read_again(tmp_path):
