@@ -234,6 +234,17 @@ def free_cache() -> None:
             torch._C._host_emptyCache()
 
 
+def allocated_bytes(device: str) -> int:
+    """Returns the device memory of PyTorch's tensors in bytes; 0 on the CPU."""
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def synchronize(device: str) -> None:
+    """Waits for the kernels and copies of a GPU."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def cap_memory(nbytes: float | None, device: str) -> None:
     """Caps the device memory that PyTorch may reserve at ``nbytes``; None removes the cap."""
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""Measures a network's training step on your GPU (format ``measured/1``, experiments/common/measured_step.py).
+"""Measures a network's training step on your GPU (format ``measured/1``, experiments/measure/measured_step.py).
 
 The order matters: first the CUDA context, then eager steps with an empty allocator for their peaks and times, then
 every kernel (executor/capture/profile.py). On the CPU, context and peaks are omitted.

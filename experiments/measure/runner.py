@@ -27,7 +27,7 @@ class Status(IntEnum):
 
 
 def run_process(module: str, words: Sequence[str], seconds: float | None = None) -> int:
-    """Runs ``python -m module words`` and returns its exit status.
+    """Runs ``python -m module words`` and returns its exit status, or STOPPED after Ctrl-C.
 
     Args:
         module: module to run.
@@ -45,7 +45,8 @@ def run_process(module: str, words: Sequence[str], seconds: float | None = None)
             # Let the process write what it measured. The terminal's signal does not reach another session.
             if seconds is not None:
                 os.killpg(process.pid, signal.SIGINT)
-            return process.wait()
+            process.wait()
+            return Status.STOPPED
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise

@@ -86,7 +86,7 @@ def run_sections(names: Sequence[str], out: Path, backend: Backend) -> int:
         except subprocess.TimeoutExpired:
             exit_status = 1
             failed = f"stopped after {seconds:.0f} s"
-        record = Record(out, 0.0, name="probe")
+        record = Record(out, end - time.monotonic(), name="probe")
         if failed:
             status = 1
             record.add(section=name, failed=failed)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,18 +27,28 @@ from executor import CaptureError, PlannedStep, StepError
 from executor.capture.profile import ProfileError
 from executor.memory.engines import line
 from experiments.common.bisection import largest
-from experiments.measure.gpu.pytorch_baselines import OURS, Counter, Levels, with_measured_durations
+from experiments.measure.gpu.pytorch_baselines import OURS, Counter, Levels, Step, with_measured_durations
 from experiments.measure.gpu.training import CAPS
-from experiments.measure.networks import Network, build, cap_memory, free_cache, get_planner, host_bytes, own_batch
+from experiments.measure.networks import (
+    Network,
+    build,
+    cap_memory,
+    free_cache,
+    get_planner,
+    host_bytes,
+    own_batch,
+    synchronize,
+)
 from experiments.measure.record import LATE
 from simulator import Machine, OutOfMemory
 from simulator.plan import PlanError
 
 
+@dataclass
 class Tries:
-    """Batches of one method that were tried, with the reason why each did not fit ("" if it did).
+    """Batches of one method that were tried.
 
-    Args:
+    Attributes:
         name: network.
         method: method of pytorch_baselines.py.
         device: "cuda" or "cpu".
@@ -45,19 +56,17 @@ class Tries:
         cap: memory cap in bytes, until ``row`` sets it.
         most: largest batch of the search, in multiples of the network's own batch.
         part: relative resolution of the answer: 1 / part.
+        tried: the reason why a batch did not fit ("" if it did), by batch.
     """
 
-    def __init__(
-        self, name: str, method: str, device: str, machine: Machine, cap: int = 0, most: int = 64, part: int = 32
-    ):
-        self.name = name
-        self.method = method
-        self.device = device
-        self.machine = machine
-        self.cap = cap
-        self.most = most
-        self.part = part
-        self.tried: dict[int, str] = {}
+    name: str
+    method: str
+    device: str
+    machine: Machine
+    cap: int = 0
+    most: int = 64
+    part: int = 32
+    tried: dict[int, str] = field(default_factory=dict)
 
     def row(self, seconds: float, caps: dict[str, int]) -> dict[str, Any]:
         """Searches for at most ``seconds`` and returns the row; adds the network's cap in bytes to ``caps``."""
@@ -98,11 +107,11 @@ class Tries:
         network = build(self.name, self.device, batch=batch)
         if self.method == "ours":
             return self._ours(network)
-        forward = None
+        step: Step = network.step
         if self.method != "eager":
             levels = Levels(self.name, self.device, self.method)
-            forward = levels.prepare(network, levels.count - 1)
-        peak = _train(lambda: network.step(forward), self.device)
+            step = levels.prepare(network, levels.count - 1)
+        peak = _train(step, self.device)
         return f"its peak is {peak:,} bytes" if peak > self.cap else ""
 
     def _ours(self, network: Network) -> str:
@@ -115,8 +124,7 @@ class Tries:
             with PlannedStep(captured, plan, self.machine, limit, graph=False) as step:
                 for _ in range(2):
                     step(*network.batch)
-            if self.device == "cuda":
-                torch.cuda.synchronize()
+            synchronize(self.device)
             return ""
 
         reasons = []
@@ -155,14 +163,13 @@ def lacks_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _train(step: Callable[[], object], device: str) -> int:
+def _train(step: Step, device: str) -> int:
     """Runs two steps and returns their peak in bytes (CPU; 0 on CUDA)."""
     counter = Counter()
     with counter if device != "cuda" else nullcontext():
         for _ in range(2):  # the first creates the optimizer state
             step()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     return counter.peak
 
 

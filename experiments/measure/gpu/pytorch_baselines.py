@@ -22,7 +22,8 @@ The limit for a fraction f is eager's memory between steps plus f times the rise
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from statistics import median
 from typing import Any
@@ -43,13 +44,24 @@ from executor.memory.pinned import CUDA
 from experiments.common.bisection import largest
 from experiments.measure.conditions import sampled_conditions
 from experiments.measure.gpu.offload import Offload
-from experiments.measure.networks import Network, block_count, build, free_cache, get_planner, time_in_turns, timed
+from experiments.measure.networks import (
+    Network,
+    allocated_bytes,
+    block_count,
+    build,
+    free_cache,
+    get_planner,
+    synchronize,
+    time_in_turns,
+    timed,
+)
 from simulator import Machine, Plan, Program, simulate
 
 # Planners of the method "ours" with their options; the fastest of their plans runs.
 OURS: dict[str, dict[str, int]] = {"annealing": {"iterations": 50}, "lp_round": {"calls": 2000}, "capuchin": {}}
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # activation_memory_budget of torch.compile
 
+Step = Callable[[], Any]
 SAVED_OPERATORS = [
     getattr(torch.ops.aten, name).default
     for name in (
@@ -143,55 +155,49 @@ def warm_up(name: str, device: str) -> None:
 def trial(
     name: str,
     device: str,
-    prepare: Callable[[Network], Callable[[Tensor], Any] | None] = lambda network: None,
+    prepare: Callable[[Network], Step] = lambda network: network.step,
     setting: str = "",
     steps: int = 0,
 ) -> Trial:
-    """Trains a new network under a method and measures it.
+    """Trains a new network under a method and measures its time and peak.
 
     Args:
-        prepare: applies the method to the network; may return a function to call instead of the model.
+        name: network.
+        device: "cuda" or "cpu".
+        prepare: applies the method to the network and returns its step.
         setting: label of the setting.
-        steps: measured steps that alternate with eager steps; 0: five steps without eager ones.
+        steps: measured steps that alternate with eager steps (on the CPU without a peak); 0: five steps without them.
     """
     free_cache()
     eager_step = build_eager_step(name, device) if steps else None
-    bytes_before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    network = build(name, device)
-    forward = prepare(network)
-    return replace(_measured(device, lambda: network.step(forward), bytes_before, eager_step, steps), setting=setting)
-
-
-def _measured(
-    device: str, step: Callable[[], Any], bytes_before: int, eager_step: Callable[[], Any] | None = None, steps: int = 0
-) -> Trial:
-    """Measures time and peak of a step; with ``eager_step``, ``steps`` steps alternate with it (no peak on the CPU)."""
+    bytes_before = allocated_bytes(device)
+    step = prepare(build(name, device))
     torch.manual_seed(1)
-    cuda = device == "cuda"
-    counter = Counter()
     step()  # compiles the model and creates the optimizer state
     if eager_step:
         times, eager, peak = time_in_turns(step, eager_step, steps, device, bytes_before)
-        return Trial(median(times), peak, eager_ns=median(eager))
-    if cuda:
+        return Trial(median(times), peak, setting=setting, eager_ns=median(eager))
+    if device == "cuda":
         step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+        between = allocated_bytes(device) - bytes_before
+        times = timed(step, 5, device)
+        peak = torch.cuda.max_memory_allocated() - bytes_before
     else:
-        with counter:
+        with Counter() as counter:
             step()
-    between = torch.cuda.memory_allocated() - bytes_before if cuda else counter.count()
-    times = timed(step, 5, device)
-    peak = torch.cuda.max_memory_allocated() - bytes_before if cuda else counter.peak
-    return Trial(median(times), peak, between)
+        between = counter.count()
+        times = timed(step, 5, device)
+        peak = counter.peak
+    return Trial(median(times), peak, between, setting)
 
 
-def build_eager_step(name: str, device: str) -> Callable[[], Any]:
+def build_eager_step(name: str, device: str) -> Step:
     """Returns an eager step function of a new network whose optimizer state exists already."""
     network = build(name, device)
     network.step()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     return network.step
 
 
@@ -225,15 +231,19 @@ class Counter(TorchDispatchMode):
 # ------------------------------------------------------------------------------------------- PyTorch's own
 
 
+@dataclass
 class Levels:
     """Settings of one method, from mild to strong, each measured at most once."""
 
-    def __init__(self, name: str, device: str, method: str):
-        self.name = name
-        self.device = device
-        self.method = method
-        self.count = len(BUDGETS) if method == "compile" else block_count(name) + 1
-        self.trials: dict[int, Trial] = {}
+    name: str
+    device: str
+    method: str
+    trials: dict[int, Trial] = field(default_factory=dict)  # by level
+
+    @property
+    def count(self) -> int:
+        """Number of settings."""
+        return len(BUDGETS) if self.method == "compile" else block_count(self.name) + 1
 
     def within(self, limit: int, plans: Sequence[Plan] = ()) -> Trial:
         """Returns the mildest setting whose peak is within ``limit`` bytes; raises Unreachable."""
@@ -255,14 +265,14 @@ class Levels:
         level = next(i for i, measured in self.trials.items() if measured is chosen)
         return trial(self.name, self.device, lambda network: self.prepare(network, level), chosen.setting, steps)
 
-    def prepare(self, network: Network, level: int) -> Callable[[Tensor], Any] | None:
-        """Applies the method to the first ``level`` blocks; returns the compiled model for ``compile``."""
+    def prepare(self, network: Network, level: int) -> Step:
+        """Applies the method to the first ``level`` blocks, or compiles with a budget; returns the step."""
         if self.method == "compile":
             from torch._functorch import config
 
             torch._dynamo.reset()
             config.activation_memory_budget = BUDGETS[level]
-            return torch.compile(network.model)
+            return partial(network.step, torch.compile(network.model))
         if self.device == "cuda" and self.method in ("offload", "save_on_cpu"):
             CUDA.drop()  # these methods pin their own memory
         selected = partial(create_selective_checkpoint_contexts, SAVED_OPERATORS)
@@ -274,7 +284,7 @@ class Levels:
         }[self.method]
         for block in network.blocks[:level]:
             block.forward = wrap(block.forward)  # type: ignore[method-assign]
-        return None
+        return network.step
 
 
 def _saved_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -288,17 +298,27 @@ def _saved_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------------- ours
 
 
+@dataclass
 class Ours:
-    """Runs planned steps on the measured profile: tries known plans first, then plans for lower limits."""
+    """Runs planned steps on the measured profile: tries known plans first, then plans for lower limits.
 
-    def __init__(self, name: str, device: str, machine: Machine, program: Program | None, tries: int = 4):
-        self.name = name
-        self.device = device
-        self.machine = machine
-        self.program = program
-        self.tries = tries  # plans for lower limits, besides the known plans
-        self.aim = 0  # planned bytes of the last call of ``at``
-        self.plans: dict[int, Plan] = {}  # by planned bytes
+    Attributes:
+        name: network.
+        device: "cuda" or "cpu".
+        machine: machine to plan for.
+        program: the step with measured durations; None: measured before the first plan.
+        tries: number of plans for lower limits, besides the known plans.
+        aim: planned bytes of the last call of ``at``.
+        plans: plans by planned bytes.
+    """
+
+    name: str
+    device: str
+    machine: Machine
+    program: Program | None
+    tries: int = 4
+    aim: int = 0
+    plans: dict[int, Plan] = field(default_factory=dict)
 
     def within(self, limit: int, plans: Sequence[Plan] = ()) -> Trial:
         """Returns a planned step whose measured peak is within ``limit`` bytes; raises Unreachable."""
@@ -319,22 +339,25 @@ class Ours:
 
     def at(self, aim: int, steps: int = 0) -> Trial:
         """Measures a step planned for ``aim`` bytes; with ``steps``, alternating with as many eager steps."""
-        free_cache()
-        self.aim, eager_step = aim, build_eager_step(self.name, self.device) if steps else None
-        bytes_before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
-        network = build(self.name, self.device)
-        try:
+        self.aim = aim
+
+        def prepare(network: Network) -> Step:
             captured = network.captured(self.machine)
             if self.program is None:
                 self.program = with_measured_durations(captured, self.device, self.machine).program
             plan = self.plans[aim] = self.plans.get(aim) or best_plan(self.program, self.machine, aim)
             step = PlannedStep(replace(captured, program=self.program), plan, self.machine, aim, graph=False)
-            with step:
-                result = _measured(self.device, lambda: step(*network.batch), bytes_before, eager_step, steps)
+            opened.append(stack.enter_context(step))
+            return lambda: step(*network.batch)
+
+        opened: list[PlannedStep] = []
+        try:
+            with ExitStack() as stack:
+                result = trial(self.name, self.device, prepare, steps=steps)
         except (CaptureError, ProfileError, StepError) as error:
             raise Unreachable(str(error)) from error
-        setting = f"{plan.planner}, planned for {aim:,} bytes"
-        return replace(result, setting=setting, peak=result.peak if self.device == "cuda" else step.peak_bytes)
+        setting = f"{self.plans[aim].planner}, planned for {aim:,} bytes"
+        return replace(result, setting=setting, peak=result.peak if self.device == "cuda" else opened[0].peak_bytes)
 
 
 def with_measured_durations(captured: Captured, device: str, machine: Machine, **options: int) -> Captured:

@@ -25,7 +25,7 @@ from experiments.measure.gpu.pytorch_baselines import build_eager_step
 from experiments.measure.gpu.stages import Run, base_machine, run_stages, with_host
 from experiments.measure.gpu.traces import copy_speeds, traced
 from experiments.measure.gpu.training import Case, time_beside_eager, without_batch_swaps
-from experiments.measure.networks import build, get_planner, limit_of
+from experiments.measure.networks import allocated_bytes, build, get_planner, limit_of
 from experiments.measure.record import Record
 from experiments.measure.settings import parse
 from simulator import Machine, Plan, Program, simulate
@@ -240,7 +240,7 @@ def time_planned(probe: Probe, name: str, fraction: float, graph: bool, profiles
 
     def measured() -> dict[str, Any]:
         eager = build_eager_step(name, device)
-        held_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
+        held_bytes = allocated_bytes(device)
         network = build(name, device)
         try:
             captured = network.captured(machine, check=not profiles)

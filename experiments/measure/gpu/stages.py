@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from experiments.common.workers import Pool
 from experiments.measure.conditions import deterministic, sampled_conditions
-from experiments.measure.gpu import pytorch_baselines as baselines, results, training
+from experiments.measure.gpu import pytorch_baselines as baselines, results
 from experiments.measure.gpu.largest_batch import Tries
 from experiments.measure.gpu.pytorch_baselines import Trial, Unreachable, best_plan, trial
-from experiments.measure.gpu.training import Case, train_capped
+from experiments.measure.gpu.training import Case, Training, eager_bits, without_batch_swaps
 from experiments.measure.measured_step import measured_step
 from experiments.measure.networks import build, free_cache, get_planner, host_bytes, limit_of, own_batch
 from experiments.measure.record import DEATHS, LATE, Record
@@ -358,22 +358,22 @@ def train(run: Run) -> None:
     settings = run.settings
     machine = run.machine
     device = run.settings.device
-    bits_of = cache(training.eager_bits)
     plans = planned(run, settings.train)
     pin_largest(run, plans)
 
     def measured(case: Case, plan: Plan, graph: bool) -> dict[str, Any]:
-        eager = bits_of(case.workload, device)
-        row = train_capped(device, case, plan, machine, training.train_beside_eager, count=settings.steps, graph=graph)
+        eager = eager_bits(case.workload, device)
+        trained = Training(device, case, plan, machine, graph)
+        row = trained.within_cap(partial(trained.beside_eager, count=settings.steps))
         if "failed" in row:
             return row
         with deterministic():
-            bits = train_capped(device, case, plan, machine, training.losses_only, graph=graph)
+            bits = trained.within_cap(trained.losses)
         timeline = simulate(case.program, plan, machine.in_graph() if graph else machine, case.limit)
         row |= {
             "equal": bits.get("losses") == eager["losses"],
             "eager_equal": eager["equal"],
-            "not_deterministic": eager["loose"],
+            "not_deterministic": eager["nondeterministic"],
             "measured_peak": row.get("device_peak", row["ledger"]),
             "predicted_ns": timeline.iteration_ns if device == "cuda" else None,
             "predicted_peak": timeline.peak_bytes,
@@ -387,7 +387,7 @@ def train(run: Run) -> None:
     for case, plan in plans:
         run.record.measure(key_of("train", case, plan), partial(measured, case, plan, False), limit=case.limit)
         if plan.planner in settings.graph:
-            graph, plan = training.without_batch_swaps(case, plan)
+            graph, plan = without_batch_swaps(case, plan)
             run.record.measure(key_of("graph", graph, plan), partial(measured, graph, plan, True), limit=graph.limit)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -15,7 +16,7 @@ from executor import CaptureError, PlannedStep
 from executor.capture.profile import shape_of
 from experiments.measure.conditions import deterministic, sampled_conditions
 from experiments.measure.gpu.pytorch_baselines import build_eager_step
-from experiments.measure.networks import Network, build, cap_memory, free_cache, time_in_turns
+from experiments.measure.networks import Network, allocated_bytes, build, cap_memory, free_cache, time_in_turns
 from simulator import Machine, Plan, Program, Swap
 from simulator.plan import PlanError
 from simulator.schedule import lower
@@ -45,90 +46,90 @@ def without_batch_swaps(case: Case, plan: Plan) -> tuple[Case, Plan]:
     return replace(case, limit=max(case.limit, lower(case.program, plan).required_bytes)), plan
 
 
+@cache
 def eager_bits(name: str, device: str) -> dict[str, Any]:
     """Returns losses of eager steps, whether they repeat bit by bit, and the non-deterministic operators."""
     with deterministic() as operators:
         first_losses, second_losses = (losses(build(name, device).step) for _ in range(2))
-    return {"losses": second_losses, "equal": first_losses == second_losses, "loose": operators}
+    return {"losses": second_losses, "equal": first_losses == second_losses, "nondeterministic": operators}
 
 
-def train_capped(
-    device: str, case: Case, plan: Plan, machine: Machine, run: Callable[..., dict[str, Any]], **options: Any
-) -> dict[str, Any]:
-    """Calls ``run`` with the smallest of CAPS under which its steps run; returns its row or the reason of failure."""
-    failed = ""
-    for cap in CAPS if device == "cuda" else (1.0,):
+@dataclass(frozen=True)
+class Training:
+    """Training of a workload under a plan.
+
+    Attributes:
+        graph: replay the planned step as a CUDA graph; on the CPU it runs kernel by kernel.
+    """
+
+    device: str
+    case: Case
+    plan: Plan
+    machine: Machine
+    graph: bool = False
+
+    def within_cap(self, run: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the row of ``run`` with the smallest of CAPS under which its steps run, or the reason of failure."""
+        failed = ""
+        for cap in CAPS if self.device == "cuda" else (1.0,):
+            try:
+                return {**run(cap), "cap": cap}
+            except (RuntimeError, PlanError) as error:  # includes StepError and torch.OutOfMemoryError
+                failed = f"within {cap} times the limit: {error}"
+        return {"failed": failed}
+
+    @contextmanager
+    def step(self, cap: float) -> Iterator[tuple[PlannedStep, Network, Callable[[bool], None]]]:
+        """Caps PyTorch's memory at ``cap`` times the limit, in addition to what is reserved, and builds a planned step.
+
+        A graph gets no cap, because its memory is one driver allocation of which PyTorch counts whole segments per
+        tensor.
+
+        Yields:
+            The step, its network, and a function that sets (True) or lifts (False) the cap.
+
+        Raises:
+            CaptureError: if the captured step differs from the profiled one.
+        """
+        free_cache()
+        case = self.case
+        graph = self.graph and self.device == "cuda"
+        cap_bytes = cap * case.limit + (torch.cuda.memory_reserved() if self.device == "cuda" else 0)
+
+        def set_cap(is_capped: bool) -> None:
+            cap_memory(cap_bytes if is_capped and not graph else None, self.device)
+
         try:
-            return {**run(device, case, plan, machine, cap, **options), "cap": cap}
-        except (RuntimeError, PlanError) as error:  # includes StepError and torch.OutOfMemoryError
-            failed = f"within {cap} times the limit: {error}"
-    return {"failed": failed}
+            network = build(case.workload, self.device)
+            captured = network.captured(self.machine)
+            if shape_of(captured.program).fingerprint != shape_of(case.program).fingerprint:
+                raise CaptureError(
+                    f"{case.workload}: the captured step differs from the profiled one; profile it on this host"
+                )
+            set_cap(True)
+            captured = replace(captured, program=case.program)
+            with PlannedStep(captured, self.plan, self.machine, case.limit, graph=graph) as step:
+                yield step, network, set_cap
+        finally:
+            set_cap(False)
 
+    def losses(self, cap: float) -> dict[str, Any]:
+        """Returns the losses of the first steps, with PyTorch's memory capped at ``cap`` times the limit."""
+        with self.step(cap) as (step, network, _):
+            return {"losses": losses(lambda: step(*network.batch))}
 
-@contextmanager
-def capped_step(
-    device: str, case: Case, plan: Plan, machine: Machine, cap: float, graph: bool
-) -> Iterator[tuple[PlannedStep, Network, Callable[[bool], None]]]:
-    """Caps PyTorch's memory at ``cap`` times the limit, in addition to what is reserved, and builds a planned step.
-
-    A graph gets no cap, because its memory is one driver allocation of which PyTorch counts whole segments per tensor.
-    On the CPU the step runs kernel by kernel.
-
-    Yields:
-        The step, its network, and a function that sets (True) or lifts (False) the cap.
-
-    Raises:
-        CaptureError: if the captured step differs from the profiled one.
-    """
-    free_cache()
-    graph = graph and device == "cuda"
-    cap_bytes = cap * case.limit + (torch.cuda.memory_reserved() if device == "cuda" else 0)
-
-    def set_cap(is_capped: bool) -> None:
-        cap_memory(cap_bytes if is_capped and not graph else None, device)
-
-    try:
-        network = build(case.workload, device)
-        captured = network.captured(machine)
-        if shape_of(captured.program).fingerprint != shape_of(case.program).fingerprint:
-            raise CaptureError(
-                f"{case.workload}: the captured step differs from the profiled one; profile it on this host"
-            )
-        set_cap(True)
-        with PlannedStep(replace(captured, program=case.program), plan, machine, case.limit, graph=graph) as step:
-            yield step, network, set_cap
-    finally:
-        set_cap(False)
-
-
-def losses_only(
-    device: str, case: Case, plan: Plan, machine: Machine, cap: float, graph: bool = False
-) -> dict[str, Any]:
-    """Returns the losses of the first steps under a plan, with PyTorch's memory capped at ``cap`` times the limit."""
-    with capped_step(device, case, plan, machine, cap, graph) as (step, network, _):
-        return {"losses": losses(lambda: step(*network.batch))}
-
-
-def train_beside_eager(
-    device: str, case: Case, plan: Plan, machine: Machine, cap: float, count: int, graph: bool = False
-) -> dict[str, Any]:
-    """Times capped steps under a plan that alternate with eager steps (see ``time_beside_eager``).
-
-    Args:
-        cap: memory cap as a multiple of the limit.
-        count: measured steps of each kind.
-        graph: replay the planned step as a CUDA graph and report its memory; on the CPU it runs kernel by kernel.
-    """
-    eager = build_eager_step(case.workload, device)
-    free_cache()
-    held_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
-    with capped_step(device, case, plan, machine, cap, graph) as (step, network, set_cap):
-        row = time_beside_eager(step, network.batch, eager, count, device, held_bytes, set_cap)
-    row |= {"held": held_bytes, "pinned_bytes": step.pinned_bytes}
-    if step.graph and (captured := step.graph.graph):
-        row |= {"footprint": captured.footprint, "captures": step.graph.captures}
-        row["device_peak"] += captured.footprint - captured.counted_bytes
-    return row
+    def beside_eager(self, cap: float, count: int) -> dict[str, Any]:
+        """Times ``count`` capped steps that alternate with eager steps (see ``time_beside_eager``)."""
+        eager = build_eager_step(self.case.workload, self.device)
+        free_cache()
+        held_bytes = allocated_bytes(self.device)
+        with self.step(cap) as (step, network, set_cap):
+            row = time_beside_eager(step, network.batch, eager, count, self.device, held_bytes, set_cap)
+        row |= {"held": held_bytes, "pinned_bytes": step.pinned_bytes}
+        if step.graph and (captured := step.graph.graph):
+            row |= {"footprint": captured.footprint, "captures": step.graph.captures}
+            row["device_peak"] += captured.footprint - captured.counted_bytes
+        return row
 
 
 def time_beside_eager(

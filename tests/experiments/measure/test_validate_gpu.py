@@ -21,12 +21,12 @@ from agents.deadline import TimeUp, within
 from executor import CaptureError
 from executor.capture.profile import ProfileError
 from experiments.measure import runner
-from experiments.measure.gpu import pytorch_baselines, stages, training
+from experiments.measure.gpu import pytorch_baselines, stages
 from experiments.measure.gpu.offload import Offload
 from experiments.measure.gpu.pytorch_baselines import Counter, Levels, Unreachable
 from experiments.measure.gpu.results import summary
 from experiments.measure.gpu.stages import Run, make_plans
-from experiments.measure.gpu.training import Case
+from experiments.measure.gpu.training import Case, Training, eager_bits, without_batch_swaps
 from experiments.measure.measured_step import MeasuredStep
 from experiments.measure.networks import BLOCKS, NETWORKS, build, time_in_turns
 from experiments.measure.published import steps
@@ -161,9 +161,8 @@ def test_crashing_items_are_retried_once_then_skipped(tmp_path):
         rows.start(kind="replay", workload="a", planner="b")  # the process dies here
         assert read_json(tmp_path / "out" / "under_way.json")["deaths"] == deaths
     (row,) = record(tmp_path).rows
-    assert row["failed"] == "the process died in this measurement 2 times" and record(tmp_path).has(
-        kind="replay", workload="a"
-    )
+    assert row["failed"] == "the process died in this measurement 2 times"
+    assert record(tmp_path).has(kind="replay", workload="a")
 
 
 def test_a_cuda_failure_ends_the_measurements(tmp_path, monkeypatch):
@@ -195,9 +194,8 @@ def test_a_line_that_was_cut_off_and_what_had_no_time_are_measured_again(tmp_pat
     assert [r["workload"] for r in second.rows] == ["a", "b", "c", "d"]  # rows to be retried are kept until then
     assert [second.has(kind="replay", workload=w) for w in "abcd"] == [True, False, False, True]
     second.add(kind="replay", workload="b", measured_ns=6)
-    assert [r["workload"] for r in record(tmp_path).rows] == ["a", "c", "d", "b"] and second.has(
-        kind="replay", workload="b"
-    )
+    assert [r["workload"] for r in record(tmp_path).rows] == ["a", "c", "d", "b"]
+    assert second.has(kind="replay", workload="b")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -212,6 +210,8 @@ def test_words():
     assert parse([]) == Settings() and parse(["backend=host"]) == ON_HOST
     got = parse(["limits=0.5,1", "workloads=vgg16", "stages=replay,profile", "seconds=9", "train="])
     assert got == Settings(limits=(0.5, 1.0), workloads=("vgg16",), stages=("profile", "replay"), seconds=9.0, train=())
+    with pytest.warns(DeprecationWarning, match="license="):
+        assert parse(["licence=MIT"]) == Settings(license="MIT")
 
 
 @pytest.mark.parametrize(
@@ -416,20 +416,20 @@ def test_two_steps_take_turns():
 @pytest.mark.parametrize("name", ["tiny_resnet_bf16", "tiny_llama_bf16"])
 def test_bfloat16_networks_train_bit_identically_under_a_plan(name):
     """Losses equal eager's for autocast, channels-last images and a bfloat16 decoder."""
-    eager = training.eager_bits(name, "cpu")
+    eager = eager_bits(name, "cpu")
     program = build(name, "cpu").captured(LINK).program
     persistent = sum(t.nbytes for t in program.tensors if t.persistent)
     limit = persistent + (program.peak_bytes - persistent) * 7 // 10
     plan = stages.agents.make("capuchin", min_bytes=1).plan(program, LINK, limit)
     case = Case(name, program, 0.7, limit)
-    assert training.losses_only("cpu", case, plan, LINK, 1.0)["losses"] == eager["losses"] and eager["equal"]
+    assert Training("cpu", case, plan, LINK).losses(1.0)["losses"] == eager["losses"] and eager["equal"]
     with pytest.raises(CaptureError, match=f"^{name}: the captured step differs from the profiled one"):
-        training.losses_only("cpu", replace(case, program=chain()), plan, LINK, 1.0)
+        Training("cpu", replace(case, program=chain()), plan, LINK).losses(1.0)
     if name == "tiny_resnet_bf16":
-        assert training.train_beside_eager("cpu", case, plan, LINK, 1.0, 2)["ledger"] <= limit
-    case, plan = training.without_batch_swaps(case, plan)
+        assert Training("cpu", case, plan, LINK).beside_eager(1.0, 2)["ledger"] <= limit
+    case, plan = without_batch_swaps(case, plan)
     assert plan.decisions
-    assert training.losses_only("cpu", case, plan, LINK, 1.0, graph=True)["losses"] == eager["losses"]
+    assert Training("cpu", case, plan, LINK, graph=True).losses(1.0)["losses"] == eager["losses"]
 
 
 def test_a_step_that_does_not_fit_is_profiled_kernel_by_kernel(tmp_path, monkeypatch):
