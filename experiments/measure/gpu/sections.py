@@ -282,7 +282,7 @@ def time_planned(probe: Probe, name: str, fraction: float, graph: bool, profiles
                 "peak": times["ledger"],
                 **({"allocated": times["device_peak"]} if device == "cuda" else {}),
             }
-        return {"failed": "; ".join(reasons)}
+        return {"failed": "; ".join(reasons)[:400]}
 
     def save(program: Program, plan: Plan, step: Callable[[], object]) -> None:
         saved = probe.record.out / f"{name}-{fraction}{'' if graph else '-kernels'}"

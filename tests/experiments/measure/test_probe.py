@@ -1,6 +1,8 @@
 """Tests of the probe on tiny networks: each section alone, and a command whose sections fail."""
 
+import signal
 import subprocess
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
@@ -136,6 +138,27 @@ def test_a_section_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path
     assert given == pytest.approx([seconds[0], sum(seconds[:2]), sum(seconds)], abs=30)
     out = capsys.readouterr().out
     assert "pools       15 s" in out and "costs      failed: its process ended" in out
+
+
+@pytest.mark.parametrize(("seconds", "sent"), [(60.0, [(7, signal.SIGINT)]), (None, [])])
+def test_ctrl_c_lets_a_process_end_and_ends_the_command(seconds, sent, monkeypatch):
+    """A process in a session of its own does not receive the terminal's signal."""
+    waits = iter([KeyboardInterrupt, None])
+
+    @contextmanager
+    def start(command, start_new_session):
+        assert start_new_session == (seconds is not None)
+
+        def wait(seconds=None):
+            if error := next(waits):
+                raise error
+
+        yield SimpleNamespace(pid=7, wait=wait)
+
+    signals = []
+    monkeypatch.setattr(runner.subprocess, "Popen", start)
+    monkeypatch.setattr(runner.os, "killpg", lambda *arguments: signals.append(arguments))
+    assert runner.run_process("nothing", [], seconds) == runner.Status.STOPPED and signals == sent
 
 
 def test_each_of_the_two_commands_takes_less_than_seven_minutes():
