@@ -33,6 +33,7 @@ from experiments.measure.published import steps
 from experiments.measure.record import LATE, STOPPED, Broken, Record
 from experiments.measure.runner import Status
 from experiments.measure.settings import ON_HOST, STAGES, Settings, UsageError, parse
+from experiments.validate_gpu import probe
 from experiments.validate_gpu.__main__ import main
 from simulator import Machine, Plan, Program
 from simulator.files import load_json, read_json
@@ -199,9 +200,10 @@ def test_a_line_that_was_cut_off_and_what_had_no_time_are_measured_again(tmp_pat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("command", [main, probe.main])
+def test_without_a_gpu(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([]) == 2
+    assert command([]) == 2
     assert "backend=host" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
