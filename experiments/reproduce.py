@@ -224,7 +224,7 @@ def _key(task: Row) -> str:
 def code(figure_name: str) -> str:
     """Returns the SHA-256 of the code and workload settings that a figure's rows depend on."""
     root = cli.CONFIGS.parent
-    packages = ("simulator", "envs", "agents", "executor", "experiments/workloads", "experiments/measured")
+    packages = ("simulator", "envs", "agents", "executor", "experiments/workloads", "experiments/measure")
     shared = ("__init__", "core", "figure", "home_networks", "layerwise")  # modules of several papers
     kinds = ("*.py", "*.yaml")
     files = [path for package in packages for kind in kinds for path in (root / package).rglob(kind)]

@@ -33,12 +33,12 @@ def main(options: Sequence[str]) -> int:
             done = subprocess.run(command, cwd=ROOT, timeout=SECONDS, check=False, stdout=subprocess.PIPE, text=True)
             output = done.stdout
             status = done.returncode
-            said = f"failed (exit status {status})" if status else "skipped" if " skipped" in output else "passed"
+            outcome = f"failed (exit status {status})" if status else "skipped" if " skipped" in output else "passed"
         except subprocess.TimeoutExpired as error:
             output = (error.stdout or b"").decode()
-            said = f"failed: stopped after {SECONDS} s"
+            outcome = f"failed: stopped after {SECONDS} s"
         print(output, flush=True)
-        lines.append(f"{said:28} {time.monotonic() - begin:6.0f} s  {file}")
+        lines.append(f"{outcome:28} {time.monotonic() - begin:6.0f} s  {file}")
         print(lines[-1], flush=True)
     print("\n" + "\n".join(lines))
     return int(not all(line.startswith("passed") for line in lines))

@@ -9,8 +9,8 @@ import pytest
 from agents.floor import floor
 from executor.replay.streams import circle
 from executor.training.issue_order import order
-from experiments.benchmark import simpy_model
 from experiments.common.report import mode_mismatch
+from experiments.measure.speed import simpy_model
 from simulator import Job, Plan, PlanError, Rerun, decisions, modes, simulate, simulate_jobs
 from simulator.compiled.encoding import RERUN, decisions_of, rows_of, way_of
 from simulator.decisions import Evict

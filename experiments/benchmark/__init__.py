@@ -1,1 +1,1 @@
-"""Benchmark of agents on named tasks, and the speed suite (`make bench`) with its SimPy baseline."""
+"""Command that benchmarks agents and times the code base; the timings: experiments/measure/speed."""

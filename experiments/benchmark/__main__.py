@@ -22,16 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from experiments import reproduce
 from experiments.common import cli
 
-SPEED = "speed"
-CORE = "core"
-SUITES = (CORE, "checkmate", SPEED)
-
 
 @cli.entry("benchmark")
 def main(cfg: DictConfig) -> None:
     """Runs the chosen suite: prints timings, or computes and draws the figure of its scores."""
-    suite = cli.choice(cfg, "suite", SUITES)
-    if suite == SPEED:
+    suite = cli.choice(cfg, "suite", ("core", "checkmate", "speed"))
+    if suite == "speed":
         print(json.dumps(speed(cfg), indent=1))
         return
     settings = cli.to_dict(OmegaConf.load(reproduce.CONFIGS / f"{suite}.yaml"))
@@ -46,8 +42,8 @@ def speed(cfg: DictConfig) -> dict[str, Any]:
     """Runs the suite ``speed``; raises UsageError if a setting of the other suites is given."""
     for key in ("agents", "quick", "jobs", "out"):
         if cfg[key]:
-            raise cli.UsageError(f"{key}: not a setting of suite={SPEED}; use {SPEED}.KEY")
-    from experiments.benchmark.speed import run_suite
+            raise cli.UsageError(f"{key}: not a setting of suite=speed; use speed.KEY")
+    from experiments.measure.speed.suite import run_suite
 
     return run_suite(cfg.speed)
 
@@ -56,8 +52,8 @@ def requested_agents(cfg: DictConfig, suite: str, settings: dict[str, Any]) -> d
     """Returns the agents of ``agents=`` (names of the suite or "module:Class"), or None; raises UsageError."""
     if cfg.agents is None:
         return None
-    if suite != CORE:
-        raise cli.UsageError(f"agents: only suite={CORE} accepts agents, not suite={suite}")
+    if suite != "core":
+        raise cli.UsageError(f"agents: only suite=core accepts agents, not suite={suite}")
     requested = [str(name) for name in (cli.values(cfg, "agents") if OmegaConf.is_list(cfg.agents) else [cfg.agents])]
     options = settings["agents"]
     for name in requested:

@@ -30,8 +30,8 @@ from executor.compiled.backend import CPU
 from experiments.common import cli
 from experiments.common.report import Row, warm_up
 from experiments.figures.figure import Figure, Rows, span
+from experiments.measure.networks import timed
 from experiments.plotting.charts import Axis, Chart, Line, Panel
-from experiments.validate_gpu.networks import timed
 from experiments.workloads.llama import Llama, SwiGLU
 from experiments.workloads.resnet import Plain
 from experiments.workloads.transformers import GPT2, ViT

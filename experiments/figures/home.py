@@ -21,7 +21,7 @@ from experiments.common.report import Row
 from experiments.figures import home_networks as home, published
 from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.home_networks import ASPLOS, LOOKS, METHODS, NETWORKS, TABLE2
-from experiments.measured.replays import FOLDER, Replay, replays
+from experiments.measure.published.replays import FOLDER, Replay, replays
 from experiments.plotting.charts import ONE, Axis, Bars, Chart, Line, Mark, Panel, Rule, Words, pairs
 from experiments.plotting.palette import INK, Look, look
 from simulator.compiled.engine import simulate

@@ -81,14 +81,14 @@ class Measured(Figure):
 
     def run(self, task: Row, machine: Machine) -> Row:
         if task["part"] == "plans":
-            from experiments.measured import plans
+            from experiments.measure.published import plans
 
             return {"rows": plans.rows(limits=(task["limit"],), calls=task["calls"])}
         if task["part"] == "peaks":
-            from experiments.measured import peaks
+            from experiments.measure.published import peaks
 
             return peaks.row(peaks.points()[task["point"]])
-        from experiments.measured import fit, steps  # PyTorch
+        from experiments.measure.published import fit, steps  # PyTorch
 
         if task["part"] == "fit":
             fitted = fit.h100()
@@ -96,15 +96,15 @@ class Measured(Figure):
             held_out = fitted.held_out
             return {
                 "error": fitted.errors.spread,
-                "middle": fitted.errors.middle,
-                "held_out": {"kernels": held_out.kernels, "middle": held_out.middle, "spread": held_out.spread},
+                "middle": fitted.errors.median,
+                "held_out": {"kernels": held_out.kernels, "middle": held_out.median, "spread": held_out.spread},
                 "networks": [network._asdict() for network in fit.h200().networks],
             }
         path = DATA / task["file"]
         if path.name == STEPS:
             return {
                 "kind": "whole",
-                "rows": [[f"{s.machine}: {s.name}", s.what, s.measured, s.ours, s.control] for s in steps.published()],
+                "rows": [list(step) for step in steps.published()],
             }
         if path.stem == steps.BY_KIND:
             return {"kind": "kinds", "label": "v100: resnet50, 32, float32, NCHW", "rows": _rounded(steps.by_kind())}
@@ -200,7 +200,7 @@ def _digest(path: Path) -> str:
 
 
 def _rounded(rows: list[Any]) -> list[list[Any]]:
-    return [[row.name, row.kind, *(round(us, 3) for us in (row.measured, row.ours, row.control))] for row in rows]
+    return [[row.name, row.kind, *(round(us, 3) for us in (row.measured, row.modeled, row.control))] for row in rows]
 
 
 def all_steps(rows: Rows) -> Rows:
@@ -262,7 +262,7 @@ def means(points: Rows) -> dict[str, Row]:
     """Returns the estimators that have an error, ours first, as ``experiments.measured.peaks.means`` does."""
     if not points:
         return {}
-    from experiments.measured import peaks  # PyTorch
+    from experiments.measure.published import peaks  # PyTorch
 
     return {name: mean for name, mean in peaks.means(points).items() if mean["of"]}
 

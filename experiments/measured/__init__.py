@@ -1,1 +1,1 @@
-"""Compares published GPU measurements with the simulator's predictions; data and sources: tests/data/measured."""
+"""Command that fits the kernel-time model and measures steps; its parts: experiments/measure."""

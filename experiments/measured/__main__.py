@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("fit", help="refit the coefficients in configs/machine and print their errors")
     commands.add_parser("replays", help="compare predicted and measured times of plans replayed on an H200")
     profile = commands.add_parser("profile", help="measure a network's training step")
-    profile.add_argument("network", help="name in experiments/validate_gpu/networks.py, or pkg.mod:factory")
+    profile.add_argument("network", help="name in experiments/measure/networks.py, or pkg.mod:factory")
     profile.add_argument("out", type=Path, help="JSON file to write")
     profile.add_argument("--machine", required=True, help="preset of configs/machine to compare with")
     profile.add_argument("--source", required=True, help="author or publication of the measurement, in one line")
@@ -63,18 +63,18 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _fit(options: argparse.Namespace) -> None:
-    from experiments.measured import fit
+    from experiments.measure.published import fit
 
     for fitted in (fit.h100(), fit.fit_v100(), fit.h200()):
         _print_table(*fit.table(fitted), title=fitted.machine)
-        (_, median_error, spread, total), held_out = fitted.errors, fitted.held_out
-        print(f"{fitted.machine}: error of the step {total:+.1%}")
-        if spread is not None:
-            print(f"standard deviation of ln(measured / modeled): {spread:.3f}")
-            print(f"kernels of at least 20 us: median error {median_error:.1%}")
-        if held_out:
+        errors = fitted.errors
+        print(f"{fitted.machine}: error of the step {errors.total:+.1%}")
+        if errors.spread is not None:
+            print(f"standard deviation of ln(measured / modeled): {errors.spread:.3f}")
+            print(f"kernels of at least 20 us: median error {errors.median:.1%}")
+        if held_out := fitted.held_out:
             print(
-                f"held-out kernels: standard deviation {held_out.spread:.3f}, median {held_out.middle:.1%}, "
+                f"held-out kernels: standard deviation {held_out.spread:.3f}, median {held_out.median:.1%}, "
                 f"sum {held_out.total:+.1%}, {held_out.kernels} kernels"
             )
         for net in fitted.networks:
@@ -85,7 +85,7 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _replays(options: argparse.Namespace) -> None:
-    from experiments.measured.replays import replays
+    from experiments.measure.published.replays import replays
 
     rows = replays()
     heads = ("network", "limit", "planner", "predicted", "measured", "error", "without executor costs")
@@ -121,7 +121,7 @@ def _print_table(heads: Sequence[str], lines: Iterable[Sequence[str]], title: st
 
 def _profile(options: argparse.Namespace) -> None:
     from executor.capture.profile import Cache
-    from experiments.measured.profile import profiled
+    from experiments.measure.profile import profiled
 
     if options.cache not in get_args(Cache):
         raise FormatError(f"--cache: expected one of {', '.join(get_args(Cache))}, got {options.cache!r}")

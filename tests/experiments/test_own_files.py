@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from executor.calibrate import Calibration
 from experiments import workloads
-from experiments.benchmark import speed
 from experiments.common import cli
+from experiments.measure.speed import suite as speed
 from experiments.reproduce import FigureRun
 from simulator import Machine, Program
 from tests.experiments.conftest import Run, refused, rows_in

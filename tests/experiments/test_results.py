@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 
 import agents
 from experiments import evaluate, pack, reproduce, workloads
-from experiments.benchmark import packing
 from experiments.figures import dqn
+from experiments.measure.speed import packing
 from simulator import Machine
 from simulator.pool import files, smartpool
 from tests.experiments.conftest import ROOT

@@ -21,7 +21,7 @@ from executor.capture.captured import Captured
 from executor.capture.cuda_semantics import Attention, select_backend
 from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.reach import CaptureError
-from experiments.validate_gpu.networks import build
+from experiments.measure.networks import build
 from simulator.machine import Machine
 from simulator.program import Program
 

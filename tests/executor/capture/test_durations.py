@@ -11,7 +11,7 @@ from torch import nn
 
 from executor.capture.capture import capture
 from executor.capture.durations import Precision
-from experiments.measured import steps
+from experiments.measure.published import steps
 from experiments.workloads import resnet
 from simulator import Machine
 from simulator.files import FormatError

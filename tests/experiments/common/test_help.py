@@ -12,7 +12,7 @@ import pytest
 from experiments.__main__ import COMMANDS
 from experiments.common import help as helping
 from experiments.common.cli import CONFIGS
-from experiments.validate_gpu.settings import Settings
+from experiments.measure.settings import Settings
 from tests.experiments.conftest import ROOT, Run
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))

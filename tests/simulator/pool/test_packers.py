@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from experiments.benchmark.packing import perfect, scattered
+from experiments.measure.speed.packing import perfect, scattered
 from simulator.pool import Intervals, Packing, optimal, portfolio, smartpool
 from simulator.pool.files import load
 from simulator.pool.skyline import Verdict

@@ -1,0 +1,1 @@
+"""Timings of the simulator, searches, environments, allocators and planned steps (suite ``speed``)."""
