@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_unflatten
 
 from executor.capture.batches import flatten, tensors_in
-from executor.capture.capture import checks
+from executor.capture.capture import register_check
 from executor.capture.captured import Captured
 from executor.capture.optimizers import FLAGS
 from executor.capture.python_values import is_scalar, preserve_random_states
@@ -46,6 +46,7 @@ class CheckNotRun(UserWarning):
     """Warns that the differential check could not run; the message gives the reason."""
 
 
+@register_check
 def check(captured: Captured) -> None:
     """Compares the effects of a captured step with those of the user's step.
 
@@ -331,6 +332,3 @@ class _NoModules(nullcontext[None]):
     def register_user_hooks(self, *_: Any) -> None: ...
 
     def clear_user_hooks(self) -> None: ...
-
-
-checks.append(check)
