@@ -28,7 +28,7 @@ from executor.capture.captured import Captured
 from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.profile import Profile, with_profile
 from executor.capture.profiler import measure
-from executor.card import Loop, card_peak
+from executor.device_memory import Loop, card_peak
 from executor.memory.pinned import available
 from executor.training.bindings import device_of
 from executor.training.graph import NoGraph, OverLimit, beside_bytes, not_by_default
@@ -306,8 +306,8 @@ def fit(
         example_batch: ``(x, y)``, ``(inputs…, y)``, a mapping or another object; only shapes and types matter. With
             ``accumulate`` it may hold the pairs of a step (assumed if x and y are pairs themselves).
         memory: bytes or a size such as ``"24GiB"``: on a GPU device memory, including allocator, libraries and CUDA
-            context (executor/card.py), on the CPU tensors only. Or a fraction (at most 1) of the tensor memory that the
-            example's step needs without a plan.
+            context (executor/device_memory.py), on the CPU tensors only. Or a fraction (at most 1) of the tensor memory
+            that the example's step needs without a plan.
         machine: preset name, YAML file or Machine; default: the GPU's preset, on the CPU gtx1080ti.
         planner: name in ``agents.PLANNERS``, or a function that returns a plan; not called if the step fits as is.
         profile: "measure" times kernels on the model's device (default on a GPU); a Profile holds times for this shape

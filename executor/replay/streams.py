@@ -25,7 +25,7 @@ from simulator.machine import Machine
 from simulator.plan import Decision, Plan, Swap
 from simulator.pool import Lifetimes, Packing, timeline_lifetimes
 from simulator.pool.packed import pack_within
-from simulator.pool.pinned_places import Held
+from simulator.pool.pinned_places import PinnedSlots
 from simulator.program import Kernel, Program
 from simulator.schedule import Schedule, lower
 from simulator.timeline import Span, Timeline
@@ -219,7 +219,7 @@ class _CircleBuilder:
         self.gap = {j: self._gap(j) for jobs in (*self.outs.values(), *self.ins.values()) for j in jobs}
         self._find_residencies(lives, packing)
         self._contents()
-        self.pinned = Held(
+        self.pinned = PinnedSlots(
             {t: [self.begins[j] for j in jobs] for t, jobs in self.outs.items()},
             {t: [self.ends[j] for j in jobs] for t, jobs in self.ins.items()},
             [t.nbytes for t in self.program.tensors],

@@ -13,7 +13,7 @@ swapped-out storage. Views of persistent tensors are created when these are boun
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -29,6 +29,12 @@ from executor.training.direct_calls import direct
 from simulator.schedule import Schedule, Step
 
 Call = tuple[int | slice, Callable[..., Any], Callable[[list[Any]], Any], dict[str, Any]]
+
+
+def run_calls(calls: Iterable[Call], table: list[Any]) -> None:
+    """Runs calls in order and stores their results in the table."""
+    for out, function, get, options in calls:
+        table[out] = function(*get(table), **options)
 
 
 class Calls:

@@ -19,20 +19,20 @@ from executor.capture.state import view_memory
 from executor.memory import ALIGNMENT
 from executor.memory.engines import Engines, TransferError, engines_for
 from executor.training.bindings import Binding, compare, device_of, inputs_of, layout_of
-from executor.training.issue_order import Move, Order
+from executor.training.issue_order import Move, MoveKind, Order
 from executor.training.memory_source import Block, Blocks, HostMemory, StepError, is_movable, is_shared
 from executor.training.node_calls import Call, Calls
 from executor.training.progress import BEGIN, NOW, UNDO, Part, Progress, Random, parts
 from simulator.schedule import Schedule
 
-Action = tuple[Callable[[Any], None], Any]
+Action = tuple[Callable[[Any], None], Any, MoveKind | None]  # function, its argument, and which move it is, if any
 
 
 class WorkItem(NamedTuple):
     """Work of one schedule step: a kernel or a recomputation.
 
     Attributes:
-        before, after: actions, such as moves, each with its argument.
+        before, after: actions: moves, and changes of the grad mode and of random states.
         charged: bytes allocated, workspace included.
         freed: bytes freed at its end.
         calls: calls of its operator and views.
@@ -251,28 +251,29 @@ class StepState:
             forward = kernels[kernel].phase == "forward"
             if forward is not grad_mode:
                 grad_mode = forward
-                before.append((torch._C._set_grad_enabled, forward))
+                before.append((torch._C._set_grad_enabled, forward, None))
             if item.step.again:
                 if kernel in repeated:
-                    before.append((random.replay, kernel))
-                    first.append((random.restore, NOW))
+                    before.append((random.replay, kernel, None))
+                    first.append((random.restore, NOW, None))
             else:
                 if kernel in starts:
-                    before.append((random.restore_defaults, starts[kernel]))
+                    before.append((random.restore_defaults, starts[kernel], None))
                 if kernel in repeated:
-                    before.append((random.save, kernel))
+                    before.append((random.save, kernel, None))
                 if (flag := calls.skip_flags.get(kernel)) is not None:
-                    first.append((self.skipping.decide, flag))
+                    first.append((self.skipping.decide, flag, None))
                 if kernel in random_keys:
-                    first.append((random.save, random_keys[kernel]))
+                    first.append((random.save, random_keys[kernel], None))
                 if kernel == last and end is not None:
-                    after.append((random.restore_defaults, end))
+                    after.append((random.restore_defaults, end, None))
                 if not graph and (loss := calls.losses.get(kernel)) is not None:  # the plan may free it at once
                     step_calls = [*step_calls, (loss, self.progress.keep_loss, itemgetter(slice(loss, loss + 1)), {})]
                 if kernel in calls.skipped:
                     self.skipping.calls[len(self.work)] = calls.skipped[kernel]
-            work = tuple(before), item.charged, tuple(step_calls), clear, item.freed, (*first, *after)
-            self.work.append(WorkItem(*work))
+            self.work.append(
+                WorkItem(tuple(before), item.charged, tuple(step_calls), clear, item.freed, (*first, *after))
+            )
 
     def _actions(self, moves: tuple[Move, ...]) -> list[Action]:
         """Converts moves to actions."""
@@ -290,7 +291,7 @@ class StepState:
             if memory[b].nbytes:
                 block = blocks.blocks[memory[b].owner]
                 with_slots = block, self.calls.slots_of_block.get(b, ())
-                actions.append((methods[kind], with_slots if kind in ("out", "release") else block))
+                actions.append((methods[kind], with_slots if kind in ("out", "release") else block, kind))
         return actions
 
 

@@ -4,8 +4,8 @@ Parts, in bytes: tensors of the step (the program); tensors that the training lo
 and temporaries on CUDA (``updates``); library workspaces; rounding, splitting and caching of the caching allocator
 (simulator/pool/online/caching.py); the CUDA context (the machine's preset).
 
-The iterations of the loop become one stream of mallocs and frees, from a cold allocator. Sources: executor/CARD.md. A
-step captured on a GPU has the GPU's operators; on the CPU capture with ``as_cuda``.
+The iterations of the loop become one stream of mallocs and frees, from a cold allocator. A step captured on a GPU has
+the GPU's operators; on the CPU capture with ``as_cuda``. Sources: executor/DEVICE_MEMORY.md.
 """
 
 from __future__ import annotations
