@@ -32,8 +32,8 @@ from simulator.compiled.jit import jit
 
 ARENAS = 32  # that may be open at a time
 CHUNK = 128 << 20  # bytes of physical memory behind an aliased arena
-# PyTorch may free memory after the interpreter has shut down, so these arrays are never freed, and native code knows them
-# by their addresses.
+# PyTorch may free memory after the interpreter has shut down, so these arrays are never freed, and native code has
+# their addresses.
 _STATE = np.zeros(
     1,
     [
