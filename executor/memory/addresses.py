@@ -151,13 +151,7 @@ def functions() -> tuple[Any, Any]:
             _record_free(table, address)
             _exchange(lock, 0)
 
-    for item in (
-        allocate,
-        free,
-        _STATE,
-        _TABLE,
-        _LOG,
-    ):  # immortal: PyTorch frees memory after the interpreter has shut down
+    for item in (allocate, free, _STATE, _TABLE, _LOG):  # makes them immortal
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
     return allocate, free
 

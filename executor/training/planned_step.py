@@ -37,7 +37,7 @@ from executor.training.issue_order import order
 from executor.training.memory_check import Allocator, FirstStepObserver
 from executor.training.memory_source import Place
 from executor.training.node_calls import Calls, run_calls
-from executor.training.progress import BEGIN, UNDO, Interrupt, Part
+from executor.training.progress import Interrupt, Part, RandomKey
 from executor.training.work import StepState
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
@@ -299,23 +299,26 @@ class PlannedStep:
         with Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             try:
                 self._begin(part, batch, table)
-                for index, item in enumerate(islice(state.work, part.begin, part.end), part.begin):
+                # Unpacked: reading six fields by name would cost 4 % of the host time around a kernel.
+                for index, (before, charged, calls, clear, freed, after) in enumerate(
+                    islice(state.work, part.begin, part.end), part.begin
+                ):
                     if index <= commit:
                         if index == commit:
                             blocks.tolerant = True
                         elif interrupt.stop:
                             raise KeyboardInterrupt
-                    for act, argument, _ in item.before:
+                    for act, argument, _ in before:
                         act(argument)
-                    blocks.used = used = blocks.used + item.charged
+                    blocks.used = used = blocks.used + charged
                     if used > peak:
                         peak = self.peak_bytes = used
-                    for out, function, get, options in item.calls:  # an empty ``**options`` would cost time
+                    for out, function, get, options in calls:  # an empty ``**options`` would cost time
                         table[out] = function(*get(table), **options) if options else function(*get(table))
-                    for slot in item.clear:
+                    for slot in clear:
                         table[slot] = None
-                    blocks.used -= item.freed
-                    for act, argument, _ in item.after:
+                    blocks.used -= freed
+                    for act, argument, _ in after:
                         act(argument)
                 is_last = part.end == len(state.work)
                 loss = progress.loss if progress.by_micro_batch else None
@@ -385,8 +388,8 @@ class PlannedStep:
         progress = self.state.progress
         is_first = progress.done == 0
         if is_first:
-            state.random.save(BEGIN)
-            state.random.states[UNDO] = state.random.states[BEGIN]
+            state.random.save(RandomKey.BEGIN)
+            state.random.states[RandomKey.UNDO] = state.random.states[RandomKey.BEGIN]
             for copies, bindings in state.host.undo:
                 torch._foreach_copy_(copies, [b.visible for b in bindings], non_blocking=True)
             progress.by_micro_batch = part is not state.whole
@@ -460,7 +463,7 @@ class PlannedStep:
                     torch._foreach_copy_([b.visible for b in bindings], copies)
                 for tensor, copy in state.undo_batch:
                     tensor.copy_(copy)
-                state.random.restore(UNDO)
+                state.random.restore(RandomKey.UNDO)
         finally:
             state.end()
 

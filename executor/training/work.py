@@ -22,7 +22,7 @@ from executor.training.bindings import Binding, compare, device_of, inputs_of, l
 from executor.training.issue_order import Move, MoveKind, Order
 from executor.training.memory_source import Block, Blocks, HostMemory, StepError, is_movable, is_shared
 from executor.training.node_calls import Call, Calls
-from executor.training.progress import BEGIN, NOW, UNDO, Part, Progress, Random, parts
+from executor.training.progress import Part, Progress, Random, RandomKey, parts
 from simulator.schedule import Schedule
 
 Action = tuple[Callable[[Any], None], Any, MoveKind | None]  # function, its argument, and which move it is, if any
@@ -132,7 +132,7 @@ class StepState:
         # Random states that the model's checkpoints restore, and those between micro-batches, under negative keys. A
         # graph takes all micro-batches in one call, and a capture cannot read random states.
         between = () if graph else (m.draw_kernel for m in captured.micro)
-        random_keys = {k: UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
+        random_keys = {k: RandomKey.UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
         self.whole, self.parts = parts(captured, order, calls, random_keys)
         self.work: list[WorkItem] = []
         self.skipping = UpdateSkipper(self.blocks, self.work)
@@ -239,8 +239,8 @@ class StepState:
         draws = self.captured.draws
         n = len(kernels)
         repeated = {item.step.kernel for item in order.items if item.step.again and calls.is_random(item.step.kernel)}
-        starts = {k: random_keys.get(source, BEGIN) for k, source in draws.items() if k < n}
-        end = random_keys.get(draws[n], BEGIN) if n in draws else None
+        starts = {k: random_keys.get(source, RandomKey.BEGIN) for k, source in draws.items() if k < n}
+        end = random_keys.get(draws[n], RandomKey.BEGIN) if n in draws else None
         last = max((k for k in range(n) if calls.is_random(k)), default=-1)
         grad_mode = False
         for item, (step_calls, clear) in zip(order.items, calls.steps, strict=True):
@@ -255,7 +255,7 @@ class StepState:
             if item.step.again:
                 if kernel in repeated:
                     before.append((random.replay, kernel, None))
-                    first.append((random.restore, NOW, None))
+                    first.append((random.restore, RandomKey.NOW, None))
             else:
                 if kernel in starts:
                     before.append((random.restore_defaults, starts[kernel], None))
