@@ -30,25 +30,14 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.report import size
 
-FORMAT = "calibration/3"
-SMALLEST = 2**12
+SMALLEST = 2**12  # copy, in bytes; each size is four times the one before
 LARGEST = 2**30
-# largest copy for latencies, smallest copy for rates, in bytes
-LATENCY_UPTO = 2**18
-RATE_FROM = 2**24
+LATENCY_UPTO = 2**18  # largest copy for latencies, in bytes
+RATE_FROM = 2**24  # smallest copy for rates, in bytes
 REPEATS = 7
-# number of consecutive kernels on a stream, and in a graph
-LAUNCHES = 300
-NODES = 1000
-SPIN_NS = 2000  # duration of each of these kernels
-MOST_LAUNCHES = 5000  # maximum launches when measuring the depth of the launch queue
-# duration of the kernel before them; launch time that means a full queue
-HELD_NS = 80_000_000
-STUCK_NS = 2_000_000
-ISSUE_NS = 1_000_000  # duration of a kernel during which the host issues a few calls
-STEPS = 20  # planned steps for the median host time per kernel
-ONE_ENGINE = 0.85  # both directions at once taking this fraction of their sum means a single copy engine
-DUPLEX_ERROR = 0.02  # minimum measuring error of the shares; a larger spread of the repeats replaces it
+LAUNCHES = 300  # consecutive kernels on a stream
+NODES = 1000  # consecutive kernels in a graph
+MOST_LAUNCHES = 5000  # when measuring the depth of the launch queue
 
 Direction = Literal["d2h", "h2d"]
 DIRECTIONS: tuple[Direction, Direction] = ("h2d", "d2h")
@@ -65,7 +54,7 @@ class Calibration:
         fit_error: largest relative error of latency + bytes / bandwidth over all copies.
         duplex: direction -> slowdown factor of the largest copy while another copy runs in the other direction.
         share: direction -> fraction of its bandwidth while both directions are busy.
-        share_error: largest interquartile range of the shares' measurements, at least DUPLEX_ERROR.
+        share_error: largest interquartile range of the shares' measurements, at least 2 %.
         depth: whether the launch queue filled up, so that its depth was measured.
         context: how ``machine.context_bytes`` was measured; "" if it was not (see ``with_process_figures``).
         issue: whether ``machine.issue_ns`` was measured (see ``with_process_figures``).
@@ -118,7 +107,7 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all measurements."""
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": "calibration/3", **asdict(self)}
 
     def save(self, path: str | Path) -> None:
         """Writes the machine as YAML and all measurements as a JSON file of the same name."""
@@ -170,8 +159,9 @@ def calibrate(
     shares = {str(d): [_shares(single_ns, times)[d] for times in duplex_times] for d in DIRECTIONS}
     share = {d: median(repeats) for d, repeats in shares.items()}
     spreads = (_range(times) / median(times) for times in single.values())
-    share_error = max(DUPLEX_ERROR, *map(_range, shares.values()), *spreads)
-    engines = 1 if duplex_ns >= ONE_ENGINE * sum(single_ns.values()) else 2
+    share_error = max(0.02, *map(_range, shares.values()), *spreads)
+    # One engine makes both copies in the sum of their times, two in the time of the longer one.
+    engines = 1 if duplex_ns >= 0.85 * sum(single_ns.values()) else 2
     figures: dict[str, Any] = {"copy_engines": engines}
     for d, (latency, bytes_per_s, _) in fits.items():
         slower = engines == 2 and share[d] < 1 - share_error
@@ -225,7 +215,7 @@ def with_process_figures(calibration: Calibration, device: str) -> Calibration:
 
 
 def planned_issue_ns(device: str) -> int:
-    """Returns the host time per kernel of a planned step without a graph, in ns (median over STEPS steps).
+    """Returns the host time per kernel of a planned step without a graph, in ns (median over 20 steps).
 
     The step is a chain of small layers with an empty plan. On the CPU the time includes the kernels themselves.
     """
@@ -242,13 +232,13 @@ def planned_issue_ns(device: str) -> int:
     captured = capture(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), batch, machine=machine)
     times = []
     with PlannedStep(captured, Plan(()), machine, machine.memory_bytes, graph=False) as step:
-        for _ in range(2 * STEPS):
+        for _ in range(40):
             begin = time.perf_counter_ns()
             step(*batch)
             times.append(time.perf_counter_ns() - begin)
             if device == "cuda":
                 torch.cuda.synchronize()
-    return round(median(times[STEPS:]) / len(captured.program.kernels))
+    return round(median(times[20:]) / len(captured.program.kernels))  # the first half warms up
 
 
 def _shares(single_ns: dict[Direction, int], duplex_ns: dict[str, int]) -> dict[str, float]:
@@ -266,7 +256,7 @@ def _range(values: Sequence[float]) -> float:
 def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> dict[str, int]:
     """Copies in one or both directions at once; returns ns of each from the end of the preceding kernel."""
     backend.task = f"copy {' and '.join(directions)} of {nbytes:,} bytes"
-    backend.spin(ISSUE_NS)
+    backend.spin(1_000_000)  # the host issues the copies meanwhile
     begin = backend.record("compute", timed=True)
     ends = {}
     for i, direction in enumerate(directions):
@@ -280,16 +270,17 @@ def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> d
 def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) -> float:
     """Returns the pause between consecutive kernels in ns; a long kernel delays them until the host has issued all."""
     backend.task = f"kernels in a row, {kind}"
-    backend.spin(20 * ISSUE_NS)
+    backend.spin(20_000_000)
     backend.wait("h2d", backend.record("compute"))
     pending = backend.record("h2d")
     count = NODES if kind == "graph" else LAUNCHES
+    kernel_ns = 2000
 
     def issue() -> None:
         for slot in range(count):
             if kind == "wait":  # each kernel waits for a pending event
                 backend.wait("compute", pending)
-            backend.spin(SPIN_NS, slot=slot)
+            backend.spin(kernel_ns, slot=slot)
             if kind == "event":  # a copy stream waits for each kernel
                 backend.wait("d2h", backend.record("compute"))
 
@@ -301,18 +292,18 @@ def _pause(backend: Backend, kind: Literal["stream", "graph", "event", "wait"]) 
         issue()
     backend.synchronize()
     ends = backend.log().end[:count]
-    return int(ends[-1] - ends[0]) / (count - 1) - SPIN_NS
+    return int(ends[-1] - ends[0]) / (count - 1) - kernel_ns
 
 
 def _depth(backend: Backend) -> int | None:
     """Returns the number of launches that may be pending on a stream; None if the host never blocked."""
     backend.task = "launches behind a long kernel"
-    backend.spin(HELD_NS)
+    backend.spin(80_000_000)
     depth = None
     for i in range(MOST_LAUNCHES):
         begin = backend.host_ns()
         backend.spin(0)
-        if backend.host_ns() - begin > STUCK_NS:
+        if backend.host_ns() - begin > 2_000_000:  # a launch takes microseconds unless the queue is full
             depth = i + 1  # the long kernel and i short ones
             break
     backend.synchronize()

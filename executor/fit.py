@@ -28,7 +28,7 @@ from executor.capture.captured import Captured
 from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.profile import Profile, with_profile
 from executor.capture.profiler import measure
-from executor.card import Loop, card_peak
+from executor.device_memory import Loop, card_peak
 from executor.memory.pinned import available
 from executor.training.bindings import device_of
 from executor.training.graph import NoGraph, OverLimit, beside_bytes, not_by_default
@@ -46,7 +46,6 @@ from simulator.schedule import OutOfMemory
 from simulator.timeline import Timeline
 
 REPLANS = 3  # maximum number of re-plans if a CUDA graph exceeds the limit
-OTHERS = ("ti", "super", "laptop")  # suffixes of other GPUs: an RTX 3060 Ti is not an RTX 3060
 
 
 class FitError(ValueError):
@@ -114,7 +113,7 @@ class FittedSteps(PlannedSteps):
     """Planned steps for all batch shapes within one limit, as returned by ``fit``.
 
     Attributes:
-        present: step of the shape used last; ``captured``, ``program``, ``plan``, ``floor_ns`` and ``report()`` use it.
+        current: step of the shape used last; ``captured``, ``program``, ``plan``, ``floor_ns`` and ``report()`` use it.
     """
 
     def __init__(
@@ -130,7 +129,17 @@ class FittedSteps(PlannedSteps):
         keep: int,
         **options: Any,
     ) -> None:
-        super().__init__(model, loss_fn, optimizer, cast(Any, machine), memory, cast(Any, planner), keep, **options)
+        # The device of the first step gives a missing machine. A planner is called in `_plan`, also by its name.
+        super().__init__(
+            model,
+            loss_fn,
+            optimizer,
+            machine=cast(Machine, machine),
+            limit=memory,
+            planner=cast(Callable[[Program, Machine, int], Plan], planner),
+            keep=keep,
+            **options,
+        )
         self._profile = profile
         self._seconds = seconds
         self._device = torch.device("cpu")
@@ -193,7 +202,7 @@ class FittedSteps(PlannedSteps):
 
     def _replan(self, excess: int) -> None:
         """Replaces the current step, whose state is as before the call."""
-        previous = self.present
+        previous = self.current
         previous.finish()
         # The graph's overhead over the packed size is previous.limit + excess - previous.packed_bytes.
         step = self._fitted(previous.captured, previous.limit, previous.packed_bytes - excess)
@@ -230,33 +239,33 @@ class FittedSteps(PlannedSteps):
         return card_peak(replace(captured, holds=holds), self.machine, loop, memory).limit
 
     @property
-    def present(self) -> FittedStep:
+    def current(self) -> FittedStep:
         """Step of the shape used last."""
         return cast(FittedStep, next(reversed(self.steps.values())))
 
     @property
     def captured(self) -> Captured:
         """Captured step, as in PlannedStep."""
-        return self.present.captured
+        return self.current.captured
 
     @property
     def program(self) -> Program:
         """Program, as in PlannedStep."""
-        return self.present.program
+        return self.current.program
 
     @property
     def plan(self) -> Plan:
         """Plan, as in PlannedStep."""
-        return self.present.plan
+        return self.current.plan
 
     @property
     def floor_ns(self) -> int | None:
         """Certified lower bound of the iteration time, as in ``report``."""
-        return self.present.floor_ns
+        return self.current.floor_ns
 
     def report(self) -> Report:
         """Returns the report of the current step, as FittedStep."""
-        return self.present.report()
+        return self.current.report()
 
 
 def fit(
@@ -297,21 +306,22 @@ def fit(
         example_batch: ``(x, y)``, ``(inputs…, y)``, a mapping or another object; only shapes and types matter. With
             ``accumulate`` it may hold the pairs of a step (assumed if x and y are pairs themselves).
         memory: bytes or a size such as ``"24GiB"``: on a GPU device memory, including allocator, libraries and CUDA
-            context (executor/card.py), on the CPU tensors only. Or a fraction (at most 1) of the tensor memory that the
-            example's step needs without a plan.
+            context (executor/device_memory.py), on the CPU tensors only. Or a fraction (at most 1) of the tensor memory
+            that the example's step needs without a plan.
         machine: preset name, YAML file or Machine; default: the GPU's preset, on the CPU gtx1080ti.
         planner: name in ``agents.PLANNERS``, or a function that returns a plan; not called if the step fits as is.
         profile: "measure" times kernels on the model's device (default on a GPU); a Profile holds times for this shape
             only. None on the CPU: roofline durations of the machine.
         seconds: approximate planning time per shape; default: the planner's.
-        keep: as in PlannedSteps.
-        accumulate: as in PlannedSteps.
-        average: as in ``capture``.
-        clip_norm: as in ``capture``.
-        keep_grads: as in ``capture``.
-        autocast: as in ``capture``.
-        scaler: as in ``capture``.
-        bucket_bytes: as in ``capture``.
+        keep: maximum number of shapes whose steps are kept.
+        accumulate: maximum and default number of micro-batches per step; the optimizer steps after the last one.
+        average: whether each micro-batch's loss is divided by their number; False if ``loss_fn`` normalizes it.
+        clip_norm: maximum norm of the gradients, to which they are clipped before the update; None: not clipped.
+        keep_grads: whether gradients stay in ``p.grad`` after the step until the next one begins.
+        autocast: dtype of the ``torch.autocast`` context around the forward pass and the loss; None: no context.
+        scaler: GradScaler that scales the loss and makes the update, or skips it.
+        bucket_bytes: maximum bytes of parameters per kernel of a multi-tensor update, which is split into buckets so
+            that it need not have all optimizer state in memory; None: one kernel. Results are bit-identical.
         check: compares the step with its capture on a few examples of the first batch, which must then hold valid
             values, and rejects a step that differs (executor/training/check.py).
 
@@ -367,8 +377,9 @@ def machine_of(device: str) -> Machine:
     runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     for name in names:
-        others = [word for word in OTHERS if word in words and not name.endswith(word)]
-        if all(part in runs for part in name.split("_")) and not others:
+        # An RTX 3060 Ti is not an RTX 3060.
+        has_other_suffix = any(word in words and not name.endswith(word) for word in ("ti", "super", "laptop"))
+        if all(part in runs for part in name.split("_")) and not has_other_suffix:
             machine = Machine.load(name)
             return replace(machine, host_bytes=min(machine.host_bytes, available()[0] * 3 // 4))
     raise FitError(

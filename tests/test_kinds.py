@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from agents.floor import floor
-from executor.replay.streams import circle
+from executor.replay.streams import cycle
 from executor.training.issue_order import order
 from experiments.common.report import mode_mismatch
 from experiments.measure.speed import simpy_model
@@ -39,7 +39,7 @@ REFUSES = {
     "the compiled simulator": lambda: rows_of(PLAN.decisions),
     "a job among several": lambda: simulate_jobs([Job("a", PROGRAM, PLAN, iterations=1)], MACHINE, LIMIT),
     "training": lambda: order(SCHEDULE, ALONE),
-    "a replay": lambda: circle(PROGRAM, PLAN, MACHINE, LIMIT),
+    "a replay": lambda: cycle(PROGRAM, PLAN, MACHINE, LIMIT),
     "SimPy": lambda: simpy_model.simulate(SCHEDULE, MACHINE, LIMIT),
     "the validator": lambda: Steps(ALONE.spans, PROGRAM, PLAN),
     "the report": lambda: report(PROGRAM, MACHINE, LIMIT, 0, ALONE, ALONE, PLAN),

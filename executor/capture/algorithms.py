@@ -20,7 +20,6 @@ from executor.capture.operators import bind_arguments
 from simulator.machine import Machine
 from simulator.program import Program
 
-TILE = 128  # output channels of a thread block's tile
 INDEXING = 24  # instructions per element of the unrolled matrix and tile
 
 Pass = Literal["forward", "images", "filters"]  # the output, and the gradients of images and of filters
@@ -73,7 +72,8 @@ def algorithms(conv: Convolution, conv_pass: Pass) -> list[Algorithm]:
     flops = 2 * n * k * pixels * c * taps
     # For the gradient of images, the outputs are unrolled, and the input channels are those of the result.
     unrolled, result = (k, c) if conv_pass == "images" else (c, k)
-    indexing = 2 * INDEXING * n * pixels * taps * unrolled * -(-result // TILE)
+    tiles = -(-result // 128)  # a thread block computes 128 output channels
+    indexing = 2 * INDEXING * n * pixels * taps * unrolled * tiles
     candidates = [Algorithm("implicit GEMM", 0, ((flops + indexing, sum(tensors)),))]
 
     matrix = item * n * pixels * c * taps

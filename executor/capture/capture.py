@@ -15,8 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.batches import BatchError, Loss, arguments, compute_loss, flatten, structure
 from executor.capture.captured import Captured, Returned, Source
@@ -42,8 +41,6 @@ from executor.capture.reach import CaptureError, hooks_of
 from executor.capture.recorder import Recorder, report_outputs
 from executor.capture.state import StepState, copy_batch
 from simulator.machine import Machine
-
-checks: list[Callable[[Captured], None]] = []  # compare a capture with its step (executor/training/check.py)
 
 
 def capture(
@@ -108,15 +105,7 @@ def capture(
     Raises:
         CaptureError: If the step cannot be traced or differs from its capture.
     """
-    if (
-        not isinstance(model, nn.Module)
-        or not isinstance(optimizer, Optimizer | None)
-        or not (loss_fn is None or callable(loss_fn))
-    ):
-        raise CaptureError(
-            "capture takes a torch.nn.Module, a callable loss or None, an Optimizer or None, and a batch; capture_step "
-            "takes a step of any form"
-        )
+    _check_kinds(model, loss_fn, optimizer)
     if accumulate < 1 or (optimizer is None and (accumulate > 1 or clip_norm is not None)):
         raise CaptureError("accumulate must be at least 1; accumulate > 1 and clip_norm need an optimizer")
     other_batches = (example_batch,) * (accumulate - 1) if others is None else others
@@ -125,78 +114,28 @@ def capture(
         raise CaptureError("example_batch is a tensor, not a pair (x, y) or an object that has both")
     if len(batch_args) != accumulate or len(set(map(structure, batch_args))) > 1:
         raise CaptureError("others: expected accumulate - 1 batches with the structure of example_batch")
-
-    norms: list[Tensor] = []
-    device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
-
-    def run_batch(batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
-        """Runs forward and backward for one batch and returns the loss and any extra results of the loss function."""
-        with torch.autocast(device, autocast) if autocast is not None else nullcontext():
-            result = compute_loss(model, loss_fn, report_outputs, *batch)
-        loss, extras = (result[0], tuple(result[1:])) if isinstance(result, tuple) and result else (result, ())
-        del result
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            description = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise CaptureError(f"the loss is {description}, not a tensor of one element")
-        if extras and accumulate > 1:
-            raise CaptureError("loss_fn returns more than the loss, which a step of micro-batches does not support")
-        if average and accumulate > 1:
-            loss = loss / accumulate
-        if optimizer is not None:
-            (loss if scaler is None else scaler.scale(loss)).backward()
-        return loss, extras
-
-    def update() -> None:
-        if clip_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm))
-        if optimizer is not None:
-            if scaler is not None:
-                scaler.step(optimizer)
-                scaler.update()
-            else:
-                optimizer.step()
-            if not keep_grads:
-                optimizer.zero_grad(set_to_none=True)
-
-    def step(*batch: Any) -> Any:
-        loss, extras = run_batch(batch)
-        update()
-        return (loss, *extras) if extras else loss
-
-    def run_micro_batches(*batches: tuple[Any, ...]) -> Generator[Tensor, None, Tensor]:
-        total = loss = run_batch(batches[0])[0].detach()
-        yield loss
-        for batch in batches[1:]:
-            del loss  # dies as early as in a loop that only accumulates it
-            loss = run_batch(batch)[0].detach()
-            total = total + loss
-            yield loss
-        del loss
-        update()
-        return total
-
-    roots = [(model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer"), (scaler, "scaler")]
-    capture_with = partial(
-        _capture,
-        roots=roots,
-        machine=machine,
-        name=name or type(model).__name__,
-        algorithms=algorithms,
-        bucket_bytes=bucket_bytes,
+    options = StepOptions(accumulate, average, clip_norm, autocast, scaler)
+    step = _TrainingStep(model, loss_fn, optimizer, keep_grads, options)
+    call = _Call(
+        step.run,
+        batch_args[0],
+        ((model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer"), (scaler, "scaler")),
+        machine or Machine.load("gtx1080ti"),
+        name or type(model).__name__,
+        algorithms,
+        bucket_bytes,
+        as_cuda,
+        keep_grads,
         outside="loss_fn",
-        as_cuda=as_cuda,
-        keep_grads=keep_grads,
-        norms=norms,
+        norms=step.norms,
     )
     if accumulate == 1:
-        return _checked(capture_with(step, batch_args[0]), check and not as_cuda)
+        return _checked(call.capture(), check and not as_cuda)
     # Micro-batches are distinct tensors even if the examples are the same object: copy, then map each copy back.
     copies = [copy_batch(batch) for batch in batch_args]
     examples = {id(copy): original for _, pairs in copies for copy, original in pairs}
     batches = tuple(batch for batch, _ in copies)
-    captured = capture_with(run_micro_batches, batches, is_generator=True)
+    captured = replace(call, step=step.run_micro_batches, args=batches, is_generator=True).capture()
     captured = replace(captured, sources=tuple(examples.get(id(s), s) for s in captured.sources))
     return _checked(captured, check and not as_cuda)
 
@@ -224,158 +163,316 @@ def capture_step(
     Raises:
         CaptureError: If the step cannot be traced, returns anything but tensors, or differs from its capture.
     """
-    roots = [(step, ""), (args, "")]
-    label = name or getattr(step, "__qualname__", type(step).__name__)
-    captured = _capture(
-        step, args, roots, machine, str(label), algorithms, bucket_bytes, "step", as_cuda=as_cuda, keep_grads=keep_grads
+    call = _Call(
+        step,
+        args,
+        ((step, ""), (args, "")),
+        machine or Machine.load("gtx1080ti"),
+        str(name or getattr(step, "__qualname__", type(step).__name__)),
+        algorithms,
+        bucket_bytes,
+        as_cuda,
+        keep_grads,
+        outside="step",
     )
-    return _checked(captured, check and not as_cuda)
+    return _checked(call.capture(), check and not as_cuda)
+
+
+def register_check(check: Callable[[Captured], None]) -> Callable[[Captured], None]:
+    """Makes ``capture`` and ``capture_step`` pass each capture to ``check`` (a decorator)."""
+    _checks.append(check)
+    return check
+
+
+# A check runs the captured step, so it is in executor/training, which imports this package and registers it here.
+_checks: list[Callable[[Captured], None]] = []
 
 
 def _checked(captured: Captured, check: bool) -> Captured:
-    if check:
-        for compare in checks:
-            compare(captured)
+    for compare in _checks if check else ():
+        compare(captured)
     return captured
 
 
-def _capture(
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    roots: list[tuple[Any, str]],
-    machine: Machine | None,
-    name: str,
-    algorithms: bool,
-    bucket_bytes: int | None,
-    outside: str,
-    is_generator: bool = False,
-    as_capturable: bool = False,
-    as_cuda: bool = False,
-    keep_grads: bool = False,
-    norms: list[Tensor] | None = None,
-) -> Captured:
-    """Captures ``step(*args)``; both public functions end here.
+def _check_kinds(model: Any, loss_fn: Any, optimizer: Any) -> None:
+    """Raises CaptureError if the parts of a training step are no module, loss and optimizer."""
+    if (
+        not isinstance(model, nn.Module)
+        or not isinstance(optimizer, Optimizer | None)
+        or not (loss_fn is None or callable(loss_fn))
+    ):
+        raise CaptureError(
+            "capture takes a torch.nn.Module, a callable loss or None, an Optimizer or None, and a batch; capture_step "
+            "takes a step of any form"
+        )
 
-    Args:
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of a training step that a step function of the user's implements itself; fields as in ``capture``."""
+
+    accumulate: int = 1
+    average: bool = True
+    clip_norm: float | None = None
+    autocast: torch.dtype | None = None
+    scaler: GradScaler | None = None
+
+
+class _TrainingStep:
+    """Forward, loss, backward and update of a model, in eager PyTorch.
+
+    Attributes:
+        norms: The gradient norms of the steps run so far, with ``clip_norm``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Loss | None,
+        optimizer: Optimizer | None,
+        keep_grads: bool,
+        options: StepOptions,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.keep_grads = keep_grads
+        self.options = options
+        self.norms: list[Tensor] = []
+        self._device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
+
+    def run(self, *batch: Any) -> Any:
+        """Runs a step of one batch; returns the loss, or a tuple of it and the extra results of the loss function."""
+        loss, extras = self._run_batch(batch)
+        self._update()
+        return (loss, *extras) if extras else loss
+
+    def run_micro_batches(self, *batches: tuple[Any, ...]) -> Generator[Tensor, None, Tensor]:
+        """Runs a step of several batches: yields the loss of each and returns their sum."""
+        total = loss = self._run_batch(batches[0])[0].detach()
+        yield loss
+        for batch in batches[1:]:
+            del loss  # dies as early as in a loop that only accumulates it
+            loss = self._run_batch(batch)[0].detach()
+            total = total + loss
+            yield loss
+        del loss
+        self._update()
+        return total
+
+    def _run_batch(self, batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
+        """Runs forward and backward for one batch and returns the loss and any extra results of the loss function."""
+        options = self.options
+        with torch.autocast(self._device, options.autocast) if options.autocast is not None else nullcontext():
+            result = compute_loss(self.model, self.loss_fn, report_outputs, *batch)
+        loss, extras = (result[0], tuple(result[1:])) if isinstance(result, tuple) and result else (result, ())
+        del result
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            description = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise CaptureError(f"the loss is {description}, not a tensor of one element")
+        if extras and options.accumulate > 1:
+            raise CaptureError("loss_fn returns more than the loss, which a step of micro-batches does not support")
+        if options.average and options.accumulate > 1:
+            loss = loss / options.accumulate
+        if self.optimizer is not None:
+            (loss if options.scaler is None else options.scaler.scale(loss)).backward()
+        return loss, extras
+
+    def _update(self) -> None:
+        clip_norm = self.options.clip_norm
+        scaler = self.options.scaler
+        if self.optimizer is None:
+            return
+        if clip_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(self.optimizer)
+            self.norms.append(nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm))
+        if scaler is not None:
+            scaler.step(self.optimizer)
+            scaler.update()
+        else:
+            self.optimizer.step()
+        if not self.keep_grads:
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call ``step(*args)`` to capture.
+
+    Attributes:
+        roots: Objects from which the step's state is reached, each with its name.
+        machine, name, algorithms, bucket_bytes, as_cuda, keep_grads: As in ``capture``.
         outside: Name of the place of operators that run in no module.
         is_generator: Whether the step is a generator that yields at the end of each micro-batch.
         norms: List whose last element is the gradient norm at the end of the step.
+        as_capturable: Whether optimizers run in their ``capturable`` form.
     """
-    params = dict(locals())
 
-    def with_args(other: Any) -> Captured:
-        return _capture(**{**params, "args": other, "roots": [(other if v is args else v, k) for v, k in roots]})
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    roots: tuple[tuple[Any, str], ...]
+    machine: Machine
+    name: str
+    algorithms: bool
+    bucket_bytes: int | None
+    as_cuda: bool
+    keep_grads: bool
+    outside: str
+    is_generator: bool = False
+    norms: list[Tensor] = field(default_factory=list)
+    as_capturable: bool = False
 
-    # Sizes are those of the example. Only numbers that an optimizer reads may be symbols.
-    mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
-    assert mode.shape_env is not None
-    machine = machine or Machine.load("gtx1080ti")
-    state = StepState(mode, as_capturable, as_cuda)
-    weights_cast_once = torch.is_autocast_cache_enabled()
-    groups: dict[Optimizer, tuple[dict[str, Any], ...]] = {}
+    def recapture(self, args: Any) -> Captured:
+        """Captures the same step with other arguments."""
+        roots = tuple((args if value is self.args else value, label) for value, label in self.roots)
+        return replace(self, args=args, roots=roots).capture()
 
-    def trace(batch: Any) -> _Trace:
+    def capture(self) -> Captured:
+        """Traces the step, a second time if it leaves effects in Python objects, and builds its program."""
+        tracer = _Tracer(self)
+        state = tracer.state
+        try:
+            with preserve_random_states() as drawn_from, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tracer.add_state()
+                modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
+                hooks = sum(map(len, hooks_of(state.modules)))
+                with state.installed():
+                    traced = tracer.trace_effects()
+                unrepeatable = _unrepeatable(state, drawn_from())
+        except CaptureError:
+            raise
+        except Exception as error:
+            if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not self.as_capturable:
+                return replace(self, as_capturable=True).capture()
+            raise CaptureError(_explain(error, state)) from error
+        recorder = traced.recorder
+        # What still holds a fake tensor of the step after this counts as a leak.
+        traced.effects.clear()
+        self.norms.clear()
+        if not recorder.ops:
+            raise CaptureError("the step runs no tensor operation")
+        unrepeatable = unrepeatable or next(iter(traced.effects.refusals), "") or recorder.remove_leaks()
+        nodes = traced.graph.graph.nodes
+        traced.numbers.close({node.target for node in nodes if isinstance(node.target, Option)})
+        captured = recorder.build(
+            traced.graph,
+            state.entries,
+            self.name,
+            tracer.leaves,
+            spec=tracer.spec,
+            settings=tuple((o, tuple(map(constant_options, groups))) for o, groups in tracer.groups.items()),
+            modules=modules,
+            python=PythonValues(state.watched, unrepeatable, state.first_run_values),
+            hooks=hooks,
+            returned=traced.returned,
+            source=Source(
+                self.step, self.args, tuple((v, label) for v, label in self.roots if v is not self.args), self.recapture
+            ),
+        )
+        return captured.on(self.machine, algorithms=self.algorithms)
+
+
+class _Tracer:
+    """Traces a call on fake tensors.
+
+    Attributes:
+        state: Tensors that the step reaches, and their fakes.
+        groups: Options of each optimizer's parameter groups before the step.
+        leaves, spec: The call's arguments, flat, with fakes in place of tensors, and their structure.
+    """
+
+    def __init__(self, call: _Call) -> None:
+        # Sizes are those of the example. Only numbers that an optimizer reads may be symbols.
+        self._shapes = ShapeEnv(allow_dynamic_output_shape_ops=False)
+        self._mode = FakeTensorMode(shape_env=self._shapes, static_shapes=True)
+        self._call = call
+        self._weights_cast_once = torch.is_autocast_cache_enabled()
+        self.state = StepState(self._mode, call.as_capturable, call.as_cuda)
+        self.groups: dict[Optimizer, tuple[dict[str, Any], ...]] = {}
+
+    def add_state(self) -> None:
+        """Finds the tensors that the step reaches and replaces those of its arguments by fakes."""
+        state = self.state
+        for value, label in self._call.roots:
+            state.add(value, label)
+        values, self.spec = flatten(self._call.args)
+        self.leaves = [
+            state.fake(v, f"input{i}" if len(values) > 1 else "input", "input") if isinstance(v, Tensor) else v
+            for i, v in enumerate(values)
+        ]
+        self.groups.update((o, tuple(map(options, o.param_groups))) for o in state.optimizers)
+
+    def trace_effects(self) -> _Traced:
+        """Traces the step and finds out which of its effects on Python objects repeat in a second trace."""
+        state = self.state
+        traced = self._trace()
+        changes = compare_constants(state.watched)
+        set_values = (*changes.updated, *traced.effects.new_constants)
+        if traced.effects.repeatable or set_values:
+            traced.effects.restore_rebound()
+            traced = traced.with_repeated_effects(self._trace())
+        unstable = compare_constants(set_values).first
+        if unstable is None:
+            state.first_run_values = set_values
+        else:
+            state.written = changes.first or unstable
+        return traced
+
+    def _trace(self) -> _Traced:
         """Runs the step's Python code once on fake tensors."""
-        assert mode.shape_env is not None
-        numbers = Numbers(mode.shape_env)
-        recorder = Recorder(numbers, as_cuda)
+        call = self._call
+        state = self.state
+        batch = tree_unflatten(self.leaves, self.spec)
+        numbers = Numbers(self._shapes)
+        recorder = Recorder(numbers, call.as_cuda)
         results: list[tuple[Returned, Effects]] = []
 
         def traced(*flat: Tensor) -> tuple[Tensor, ...]:
             # `flat` holds the entries' own fake tensors, which the step reaches through its own objects.
-            places = Places(state.paths, {id(e.fake): e.owner for e in state.entries}, outside)
+            places = Places(state.paths, {id(e.fake): e.owner for e in state.entries}, call.outside)
             example = {id(e.fake): e.real for e in state.entries if e.kind == "input" and e.real is not None}
             recorder.begin(flat, places, example)
-            torch.set_autocast_cache_enabled(weights_cast_once)  # the tracer turns it off
-            with recorder, cuda_operators(machine.capability) if as_cuda else nullcontext():
-                result = step(*batch)
-                if is_generator:
+            torch.set_autocast_cache_enabled(self._weights_cast_once)  # the tracer turns it off
+            with recorder, cuda_operators(call.machine.capability) if call.as_cuda else nullcontext():
+                result = call.step(*batch)
+                if call.is_generator:
                     result = _drive_micro_batches(result, recorder)
                 leaves, spec = flatten(result)
                 effects = state.effects(recorder.is_used)
                 rebind(effects, leaves)
             torch.clear_autocast_cache()
-            for leaf in leaves:
-                if leaf is not None and not isinstance(leaf, Tensor):
-                    kind = _with_article(type(leaf).__name__)
-                    raise CaptureError(f"the step returns {kind}, which the graph cannot recompute: return tensors")
-            outputs = [leaf for leaf in leaves if leaf is not None]
-            positions = {id(e.fake): i for i, e in enumerate(state.entries)}
-            parameters = [e.fake for e in state.entries if keep_grads and e.kind == "parameter"]
-            gradients = {positions[id(p)]: p.grad for p in parameters if p.grad is not None}
-            rebound = tuple(positions[id(old)] for _, old, _ in effects.rebound)
-            tensors = tuple(leaf is not None for leaf in leaves)
-            returned = Returned(spec, tensors, tuple(gradients), bool(norms), tuple(effects.repeatable), rebound)
-            outputs += [*gradients.values(), *(norms or ())[-1:], *effects.tensors]
+            returned, outputs = self._outputs(leaves, spec, effects)
             results.append((returned, effects))
             recorder.reap()
-            return tuple(outputs)
+            return outputs
 
         state.count_operators = lambda: len(recorder.ops)
         state.begin()
-        with traced_calls(recorder, groups, bucket_bytes, state.unrepeatable), mode:
+        with traced_calls(recorder, self.groups, call.bucket_bytes, state.unrepeatable), self._mode:
             graph = make_fx(traced, tracing_mode="real")(*(e.fake for e in state.entries))
-        return _Trace(graph, recorder, numbers, *results[0])
+        return _Traced(graph, recorder, numbers, *results[0])
 
-    try:
-        with preserve_random_states() as drawn_from, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for value, label in roots:
-                state.add(value, label)
-            values, spec = flatten(args)
-            leaves = [
-                state.fake(v, f"input{i}" if len(values) > 1 else "input", "input") if isinstance(v, Tensor) else v
-                for i, v in enumerate(values)
-            ]
-            batch = tree_unflatten(leaves, spec)
-            groups.update((o, tuple(map(options, o.param_groups))) for o in state.optimizers)
-            modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
-            hooks = sum(map(len, hooks_of(state.modules)))
-            with state.installed():
-                trace_result = trace(batch)
-                changes = compare_constants(state.watched)
-                set_values = (*changes.updated, *trace_result.effects.new_constants)
-                if trace_result.effects.repeatable or set_values:  # trace a second time to see if the effects repeat
-                    trace_result.effects.restore_rebound()
-                    trace_result = trace_result.with_repeated_effects(trace(batch))
-                unstable = compare_constants(set_values).first
-                if unstable is None:
-                    state.first_run_values = set_values
-                else:
-                    state.written = changes.first or unstable
-            unrepeatable = _unrepeatable(state, drawn_from())
-    except CaptureError:
-        raise
-    except Exception as error:
-        if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
-            return _capture(**{**params, "as_capturable": True})
-        raise CaptureError(_explain(error, state)) from error
-    recorder = trace_result.recorder
-    graph = trace_result.graph
-    trace_result.effects.clear()
-    if norms:
-        norms.clear()
-    if not recorder.ops:
-        raise CaptureError("the step runs no tensor operation")
-    unrepeatable = unrepeatable or next(iter(trace_result.effects.refusals), "") or recorder.remove_leaks()
-    trace_result.numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
-    captured = recorder.build(
-        graph,
-        state.entries,
-        name,
-        leaves,
-        spec=spec,
-        settings=tuple((o, tuple(map(constant_options, group_options))) for o, group_options in groups.items()),
-        modules=modules,
-        python=PythonValues(state.watched, unrepeatable, state.first_run_values),
-        hooks=hooks,
-        returned=trace_result.returned,
-        source=Source(step, args, tuple((v, label) for v, label in roots if v is not args), with_args),
-    )
-    return captured.on(machine, algorithms=algorithms)
+    def _outputs(self, leaves: list[Any], spec: TreeSpec, effects: Effects) -> tuple[Returned, tuple[Tensor, ...]]:
+        """Returns the graph's outputs and their layout; ``leaves`` and ``spec`` are the step's result."""
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                kind = _with_article(type(leaf).__name__)
+                raise CaptureError(f"the step returns {kind}, which the graph cannot recompute: return tensors")
+        entries = self.state.entries
+        norms = self._call.norms
+        positions = {id(e.fake): i for i, e in enumerate(entries)}
+        parameters = [e.fake for e in entries if self._call.keep_grads and e.kind == "parameter"]
+        gradients = {positions[id(p)]: p.grad for p in parameters if p.grad is not None}
+        rebound = tuple(positions[id(old)] for _, old, _ in effects.rebound)
+        tensors = tuple(leaf is not None for leaf in leaves)
+        returned = Returned(spec, tensors, tuple(gradients), bool(norms), tuple(effects.repeatable), rebound)
+        results = [leaf for leaf in leaves if leaf is not None]
+        return returned, (*results, *gradients.values(), *norms[-1:], *effects.tensors)
 
 
-class _Trace(NamedTuple):
+class _Traced(NamedTuple):
     """Result of tracing a step once."""
 
     graph: fx.GraphModule
@@ -384,7 +481,7 @@ class _Trace(NamedTuple):
     returned: Returned
     effects: Effects
 
-    def with_repeated_effects(self, second: _Trace) -> _Trace:
+    def with_repeated_effects(self, second: _Traced) -> _Traced:
         """Returns this trace with the effects that a second trace repeats."""
         signatures = [_signature(trace.graph) for trace in (self, second)]
         actions = [{(id(e.owner.container), e.key): e.action for e in t.effects.repeatable} for t in (self, second)]

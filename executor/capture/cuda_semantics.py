@@ -31,11 +31,7 @@ from executor.capture.optimizers import patch_attrs
 from executor.capture.reach import CaptureError
 
 aten = torch.ops.aten
-MAX_ELEMENTS = 2**31 - 1  # some of cuDNN's batch norms have 32-bit indices
-MAX_IMAGES = 880_801, 65_535  # largest batch of cuDNN's batch norm in training and in evaluation
 HALF = (torch.float16, torch.bfloat16)
-MAX_CAPABILITY = (12, 1)  # compute capability that the fused kernels support
-LOWEST_HALF = -65504.0  # cuDNN adds a finite number to masked-out scores
 DEFAULT_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, *DEFAULT_ORDER]
 
@@ -111,8 +107,8 @@ def _batch_norm(
         and torch.bfloat16 not in (x.dtype, weight.dtype)
         and (x.dtype != torch.float16 or weight.dtype == torch.float32)
         and x.dim() >= 3
-        and len(x) <= MAX_IMAGES[not training]
-        and x.numel() < MAX_ELEMENTS
+        and len(x) <= (880_801 if training else 65_535)
+        and x.numel() < 2**31 - 1  # some of cuDNN's batch norms have 32-bit indices
     ):
         layout = torch._prims_common.suggest_memory_format(x)
         contiguous = [None if t is None else t.contiguous() for t in (weight, bias, mean, variance)]
@@ -271,7 +267,8 @@ def _additive_mask(attn: Attention, kernel: SDPBackend) -> Tensor | None:
     if mask.dtype == torch.bool:
         zero, lowest = (torch.scalar_tensor(x, dtype=attn.query.dtype, device=mask.device) for x in (0.0, -torch.inf))
         is_cudnn = kernel == SDPBackend.CUDNN_ATTENTION
-        mask = torch.where(mask.logical_not(), LOWEST_HALF, zero) if is_cudnn else torch.where(mask, 0.0, lowest)
+        # cuDNN adds the lowest finite half to masked-out scores.
+        mask = torch.where(mask.logical_not(), -65504.0, zero) if is_cudnn else torch.where(mask, 0.0, lowest)
     if kernel == SDPBackend.EFFICIENT_ATTENTION:
         length = mask.shape[-1]
         if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
@@ -291,7 +288,7 @@ def _supports_fused(attn: Attention, min_capability: tuple[int, int], allows_gro
     if not length or not attn.key.shape[2] or (attn.mask is not None and attn.mask.stride(-1) != 1):
         return False
     is_dense = all(t.stride(-1) == 1 for t in tensors) or (allows_groups and attn.query.shape[-1] == 1)
-    return is_dense and min_capability <= attn.capability <= MAX_CAPABILITY
+    return is_dense and min_capability <= attn.capability <= (12, 1)
 
 
 def _supports_cudnn(attn: Attention) -> bool:

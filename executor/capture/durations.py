@@ -29,19 +29,7 @@ from simulator.kernel_times import KernelTimes, scaled
 from simulator.machine import Machine
 from simulator.program import Kernel, Program
 
-# rows and columns of a matrix product's tile, with and without tensor cores
-TILE = 128
-TILE_FLOAT32 = 64
-WINDOW = 9  # elements of the pooling window that ``pool`` and ``pool_backward`` were fitted to
-LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_forward"})
-PERSISTENT = 1024  # elements of the longest row that PyTorch's softmax keeps in registers and reads once
 ALIGNMENT = 16  # bytes; the widest load of a thread
-WELFORD = 3  # values that Welford's algorithm updates per element (count, mean, sum of squares); a sum updates one
-JOINS = frozenset({"cat", "stack"})
-COPIES = frozenset({"_to_copy", "copy_"})
-POINTWISE = frozenset({"elementwise", "activation", "dropout", "copy"})
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-TENSOR_CORES = frozenset({"tf32", "bfloat16", "float16"})
 
 
 @dataclass(frozen=True)
@@ -98,7 +86,7 @@ def kernel_ns(
         launch_ns = times.launch_ns if name.startswith(("_foreach", "_fused")) else 0
         return launch_ns + round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
     is_backward = "backward" in name
-    tensor_cores = dtype in TENSOR_CORES
+    tensor_cores = dtype in ("tf32", "bfloat16", "float16")
     rate = _rate(machine, dtype) if kernel.flops else 0
     matmul_share = times.matmul if tensor_cores else times.matmul_float32
     if kernel.kind == "conv":
@@ -107,25 +95,30 @@ def kernel_ns(
         share = matmul_share
         if "attention" in name and tensor_cores:
             share = times.attention_backward or times.attention if is_backward else times.attention
-        elif name in PRODUCTS:
-            share *= _occupancy(node, times, TILE if tensor_cores else TILE_FLOAT32)
+        elif name in ("mm", "addmm", "bmm", "baddbmm"):
+            tile = 128 if tensor_cores else 64  # rows and columns that a thread block computes
+            share *= _occupancy(node, times, tile)
             if times.unaligned and tensor_cores and not _has_aligned_rows(node):
                 share *= times.unaligned
         seconds = max(kernel.flops / (rate * share), kernel.bytes / (bandwidth * times.elementwise))
     elif kernel.kind == "norm":
         seconds = _norm(kernel, node, times, bandwidth, is_backward)
-    elif times.row_ns and "softmax" in name and (length := _softmax_length(node)) > PERSISTENT:
+    # PyTorch's softmax keeps rows of up to 1,024 elements in registers and reads them once.
+    elif times.row_ns and "softmax" in name and (length := _softmax_length(node)) > 1024:
         seconds = _row_passes(kernel, node, times, bandwidth, 4 if is_backward else 3, length)
     elif times.columns and kernel.kind == "reduce" and _keeps_contiguous(node):
         seconds = kernel.bytes / (bandwidth * times.columns)
     elif kernel.kind == "pool" and "adaptive" not in name:
         share = times.pool_backward if is_backward else times.pool
+        # The share was fitted to windows of nine elements.
         window = prod(_bound_arguments(node).get("kernel_size", (3, 3)))
-        seconds = kernel.bytes / bandwidth * max(window / (WINDOW * share), 1 / times.elementwise)
+        seconds = kernel.bytes / bandwidth * max(window / (9 * share), 1 / times.elementwise)
     else:
-        moved_bytes = 2 * _nbytes(node) if name in LOOKUPS else kernel.bytes
+        is_lookup = name in ("embedding", "index_select", "gather", "index", "nll_loss_forward")
+        moved_bytes = 2 * _nbytes(node) if is_lookup else kernel.bytes
         seconds = moved_bytes / (bandwidth * times.elementwise)
-        if times.element_flops and kernel.kind in POINTWISE and not _is_vectorized(node):
+        is_pointwise = kernel.kind in ("elementwise", "activation", "dropout", "copy")
+        if times.element_flops and is_pointwise and not _is_vectorized(node):
             elements = prod(_largest_meta(node).shape)
             seconds = max(seconds, elements * times.element_flops / _rate(machine, "float32"))
         if kernel.flops:
@@ -220,7 +213,8 @@ def _norm(kernel: Kernel, node: fx.Node, times: KernelTimes, bandwidth: int, is_
     meta = _largest_meta(node)
     nbytes = prod(meta.shape) * meta.dtype.itemsize
     if times.columns and meta.dtype == torch.bfloat16 and _is_channels_last(node):  # PyTorch's kernels, not cuDNN's
-        summed, mapped = (2, 3) if is_backward else (WELFORD, 2)
+        # Forward, Welford's algorithm updates three values per element: count, mean and sum of squares.
+        summed, mapped = (2, 3) if is_backward else (3, 2)
         return nbytes / bandwidth * (summed / times.columns + mapped / times.elementwise)
     moved_bytes = max(nbytes * (5 if is_backward else 3), kernel.bytes)
     blocks = meta.shape[1] / times.multiprocessors if len(meta.shape) > 1 else float("inf")
@@ -267,7 +261,7 @@ def _is_vectorized(node: fx.Node) -> bool:
     """
     metas = [meta for meta in _metas(node) if prod(meta.shape) > 1]
     name = node.target._overloadpacket.__name__
-    if name in JOINS:
+    if name in ("cat", "stack"):
         return all(map(_is_contiguous, metas))
     if not all(map(_is_dense, metas)):
         return False
@@ -275,7 +269,7 @@ def _is_vectorized(node: fx.Node) -> bool:
     floats = {meta.dtype for meta in metas if meta.dtype.is_floating_point}
     if len(layouts) > 1 or len(floats) <= 1:
         return len(layouts) <= 1
-    is_narrowed = name in COPIES and torch.float64 not in floats
+    is_narrowed = name in ("_to_copy", "copy_") and torch.float64 not in floats
     return is_narrowed and node.all_input_nodes[-1].meta["tensor_meta"].dtype == torch.float32
 
 

@@ -306,15 +306,14 @@ def is_user_file(file: str) -> bool:
 
 @functools.cache
 def _owner(file: str) -> str:
-    if file == _CAPTURE:
+    here = Path(__file__)
+    if file == str(here.with_name("capture.py")):
         return "capture"
-    is_library = file.startswith(_LIBRARY) and not any(part in file for part in ("site-packages", "dist-packages"))
-    return "known" if is_library or file.startswith((_TORCH, _HERE)) or "<" in file else "user"
+    library = sysconfig.get_paths()["stdlib"] + "/"
+    is_library = file.startswith(library) and not any(part in file for part in ("site-packages", "dist-packages"))
+    known = f"{Path(torch.__file__).parent}/", f"{here.parents[1]}/"
+    return "known" if is_library or file.startswith(known) or "<" in file else "user"
 
 
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_HERE = str(Path(__file__).parents[1]) + "/"
-_CAPTURE = str(Path(__file__).with_name("capture.py"))
-_LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 _CALL = nn.Module._call_impl.__code__
 _ENGINE = graph._engine_run_backward.__code__

@@ -220,7 +220,7 @@ class Numbers:
                 table.update(values)
 
     def _name(self, optimizer: Optimizer, g: int, key: str, part: int | None, params: list[Tensor]) -> None:
-        """Records the argument name of a number in a group's fused updates."""
+        """Records the graph node of a hyperparameter (lr, beta1, …) under its keyword in each fused update."""
         option, symbol, _, proxy = self._entries[id(optimizer), g, key, part]
         name = key if part is None else f"{key.removesuffix('s')}{part + 1}"
         for p in params:

@@ -27,26 +27,12 @@ from executor.capture.profile import Cache, Profile, ProfileError, limit_to_row,
 from executor.capture.state import view_memory
 from executor.memory import cache_bytes, cuda_index
 
-# unmeasured runs of a kernel and of a step
-WARMUP = 3
-WARMUP_STEPS = 2
-# shorter kernels are timed in rows
-SHORT_NS = 1_000_000
-ROW = 8
+WARMUP = 3  # unmeasured runs of a kernel
 EMPTY_KERNELS = 50  # empty kernels that are timed with and without events around each
-WAKE_S = 0.5  # seconds of GPU work before measuring, because an idle GPU has low clocks
-COMPUTE_BOUND = ("conv", "matmul")  # kinds of kernels whose time depends on the clock of the multiprocessors
-# repeats of longer runs
-SLOW_NS = 50_000_000
-FEW_REPEATS = 3
 SEGMENT = 250  # kernels; with two events each they fit a stream's queue of about a thousand entries
-SUSTAINED_S = 0.6  # seconds of steps in a row, until clocks have settled
-CYCLES_PER_NS = 2.0  # upper bound of a GPU's clock rate, to convert ns into cycles of ``_sleep``
 
 
 aten = torch.ops.aten
-# Arguments of attention's backward pass that hold the forward pass's random state and are read on the host.
-_RNG_NAMES = ("philox_seed", "philox_offset", "rng_state", "unused")
 # Operator -> (position of the index argument, function from the arguments to the exclusive bound of the indices).
 _BOUNDS: dict[Any, tuple[int, Callable[[list[Any]], int]]] = {
     aten.embedding: (1, lambda a: a[0].shape[0]),
@@ -170,7 +156,8 @@ class _Runner:
                 times[k] = ns
         self.step_ns = sum(row_ns for _, row_ns in segments)
         if self.device.type == "cuda" and (sustained := runner.sustained_ns()):
-            bound = [kernel.kind in COMPUTE_BOUND for kernel in self.captured.program.kernels]
+            # The time of these kernels depends on the clock of the multiprocessors.
+            bound = [kernel.kind in ("conv", "matmul") for kernel in self.captured.program.kernels]
             times = slow_down(times, bound, sustained - self.step_ns)
             self.step_ns = max(self.step_ns, sustained)
         return list(zip(times, workspaces, strict=True))
@@ -196,8 +183,8 @@ class _Runner:
                 _, issue_ns = time_call(call)
                 end = _event()
                 torch.cuda.synchronize()
-            # The second run of a row would find a warm cache.
-            row = ROW if _ns(begin, end) < SHORT_NS and self.flush_buffer is None else 1
+            # Kernels under 1 ms are timed in rows. With a cold cache only the first run of a row would find it cold.
+            row = 8 if _ns(begin, end) < 1_000_000 and self.flush_buffer is None else 1
             runs = self._runs(_ns(begin, end))
             out, nbytes = measure_workspace(call, self.device)
             torch.cuda.synchronize()
@@ -215,7 +202,7 @@ class _Runner:
             return max(1, round(ns / row)), nbytes
 
     def _runs(self, ns: float) -> int:
-        return self.repeats if ns < SLOW_NS else min(FEW_REPEATS, self.repeats)
+        return self.repeats if ns < 50_000_000 else min(3, self.repeats)
 
     def _devices(self) -> dict[fx.Node, torch.device]:
         """Returns each node's device: the one its operator names, else that of its inputs (a GPU before the host)."""
@@ -240,10 +227,12 @@ class _Runner:
         values: dict[fx.Node, Any] = {}
         seeds = set[Any]()
         if isinstance(node.target, OpOverload):
+            # Attention's backward pass reads the forward pass's random state on the host.
+            names = ("philox_seed", "philox_offset", "rng_state", "unused")
             seeds = {
                 a
                 for argument, a in arguments(node.target, node.args, node.kwargs)
-                if argument.name in _RNG_NAMES and isinstance(a, fx.Node)
+                if argument.name in names and isinstance(a, fx.Node)
             }
 
         def value(a: fx.Node) -> Any:
@@ -332,7 +321,7 @@ class StepRunner:
         kernels = [k for _, k, _ in self.schedule if k >= 0]
         workspaces = [0] * self.count
         issue_ns = 0
-        for _ in range(WARMUP_STEPS):  # the last one measures workspaces and the host's issue times
+        for _ in range(2):  # the last one measures workspaces and the host's issue times
             begin = time.perf_counter_ns()
             workspaces = self._measure_each(lambda call: measure_workspace(call, self.device))
             if cuda:
@@ -410,7 +399,7 @@ class StepRunner:
             torch.cuda.synchronize()
             begin = time.perf_counter()
             marks = [_event()]
-            while len(marks) < 5 or time.perf_counter() - begin < SUSTAINED_S:
+            while len(marks) < 5 or time.perf_counter() - begin < 0.6:  # seconds, until clocks have settled
                 self._run(lambda _, call: call())
                 marks.append(_event())
             issued_s = time.perf_counter() - begin
@@ -434,7 +423,8 @@ def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 def _occupy(issue_ns: float) -> None:
     """Keeps the stream busy while the host takes ``issue_ns`` to issue kernels."""
-    torch.cuda._sleep(round(CYCLES_PER_NS * (500_000 + 1.5 * issue_ns)))
+    cycles_per_ns = 2.0  # upper bound of a GPU's clock rate
+    torch.cuda._sleep(round(cycles_per_ns * (500_000 + 1.5 * issue_ns)))
 
 
 _ERRORS = RuntimeError, TypeError, IndexError, ZeroDivisionError
@@ -479,10 +469,10 @@ def _schedule(captured: Captured) -> list[tuple[fx.Node, int, list[fx.Node]]]:
 
 
 def _wake(device: torch.device) -> None:
-    """Keeps the GPU busy until its clocks have ramped up."""
+    """Keeps the GPU busy for half a second, until its clocks have ramped up."""
     with torch.cuda.device(device):
         a = torch.ones(1024, 1024, device=device)
-        deadline = time.monotonic() + WAKE_S
+        deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline:
             a = a @ a * 0
             torch.cuda.synchronize()

@@ -25,7 +25,6 @@ import torch
 from executor.capture.operators import is_user_file
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-MAX_WATCHED = 64  # longest list whose entries are watched
 
 
 def is_scalar(value: Any) -> bool:
@@ -173,7 +172,7 @@ def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
     """
     content = owner.content()
     if isinstance(owner.container, list):
-        is_watched = len(content) <= MAX_WATCHED and all(map(is_scalar, content.values()))
+        is_watched = len(content) <= 64 and all(map(is_scalar, content.values()))
         return [Watched(owner, content, tuple, owner.container, tuple(content.values()))] if is_watched else []
     watches_all = names is None or owner.keys is not None
     constants = {
@@ -303,10 +302,8 @@ def nested(code: types.CodeType) -> Iterator[types.CodeType]:
 @functools.cache
 def globals_of(code: types.CodeType) -> frozenset[str]:
     """Returns the names of globals that ``code`` and the functions nested in it load or store."""
-    return frozenset(i.argval for part in nested(code) for i in dis.get_instructions(part) if i.opname in _GLOBAL)
-
-
-_GLOBAL = "LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"
+    names = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
+    return frozenset(i.argval for part in nested(code) for i in dis.get_instructions(part) if i.opname in names)
 
 
 def names_of(code: types.CodeType) -> set[str]:

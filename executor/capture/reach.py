@@ -27,8 +27,6 @@ from executor.capture.operators import is_user_file
 from executor.capture.python_values import CELL, Code, Owner, Slots, Watched, globals_of, is_scalar, names_of, watch
 from simulator.program import TensorKind
 
-MAX_DEPTH = 40  # deepest nesting of objects that is followed
-MODULE_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _OPAQUE = (
@@ -164,7 +162,7 @@ class Reach:
         return tuple(watched for owner in (*owners, *self._defaults) for watched in watch(owner, self.code.names))
 
     def _walk(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
-        if id(value) in self._visited or depth > MAX_DEPTH or isinstance(value, _OPAQUE):
+        if id(value) in self._visited or depth > 40 or isinstance(value, _OPAQUE):
             return
         self._visited.add(id(value))
         self._kept_alive.append(value)
@@ -343,7 +341,8 @@ class Reach:
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
     """Returns the existing dictionaries in which PyTorch keeps hooks of modules and their parameters."""
-    module_hooks = [getattr(m, attribute) for m in modules for attribute in MODULE_HOOKS]
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    module_hooks = [getattr(m, name) for m in modules for name in names]
     tensor_hooks = [
         getattr(p, attribute, None)
         for m in modules

@@ -18,9 +18,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -29,12 +29,14 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from executor.compiled.graph_report import CompiledReport, Graph
 from executor.compiled.host_copies import register_cpu_copies
 from executor.compiled.joint import Joint, donatable
 from executor.compiled.launches import choices, in_order, launches_of
 from executor.compiled.partition import partition
-from executor.fit import FitError, machine_of, planned_in_mode
-from executor.training.issue_order import Item, order
+from executor.compiled.search import Candidate, Search
+from executor.fit import machine_of, planned_in_mode
+from executor.training.issue_order import order
 from simulator.compiled.engine import simulate
 from simulator.limits import is_fraction, size_bytes
 from simulator.machine import Machine
@@ -43,17 +45,10 @@ from simulator.plan import Plan, Swap
 from simulator.program import Program
 from simulator.report import size
 from simulator.schedule import lower
-from simulator.timeline import Timeline
 
-# most plans and most Inductor schedules per graph
-MAX_PLANS = 6
-MAX_SCHEDULES = 4
-SLACK = 0.05  # fraction of the limit: the search stops at a plan that leaves less unused
-TOLERANCE = 0.01  # fraction of the limit: a plan whose estimate exceeds the limit by less may still fit
-LIBRARIES = 0.01  # fraction of the limit reserved for scratch memory of convolutions (oneDNN), which no graph shows
 # Assumed FLOP rate and bandwidth of a server core: their ratio decides which kernels are recomputed on a CPU.
 CPU = Machine("a CPU core", 2**40, 10**10, 10**10, flops_per_s={"float32": 50 * 10**9}, memory_bytes_per_s=8 * 10**9)
-COPY = torch.ops.aten.copy_.default
+aten = torch.ops.aten
 Planner = str | Callable[[Program, Machine, int], Plan]
 
 
@@ -62,153 +57,6 @@ class CompileError(ShortenTraceback):
 
     def __init__(self, message: str, *, first_useful_frame: Any = None) -> None:
         super().__init__(message, first_useful_frame=first_useful_frame)
-
-
-@dataclass(frozen=True)
-class Graph:
-    """Result of planning one graph.
-
-    Attributes:
-        name: Dynamo's compilation id ("0/1" is the second compilation of the first graph).
-        limit: Limit in bytes for the allocations of forward and backward.
-        without_bytes: Peak of PyTorch's own partition, as Inductor schedules it.
-        peak_bytes: Peak of the compiled graphs.
-        skip_reason: Reason why the graph was left to PyTorch's partitioner; "" if it was planned or needs no plan.
-        program, plan, machine: None or "" without a plan.
-        iteration_ns, ideal_ns, floor_ns: Simulated times; the floor is None if the planner does not compute one.
-        seconds: CPU time of planning and partitioning.
-        looking_s: CPU time of Inductor's scheduling of candidate graphs.
-    """
-
-    name: str
-    limit: int = 0
-    without_bytes: int = 0
-    peak_bytes: int = 0
-    skip_reason: str = ""
-    program: Program | None = None
-    plan: Plan | None = None
-    machine: str = ""
-    iteration_ns: int = 0
-    ideal_ns: int = 0
-    floor_ns: int | None = None
-    seconds: float = 0.0
-    looking_s: float = 0.0
-
-    def __str__(self) -> str:
-        if self.skip_reason:
-            return f"graph {self.name}: left as PyTorch partitions it, because {self.skip_reason}"
-        line = f"graph {self.name}: limit {size(self.limit)}, peak {size(self.peak_bytes)}"
-        if self.plan is None or self.program is None:
-            return f"{line}, which needs no plan"
-        reruns = [s.kernel for s in lower(self.program, self.plan).steps if s.is_recomputation]
-        ns = sum(self.program.kernels[k].duration_ns for k in reruns)
-        swaps = [self.program.tensors[d.tensor].nbytes for d in self.plan.decisions if isinstance(d, Swap)]
-        swapped = f"; {len(swaps)} swaps, {size(sum(swaps))} each way" if swaps else ""
-        plan = f"plan of {self.plan.planner}: {len(reruns)} kernels recomputed, {ns / 1e6:.2f} ms on {self.machine}"
-        ms = self.iteration_ns / 1e6
-        overhead = self.iteration_ns / self.ideal_ns - 1
-        lines = [
-            f"{line} ({size(self.without_bytes)} without a plan)",
-            f"  {plan}{swapped}",
-            f"  predicted: {ms:.2f} ms, {overhead:.2%} over the ideal",
-        ]
-        if self.floor_ns is not None:
-            lines.append(f"  floor: no plan takes less than {self.floor_ns / 1e6:.2f} ms")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class CompiledReport:
-    """Graphs of a compiled model in compilation order; ``str`` formats them as text."""
-
-    graphs: tuple[Graph, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        """Largest peak among the graphs."""
-        return max((graph.peak_bytes for graph in self.graphs), default=0)
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.graphs)) or "nothing compiled yet: call the model, with gradients"
-
-
-class _Candidate(NamedTuple):
-    """A plan whose graphs Inductor has not scheduled yet."""
-
-    plan: Plan
-    floor_ns: int | None
-    timeline: Timeline
-    items: tuple[Item, ...]
-    nbytes: int
-
-
-class _ScheduledCandidate(NamedTuple):
-    """A plan whose graphs Inductor has scheduled, with their peak in bytes."""
-
-    candidate: _Candidate
-    joint: Joint
-    peak_bytes: int
-
-
-def search(
-    plan: Callable[[int], _Candidate], schedule: Callable[[_Candidate], Joint], aim: int, enough: int
-) -> tuple[_ScheduledCandidate | None, str]:
-    """Re-plans with successively adjusted limits until the scheduled peak is close to ``aim``.
-
-    Args:
-        plan: Returns a plan for a limit in bytes; raises FitError.
-        schedule: Partitions a plan's graphs and schedules them with Inductor.
-        aim: Largest peak that fits, in bytes.
-        enough: Limit in bytes from which the program needs no plan.
-
-    Returns:
-        The fastest plan that fits and "", or None and the reason.
-    """
-    scheduled: list[_ScheduledCandidate] = []
-    unscheduled: list[_Candidate] = []  # not scheduled yet
-    # error: Inductor's peak minus the estimate
-    limit = aim
-    planned_limit = 0
-    estimate_error = 0
-    reason = ""
-
-    def schedule_candidate(candidate: _Candidate) -> _ScheduledCandidate:
-        joint = schedule(candidate)
-        return _ScheduledCandidate(candidate, joint, joint.peak_bytes())
-
-    def feasible() -> list[_ScheduledCandidate]:
-        return [entry for entry in scheduled if entry.peak_bytes <= aim]
-
-    for _ in range(MAX_PLANS):
-        try:
-            candidate = plan(limit)
-        except FitError as error:
-            reason = str(error)
-            if not planned_limit or feasible() or abs(planned_limit - limit) < TOLERANCE * limit:
-                break
-            limit = (limit + planned_limit) // 2  # Inductor's peak may be below the estimate
-            continue
-        planned_limit = limit
-        needs = candidate.nbytes + estimate_error
-        if limit >= enough or -TOLERANCE * aim <= aim - needs < SLACK * aim:
-            scheduled.append(schedule_candidate(candidate))
-            needs = scheduled[-1].peak_bytes
-            estimate_error = needs - candidate.nbytes
-            if limit >= enough or len(scheduled) == MAX_SCHEDULES or 0 <= aim - needs < SLACK * aim:
-                break
-        else:
-            unscheduled.append(candidate)
-        # Lower the limit by at least 1 %, or the planner may return the same plan.
-        limit += aim - needs if needs <= aim else min(aim - needs, -aim // 100)
-    for candidate in sorted(unscheduled, key=lambda entry: entry.nbytes)[: MAX_SCHEDULES - len(scheduled)]:
-        if feasible():
-            break
-        scheduled.append(schedule_candidate(candidate))
-    if feasible():
-        return min(feasible(), key=lambda entry: entry.candidate.timeline.iteration_ns), ""
-    least = min((entry.peak_bytes for entry in scheduled), default=None)
-    needed = f"as Inductor schedules what was tried, it needs {size(least)}" if least else ""
-    return None, f"{reason} ({needed})" if reason and needed else reason or needed
 
 
 class Partitioner(CustomPartitionerFn):
@@ -294,8 +142,10 @@ class Partitioner(CustomPartitionerFn):
         peak = joint.peak_bytes()
         limit = int(peak * _fraction(self.memory)) if is_fraction(self.memory) else size_bytes(self.memory, "memory")
         graph = Graph(name, limit, peak, peak)
-        aim = int(limit * (1 - LIBRARIES)) if joint.convolves else limit
-        if peak > (limit if is_fraction(self.memory) else aim):  # memory=1.0 needs no plan despite LIBRARIES
+        # 1 % of the limit is left for scratch memory of convolutions (oneDNN), which no graph shows. A memory of 1.0
+        # needs no plan all the same.
+        aim = int(limit * 0.99) if joint.convolves else limit
+        if peak > (limit if is_fraction(self.memory) else aim):
             joint, graph = self._planned(joint, graph, aim, _device(joint_inputs))
         seconds = time.process_time() - begin - self._scheduling_s
         self.graphs.append(replace(graph, seconds=seconds, looking_s=self._scheduling_s))
@@ -310,12 +160,12 @@ class Partitioner(CustomPartitionerFn):
             if device.type == "cpu":
                 register_cpu_copies()
         program = joint.program(machine, f"graph {graph.name}", swaps)
-        best, reason = search(
-            lambda limit: self._candidate(joint, program, machine, limit),
-            lambda chosen: self._schedule(*partition(joint, program, chosen.items), joint.outputs),
-            aim,
-            program.peak_bytes,
-        )
+        best, reason = Search(
+            plan=lambda limit: self._candidate(joint, program, machine, limit),
+            schedule=lambda chosen: self._schedule(*partition(joint, program, chosen.items), joint.outputs),
+            aim=aim,
+            enough=program.peak_bytes,
+        ).run()
         if best is None:
             raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}: {reason}")
         chosen = best.candidate
@@ -330,7 +180,7 @@ class Partitioner(CustomPartitionerFn):
             floor_ns=chosen.floor_ns,
         )
 
-    def _candidate(self, joint: Joint, program: Program, machine: Machine, limit: int) -> _Candidate:
+    def _candidate(self, joint: Joint, program: Program, machine: Machine, limit: int) -> Candidate:
         """Returns a plan for ``limit`` bytes with its issue order and estimated peak; raises FitError."""
         plan, floor_ns = planned_in_mode(program, machine, limit, self.planner, self.seconds, self.mode)
         kept = (d for d in plan.decisions if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)
@@ -339,7 +189,7 @@ class Partitioner(CustomPartitionerFn):
         feasible_limit = max(limit, schedule.required_bytes)
         timeline = simulate(program, plan, machine, feasible_limit, schedule=schedule)
         items = order(schedule, timeline).items
-        return _Candidate(plan, floor_ns, timeline, items, joint.planned_bytes(schedule, items))
+        return Candidate(plan, floor_ns, timeline, items, joint.planned_bytes(schedule, items))
 
     def _schedule(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Joint:
         begin = time.process_time()
@@ -372,7 +222,7 @@ def read_after_write(forward: fx.GraphModule, backward: fx.GraphModule) -> set[s
 
     torch.compile of PyTorch 2.13 passes the new values to the backward, which silently gives wrong gradients.
     """
-    written = {str(node.args[0]) for node in forward.graph.find_nodes(op="call_function", target=COPY)}
+    written = {str(node.args[0]) for node in forward.graph.find_nodes(op="call_function", target=aten.copy_.default)}
     return written & {node.name for node in backward.graph.find_nodes(op="placeholder")}
 
 
@@ -382,9 +232,9 @@ def save_before_write(gm: fx.GraphModule, names: set[str]) -> None:
     for node in inputs:
         if node.name in names:
             with gm.graph.inserting_before(inputs[-1].next):
-                copy = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+                copy = gm.graph.call_function(aten.clone.default, (node,))
             copy.meta = {**node.meta, "recompute": CheckpointPolicy.MUST_SAVE}
-            node.replace_all_uses_with(copy, lambda user: user.target is not COPY and user is not copy)  # noqa: B023
+            node.replace_all_uses_with(copy, lambda user: user.target is not aten.copy_.default and user is not copy)  # noqa: B023
     gm.recompile()
 
 

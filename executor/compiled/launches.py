@@ -24,7 +24,6 @@ from simulator.machine import Machine
 from simulator.program import KernelKind
 
 STEP = "headroom_step"  # key in a node's meta: the plan's step in which it executes
-MAX_STEP_DISTANCE = 1  # largest distance of plan steps that may be fused
 
 
 class Launch(NamedTuple):
@@ -77,7 +76,7 @@ def choices() -> Any:
         @staticmethod
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             all_steps = steps(node1) | steps(node2)
-            return (not all_steps or max(all_steps) - min(all_steps) <= MAX_STEP_DISTANCE) and InductorChoices.can_fuse(
+            return (not all_steps or max(all_steps) - min(all_steps) <= 1) and InductorChoices.can_fuse(
                 scheduler, node1, node2, shared_data_score
             )
 

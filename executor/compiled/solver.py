@@ -22,8 +22,6 @@ from torch._inductor.custom_graph_pass import CustomKnapsackSolver
 from executor.compiled.launches import is_view, operator_ns
 from simulator.machine import Machine
 
-SECONDS = 5.0  # time limit of the 0/1 program, after which the incumbent is used
-
 
 class ChainSolver(CustomKnapsackSolver):
     """Selects the values to save so that recomputing the others takes the least time.
@@ -83,7 +81,7 @@ class ChainSolver(CustomKnapsackSolver):
             cost,
             integrality=integral,
             bounds=Bounds(0, 1),
-            options={"time_limit": SECONDS},
+            options={"time_limit": 5.0},  # in seconds; the incumbent is used then
             constraints=LinearConstraint(coo_array((factors, (row_index, columns)), shape).tocsr(), lower, upper),
         )
         kept_indices = {i for i in range(len(values)) if solution.x is not None and solution.x[i] > 0.5}

@@ -3,7 +3,6 @@
 import torch
 
 ALIGNMENT = 512  # address alignment in bytes: the finest that PyTorch's allocator uses
-CORE_BYTES = 2**22  # upper bound of a CPU core's private cache
 
 
 def cuda_index(device: torch.device) -> int:
@@ -12,5 +11,5 @@ def cuda_index(device: torch.device) -> int:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Returns the bytes of a GPU's L2 cache, or ``CORE_BYTES`` for a CPU."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else CORE_BYTES
+    """Returns the bytes of a GPU's L2 cache, or an upper bound of a CPU core's private cache."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 2**22

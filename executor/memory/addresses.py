@@ -30,20 +30,31 @@ from executor.memory import ALIGNMENT, cuda_index
 from simulator.compiled.encoding import Ints
 from simulator.compiled.jit import jit
 
-# maximum number of open arenas, and of requests in one capture
-ARENAS = 32
-REQUESTS = 1 << 17
+ARENAS = 32  # that may be open at a time
 CHUNK = 128 << 20  # bytes of physical memory behind an aliased arena
-# Row 0 of the table: spin lock, row of the serving arena, whether the log holds the answers, index of the next request.
-# Each other row describes one arena.
-_LOCK, _SERVING, _HAS_ANSWERS, _NEXT = range(4)
-_BASE, _NBYTES, _DEVICE, _LIVE, _USED, _REFUSED = range(6)
-_TABLE = np.zeros((1 + ARENAS, 6), np.int64)  # never freed: PyTorch may call FREE late
-_LOG = np.zeros((REQUESTS, 2), np.int64)  # bytes and address of each request
-_ADDRESS = _TABLE.ctypes.data
-_SHAPE = _TABLE.shape
-_LOG_ADDRESS = _LOG.ctypes.data
-_LOG_SHAPE = _LOG.shape
+# PyTorch may free memory after the interpreter has shut down, so these arrays are never freed, and native code has
+# their addresses.
+_STATE = np.zeros(
+    1,
+    [
+        ("lock", np.int64),  # spin lock
+        ("serving", np.int64),  # row of the arena that serves; 0: none
+        ("has_answers", np.int64),  # whether the log holds the answers
+        ("next", np.int64),  # index of the next request
+    ],
+)
+_TABLE = np.zeros(
+    1 + ARENAS,  # row 0 is not used
+    [
+        ("base", np.int64),  # address; 0: the row is free
+        ("nbytes", np.int64),
+        ("device", np.int64),
+        ("live", np.int64),  # segments not freed
+        ("used", np.int64),  # bytes given away so far
+        ("refused", np.int64),  # bytes of the last refused request
+    ],
+)
+_LOG = np.zeros((1 << 17, 2), np.int64)  # bytes and address of each request of a capture, which has at most so many
 _ROWS_LOCK = threading.Lock()  # guards the search for a free row
 _SERVING_LOCK = threading.Lock()  # one arena serves at a time: PyTorch captures one graph at a time
 _types: Any = types  # Numba's type functions have no annotations
@@ -69,26 +80,26 @@ def _exchange(context, address, value):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _allocate(table, log, nbytes, device):  # type: ignore[no-untyped-def]
+def _allocate(state, table, log, nbytes, device):  # type: ignore[no-untyped-def]
     """Returns the address for the next request, or 0 if the request is refused."""
-    row = table[table[0, _SERVING]]
-    k = table[0, _NEXT]
-    if table[0, _SERVING] == 0 or nbytes <= 0 or device != row[_DEVICE]:
+    row = table[state.serving]
+    k = state.next
+    if state.serving == 0 or nbytes <= 0 or device != row.device:
         return 0
     rounded = (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    if table[0, _HAS_ANSWERS] != 0:
+    if state.has_answers != 0:
         refused = log[k, 0] != nbytes  # entries after the last request are zero
     else:
-        refused = k + 1 >= len(log) or row[_USED] + rounded > row[_NBYTES]
+        refused = k + 1 >= len(log) or row.used + rounded > row.nbytes
     if refused:
-        row[_REFUSED] = nbytes
+        row.refused = nbytes
         return 0
-    if table[0, _HAS_ANSWERS] == 0:
+    if state.has_answers == 0:
         log[k, 0] = nbytes
-        log[k, 1] = row[_BASE] + row[_USED]
-        row[_USED] += rounded
-    table[0, _NEXT] = k + 1
-    row[_LIVE] += 1
+        log[k, 1] = row.base + row.used
+        row.used += rounded
+    state.next = k + 1
+    row.live += 1
     return log[k, 1]
 
 
@@ -97,8 +108,8 @@ def _record_free(table, address):  # type: ignore[no-untyped-def]
     """Decrements the count of live segments in the arena that contains the freed address."""
     for r in range(1, len(table)):
         row = table[r]
-        if row[_BASE] <= address < row[_BASE] + row[_NBYTES]:
-            row[_LIVE] -= 1
+        if row.base <= address < row.base + row.nbytes:
+            row.live -= 1
 
 
 @cache
@@ -109,30 +120,38 @@ def functions() -> tuple[Any, Any]:
     cudaStream_t)`` and ``void (void*, size_t size, int device, cudaStream_t)``. Each function has an ``address`` and a
     ``ctypes`` callable for tests. Addresses are integers; 0 is NULL.
     """
-    lock = _ADDRESS + 8 * _LOCK
+    # Numba freezes these values into the native code.
+    lock = _STATE.ctypes.data  # the first field
+    table_at = _TABLE.ctypes.data
+    log_at = _LOG.ctypes.data
+    state_type = _STATE.dtype
+    row_type = _TABLE.dtype
+    n_rows = len(_TABLE)
+    log_shape = _LOG.shape
     word = _types.intp
     number = _types.int32
 
     @cfunc(word(word, number, word))  # type: ignore[untyped-decorator]
     def allocate(nbytes, device, stream):  # type: ignore[no-untyped-def]
-        table = carray(_pointer(_ADDRESS), _SHAPE, np.int64)
-        log = carray(_pointer(_LOG_ADDRESS), _LOG_SHAPE, np.int64)
+        state = carray(_pointer(lock), 1, state_type)
+        table = carray(_pointer(table_at), n_rows, row_type)
+        log = carray(_pointer(log_at), log_shape, np.int64)
         while _exchange(lock, 1) != 0:
             pass
-        address = _allocate(table, log, nbytes, device)
+        address = _allocate(state[0], table, log, nbytes, device)
         _exchange(lock, 0)
         return address
 
     @cfunc(_types.void(word, word, number, word))  # type: ignore[untyped-decorator]
     def free(address, nbytes, device, stream):  # type: ignore[no-untyped-def]
-        table = carray(_pointer(_ADDRESS), _SHAPE, np.int64)
+        table = carray(_pointer(table_at), n_rows, row_type)
         if address != 0:
             while _exchange(lock, 1) != 0:
                 pass
             _record_free(table, address)
             _exchange(lock, 0)
 
-    for item in (allocate, free, _TABLE, _LOG):  # immortal: PyTorch frees memory after the interpreter has shut down
+    for item in (allocate, free, _STATE, _TABLE, _LOG):  # makes them immortal
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
     return allocate, free
 
@@ -190,13 +209,13 @@ class Arena:
         self.base = -(-address // ALIGNMENT) * ALIGNMENT
         self.nbytes = max(0, nbytes - (self.base - address)) // ALIGNMENT * ALIGNMENT
         with _ROWS_LOCK:
-            free = np.flatnonzero(_TABLE[1:, _BASE] == 0)
+            free = np.flatnonzero(_TABLE["base"][1:] == 0)
             if not len(free):
                 release()
                 raise MemoryError(f"{ARENAS} graph arenas are open already: close one first")
             self._index = 1 + int(free[0])
             self._row = _TABLE[self._index]
-            self._row[:] = self.base, self.nbytes, device, 0, 0, 0
+            _TABLE[self._index] = (self.base, self.nbytes, device, 0, 0, 0)
         self._release: Callable[[], object] | None = release
 
     @classmethod
@@ -284,23 +303,23 @@ class Arena:
             _LOG[:] = 0
             if requests is not None:
                 _LOG[: len(requests)] = requests
-            _TABLE[0, _NEXT] = 0
-            _TABLE[0, _HAS_ANSWERS] = requests is not None
-            _TABLE[0, _SERVING] = self._index
+            _STATE["next"] = 0
+            _STATE["has_answers"] = requests is not None
+            _STATE["serving"] = self._index
             try:
                 yield
             finally:
-                _TABLE[0, _SERVING] = 0
+                _STATE["serving"] = 0
 
     @property
     def live(self) -> int:
         """Number of segments that PyTorch has allocated and not freed."""
-        return int(self._row[_LIVE])
+        return int(self._row["live"])
 
     @property
     def refused_bytes(self) -> int:
         """Bytes of the last refused request, or 0 if none was refused."""
-        return int(self._row[_REFUSED])
+        return int(self._row["refused"])
 
     def close(self) -> None:
         """Frees the memory, or leaves that to `sweep` if PyTorch still has tensors in it."""
@@ -314,13 +333,13 @@ class Arena:
             Arena._closed.remove(self)
         release = self._release
         self._release = None
-        self._row[_BASE] = self._row[_NBYTES] = 0  # before the release: the address may be reused at once
+        self._row["base"] = self._row["nbytes"] = 0  # before the release: the address may be reused at once
         release()
 
 
 def served() -> Ints:
     """Returns int64[n, 2]: bytes and address of each request that the serving arena has answered so far."""
-    return _LOG[: _TABLE[0, _NEXT]].copy()
+    return _LOG[: _STATE["next"][0]].copy()
 
 
 def sweep() -> None:

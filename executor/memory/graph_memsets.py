@@ -16,8 +16,7 @@ import torch
 
 from executor.memory.addresses import Driver
 
-MEMSET = 2  # CU_GRAPH_NODE_TYPE_MEMSET
-THREADS = 256
+THREADS = 256  # per block
 SOURCE = """
 extern "C" __global__ void fill(unsigned char* target, unsigned value, unsigned size, unsigned long long count) {
     for (unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x; i < count;
@@ -77,9 +76,10 @@ def replace_memsets(device: torch.device, graph: int) -> int:
         kind = ctypes.c_int()
         memset = _Memset()
         driver("cuGraphNodeGetType", c_void_p(node), byref(kind))
-        if kind.value == MEMSET:
-            driver("cuGraphMemsetNodeGetParams", c_void_p(node), byref(memset))
-        if kind.value != MEMSET or memset.height > 1:
+        if kind.value != 2:  # CU_GRAPH_NODE_TYPE_MEMSET
+            continue
+        driver("cuGraphMemsetNodeGetParams", c_void_p(node), byref(memset))
+        if memset.height > 1:
             continue
         parents = _list_nodes(driver, "cuGraphNodeGetDependencies", node)
         children = _list_nodes(driver, "cuGraphNodeGetDependentNodes", node)

@@ -29,9 +29,6 @@ import torch
 
 Bytes = npt.NDArray[np.uint8]
 
-PAGE = mmap.PAGESIZE
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
-
 
 class _Slab:
     """Pinned whole pages; ``is_used`` until their last array has died."""
@@ -110,7 +107,7 @@ class Slabs:
             self._unpin(slab.address)
 
     def _pin_slab(self, nbytes: int) -> _Slab:
-        size = -(-nbytes // PAGE) * PAGE
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         message = f"{nbytes:,} bytes of host memory cannot be pinned"
         available_bytes, source = available()
         if size > available_bytes:
@@ -182,7 +179,8 @@ def _read(path: Path) -> str:
 
 def _register(address: int, nbytes: int) -> None:
     runtime: Any = torch.cuda.cudart()  # that of PyTorch: all CUDA users of the process share its context
-    status = runtime.cudaHostRegister(address, nbytes, PORTABLE)
+    portable = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
+    status = runtime.cudaHostRegister(address, nbytes, portable)
     if int(status):
         with contextlib.suppress(RuntimeError):  # the driver reports the error to the next launch, too
             torch.zeros((), device="cuda")

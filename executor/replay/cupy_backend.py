@@ -25,7 +25,6 @@ try:
 except ImportError as error:
     raise BackendError(f"the cuda backend needs CuPy ({error}): pip install 'headroom[gpu]'") from None
 
-ERRORS = RuntimeError, OSError, cupy.cuda.compiler.CompileException  # from the runtime, the driver or the loader
 THREADS = 256
 WARM_UP_NS = 500_000_000  # warm-up before measurements, because an idle GPU runs at low clocks
 
@@ -93,7 +92,8 @@ class CupyBackend(Backend):
             raise
         except MemoryError as e:  # from pinning memory; its message is complete
             raise BackendError(f"{self.task}: {e}" if self.task else str(e)) from e
-        except ERRORS as e:
+        # From the runtime, the driver or the loader.
+        except (RuntimeError, OSError, cupy.cuda.compiler.CompileException) as e:
             reason = f"{failure} ({e})".splitlines()[0]
             raise BackendError(f"{self.task}: {reason}" if self.task else reason) from e
 

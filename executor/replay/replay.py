@@ -20,13 +20,11 @@ from typing import Literal
 import numpy as np
 
 from executor.replay.backend import NEVER, Backend, Bytes, Log, first_difference, pattern
-from executor.replay.streams import Block, Circle, Job, ReplayError, circle
+from executor.replay.streams import Block, Cycle, Job, ReplayError, cycle
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 from simulator.timeline import BlockEvent, Span, Timeline
-
-LAUNCHES = 3  # launches of the timed graph; only the last counts, because the first uploads the graph
 
 Mode = Literal["time", "check"]
 # Sort key of memory events: time; whether the causing job starts then (at one instant, frees come first by rule 9,
@@ -118,7 +116,7 @@ def replay(
         raise ValueError(f"mode: expected time or check, got {mode!r}")
     check = mode == "check"
     machine = replace(machine, issue_ns=0, copy_contention=0.0)
-    order = circle(program, plan, machine, limit)
+    order = cycle(program, plan, machine, limit)
     group = order.iterations
     skip = -(-warmup // group) * group
     rounds = -(-warmup // group) - (-iterations // group)
@@ -142,16 +140,16 @@ def replay(
     )
 
 
-def slots(order: Circle, rounds: int, check: bool) -> int:
+def slots(order: Cycle, rounds: int, check: bool) -> int:
     """Returns the number of log slots: one per job and round, and one per comparison."""
     compared = sum(2 * len(job.reads) + len(job.fresh) for job in order.jobs if job.span.stream == "compute")
     return rounds * (len(order.jobs) + check * compared) + check * len(order.start)
 
 
 class Run:
-    """Captures rounds of a circle of jobs as a graph, launches it and reads the log."""
+    """Captures rounds of a cycle of jobs as a graph, launches it and reads the log."""
 
-    def __init__(self, order: Circle, backend: Backend, rounds: int, pause_ns: int, check: bool):
+    def __init__(self, order: Cycle, backend: Backend, rounds: int, pause_ns: int, check: bool):
         self.order = order
         self.backend = backend
         self.rounds = rounds
@@ -180,7 +178,8 @@ class Run:
             ReplayError: if a check fails; the message names tensor and kernel of the first failure.
         """
         launch = self.backend.graph(lambda: self._issue(trace))
-        for _ in range(1 if trace else LAUNCHES):
+        # Of the launches of a timed graph only the last counts, because the first uploads the graph.
+        for _ in range(1 if trace else 3):
             launch()
             self.backend.synchronize()
         if self.check:

@@ -1,6 +1,6 @@
 """Turns a plan into jobs on three streams with their order, addresses and dependencies.
 
-A **circle** of jobs is one steady iteration of a simulated Timeline (simulator/RULES.md): its spans in order of their
+A **cycle** of jobs is one steady iteration of a simulated Timeline (simulator/RULES.md): its spans in order of their
 starts. Each stream runs its jobs in order; across streams, a job waits for other jobs (see the list below).
 executor/replay/README.md explains why this cannot deadlock.
 """
@@ -25,13 +25,13 @@ from simulator.machine import Machine
 from simulator.plan import Decision, Plan, Swap
 from simulator.pool import Lifetimes, Packing, timeline_lifetimes
 from simulator.pool.packed import pack_within
-from simulator.pool.pinned_places import Held
+from simulator.pool.pinned_places import PinnedSlots
 from simulator.program import Kernel, Program
 from simulator.schedule import Schedule, lower
 from simulator.timeline import Span, Timeline
 
 LONGEST = 512  # simulated iterations after which a plan counts as never steady
-MAX_PERIOD = 16  # maximum number of iterations in a circle
+MAX_PERIOD = 16  # maximum number of iterations in a cycle
 
 
 class ReplayError(RuntimeError):
@@ -56,7 +56,7 @@ class Residency:
         index: index of the block in the schedule.
         begin: job that places it; None: always resident.
         ends: (rounds later, job) of the jobs that must end before its memory is free.
-        crosses: whether the block is resident at the start of the circle.
+        crosses: whether the block is resident at the start of the cycle.
     """
 
     block: Block
@@ -68,10 +68,10 @@ class Residency:
 
 @dataclass(slots=True)
 class Job:
-    """One span of the circle, in order of issue.
+    """One span of the cycle, in order of issue.
 
     Attributes:
-        waits: (iterations back, position in the circle) of the jobs that must end before this one starts.
+        waits: (iterations back, position in the cycle) of the jobs that must end before this one starts.
         fresh: blocks that the job writes first, including its workspace.
         reads: blocks that the job reads.
         writes: blocks that the job overwrites, with their new version.
@@ -87,19 +87,19 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Circle:
-    """Jobs of a plan with their addresses.
+class Cycle:
+    """Steady-state cycle of a plan: its jobs and their addresses.
 
     Attributes:
         program: program that the jobs' indices refer to: with the plan's variants, unrolled over ``iterations``.
         original: index of each tensor of ``program`` in the given program.
         predicted: simulated timeline of ``program`` that determines the order.
-        iterations: iterations of the given program in the circle.
+        iterations: iterations of the given program in the cycle.
         jobs: jobs in order of issue.
         residencies: intervals of the blocks in the arena.
         host: offset of each swapped tensor in the host buffer.
         host_bytes: size of the host buffer.
-        on_host: tensors that occupy their host place at the start of the circle.
+        on_host: tensors that occupy their host place at the start of the cycle.
         footprint: size of the arena in bytes.
     """
 
@@ -116,11 +116,11 @@ class Circle:
 
     @property
     def start(self) -> list[Block]:
-        """Blocks of persistent tensors that are in the arena at the start of the circle."""
+        """Blocks of persistent tensors that are in the arena at the start of the cycle."""
         return [s.block for s in self.residencies if s.crosses]
 
 
-def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle:
+def cycle(program: Program, plan: Plan, machine: Machine, limit: int) -> Cycle:
     """Returns the jobs of a plan.
 
     Args:
@@ -150,10 +150,10 @@ def circle(program: Program, plan: Plan, machine: Machine, limit: int) -> Circle
             raise ReplayError(f"the plan's iterations do not repeat in groups of {repeats} either")
     lifetimes = timeline_lifetimes(predicted)
     packing = pack_within(lifetimes.intervals, limit, machine.alignment)
-    built = _CircleBuilder(schedule, predicted, lifetimes, packing, machine)
+    built = _CycleBuilder(schedule, predicted, lifetimes, packing, machine)
     host = built.pinned
     on_host = frozenset(t for t, upper in zip(host.tensors, host.intervals.upper, strict=True) if upper >= built.period)
-    return Circle(
+    return Cycle(
         schedule.program,
         original,
         predicted,
@@ -193,8 +193,8 @@ def unrolled(program: Program, plan: Plan, times: int) -> tuple[Program, Plan, l
     return replace(program, tensors=tuple(tensors), kernels=tuple(kernels)), Plan(tuple(decisions)), original
 
 
-class _CircleBuilder:
-    """Builds the circle from the last iteration of a steady timeline.
+class _CycleBuilder:
+    """Builds the cycle from the last iteration of a steady timeline.
 
     A moment is the start or the end of a job; positions count moments from the start of the iteration.
 
@@ -219,7 +219,7 @@ class _CircleBuilder:
         self.gap = {j: self._gap(j) for jobs in (*self.outs.values(), *self.ins.values()) for j in jobs}
         self._find_residencies(lives, packing)
         self._contents()
-        self.pinned = Held(
+        self.pinned = PinnedSlots(
             {t: [self.begins[j] for j in jobs] for t, jobs in self.outs.items()},
             {t: [self.ends[j] for j in jobs] for t, jobs in self.ins.items()},
             [t.nbytes for t in self.program.tensors],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
 from typing import Any
@@ -16,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from executor.capture.capture import Captured
 from executor.capture.optimizers import step_without_hooks
 from executor.capture.reach import hooks_of
+from executor.capture.state import Home
 from executor.training.memory_source import Block, Place, StepError, UserTensor, is_movable, is_shared
 
 
@@ -230,6 +233,40 @@ class ChangeDetector:
             and len(submodules) == len(self.submodules)
             and all(map(is_, submodules, self.submodules))
         )
+
+
+class ReboundSlots:
+    """Slots that the user's step rebinds to a new tensor in each step (``self.state = new``).
+
+    A captured step copies the new content into the old tensor. Eager PyTorch would leave the old content to whoever
+    still refers to the old tensor (``history.append(model.state)``), so such a tensor is replaced by a copy before the
+    next step. Only reference counts tell: Python has no list of an object's holders, and a view in C++ has no Python
+    object at all. Counts other than those right after the last step mean a new holder.
+    """
+
+    def __init__(self, homes: Sequence[Home]) -> None:
+        self._homes = homes
+        self._references = [(0, 0)] * len(homes)
+
+    def record(self) -> None:
+        """Records the references after a step."""
+        self._references = [_count_references(home) for home in self._homes]
+
+    def separate(self) -> None:
+        """Replaces tensors by copies if other references to them may exist."""
+        for home, reference in zip(self._homes, self._references, strict=True):
+            if _count_references(home) != reference and isinstance(tensor := home.get(), Tensor):
+                home.set(tensor.detach().clone())
+
+
+def _count_references(home: Home) -> tuple[int, int]:
+    """Returns the identity of the tensor in this slot, and the references to it, its container and its memory."""
+    tensor = home.get()
+    if not isinstance(tensor, Tensor):
+        return 0, 0
+    container = home._replace(part=None).get()  # the containing tuple, or the tensor itself
+    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return id(tensor), sys.getrefcount(tensor) + sys.getrefcount(container) + memory
 
 
 class _FirstValues(dict[Any, Any]):

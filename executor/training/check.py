@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_unflatten
 
 from executor.capture.batches import flatten, tensors_in
-from executor.capture.capture import checks
+from executor.capture.capture import register_check
 from executor.capture.captured import Captured
 from executor.capture.optimizers import FLAGS
 from executor.capture.python_values import is_scalar, preserve_random_states
@@ -30,14 +30,7 @@ from executor.training.bindings import device_of
 from executor.training.planned_step import PlannedStep
 from simulator.plan import Plan
 
-EXAMPLES = 2  # in a reduced batch
-RUNS = 2
 SMALL_FLOPS = 10**8  # smaller steps are checked on the whole batch: a second capture would take longer
-# Tolerance where kernels do not repeat their results: a multiple of the largest difference between two eager runs,
-# which itself is noise only if it is small beside the largest value.
-SPREAD = 4
-NOISE = 0.01
-PEAK_TOLERANCE = 0.01, 4096  # relative, bytes
 # Attributes that a planned step does not update and that no result depends on.
 _NOT_COMPARED = FLAGS | {"_step_count", "training"}
 
@@ -46,6 +39,7 @@ class CheckNotRun(UserWarning):
     """Warns that the differential check could not run; the message gives the reason."""
 
 
+@register_check
 def check(captured: Captured) -> None:
     """Compares the effects of a captured step with those of the user's step.
 
@@ -60,7 +54,8 @@ def check(captured: Captured) -> None:
         return
     reduced = captured
     if sum(kernel.flops for kernel in captured.program.kernels) > SMALL_FLOPS:
-        count = EXAMPLES if any(isinstance(m, _BatchNorm) for m, *_ in captured.modules) else 1
+        # Batch norm needs two examples.
+        count = 2 if any(isinstance(m, _BatchNorm) for m, *_ in captured.modules) else 1
         if (args := first_examples(source.args, count)) is not source.args:
             try:
                 reduced = source.recapture(args)
@@ -133,7 +128,9 @@ class _Comparison:
                     repeated = self.run(self.step, track_memory=False)
                 pairs = [(x, repeated.state.get(name)) for name, x in eager.state.items()]
                 spread = max(difference(x, y) for x, y in (*pairs, *zip(eager.results, repeated.results, strict=True)))
-                tolerance = SPREAD * spread if spread <= NOISE * eager.max_abs() else -1.0
+                # Where kernels do not repeat their results, a multiple of the spread of two eager runs is tolerated, if
+                # the spread is noise, which is small beside the largest value.
+                tolerance = 4 * spread if spread <= 0.01 * eager.max_abs() else -1.0
             return difference(a, b) <= tolerance
 
         for name in dict.fromkeys((*eager.state, *planned.state)):
@@ -153,8 +150,7 @@ class _Comparison:
                     "a value that was not captured; pass it as an argument, or set check=False"
                 )
         expected = self.captured.program.peak_bytes
-        (relative, nbytes) = PEAK_TOLERANCE
-        if eager.peak and abs(eager.peak - expected) > max(relative * expected, nbytes):
+        if eager.peak and abs(eager.peak - expected) > max(0.01 * expected, 4096):
             warnings.warn(
                 f"the step's peak is {eager.peak:,} bytes by PyTorch's MemTracker and {expected:,} by the capture: a "
                 "limit may not hold on the device",
@@ -164,11 +160,11 @@ class _Comparison:
     def run(self, step: Callable[..., Any], track_memory: bool) -> _Effects:
         """Runs two steps and records their effects."""
         effects = _Effects()
-        for i in range(RUNS):
+        for is_second in (False, True):
             args, _ = copy_batch(self.args)
             leaves, _ = flatten(args)
             self.clear_gradients()
-            with _tracker(self, leaves) if track_memory and i == RUNS - 1 else nullcontext() as tracker:
+            with _tracker(self, leaves) if track_memory and is_second else nullcontext() as tracker:
                 result = step(*args)
                 if hasattr(result, "send"):  # a step of micro-batches is a generator
                     result = _exhaust(result)
@@ -257,7 +253,10 @@ def repeats(device: torch.device) -> bool:
 
 
 def difference(a: Any, b: Any) -> float:
-    """Returns the largest absolute difference of two tensors; infinity if other values or their forms differ."""
+    """Returns the largest absolute difference.
+
+    It is infinity if shapes or dtypes differ, or if unequal values are not both tensors.
+    """
     if equal(a, b):
         return 0.0
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype):
@@ -331,6 +330,3 @@ class _NoModules(nullcontext[None]):
     def register_user_hooks(self, *_: Any) -> None: ...
 
     def clear_user_hooks(self) -> None: ...
-
-
-checks.append(check)

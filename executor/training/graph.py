@@ -35,19 +35,15 @@ from executor.memory.graph_memory import Event, GraphMemory, RecordError, Reques
 from executor.memory.graph_memsets import replace_memsets
 from executor.training.bindings import device_of, inputs_of
 from executor.training.memory_source import Block, Place, StepError, as_tensor
-from executor.training.node_calls import NUMBER, Call, Calls
+from executor.training.node_calls import NUMBER, Call, Calls, run_calls
 from executor.training.progress import Interrupt
 from executor.training.work import StepState, before_the_update
 from simulator.compiled.encoding import Ints
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.packed import pack_within
 
-# captures always allowed; replays that allow one more capture
-CAPTURES = 3
-REPLAYS_PER_CAPTURE = 100
-SEGMENT = 20 << 20  # bytes by which PyTorch may round up a request
-ADDRESSES = 1 << 32  # bytes of extra address space in a dry capture
-UNDONE = "a replay cannot be undone"
+CAPTURES = 3  # always allowed
+REPLAYS_PER_CAPTURE = 100  # that allow one more capture
 
 
 class NoGraph(StepError):
@@ -80,12 +76,12 @@ def beside_bytes(captured: Captured) -> int:
 
 
 def not_by_default(captured: Captured, undo: bool) -> str | None:
-    """Returns the reason against capturing a step as a graph by default, or None; ``refused`` is checked separately."""
+    """Returns the reason against capturing a step as a graph by default, or None (see also ``graph_refusal``)."""
     if (device := device_of(captured)).type != "cuda":
         return f"its tensors are on the device {device.type!r}, a graph needs CUDA"
     if captured.micro:
-        return "its micro-batches may arrive one by one, a graph needs all in one call (graph=True)"
-    return UNDONE if undo else None
+        return "its micro-batches may arrive one by one, a graph needs all in one call (PlannedStep(graph=True))"
+    return "a replay cannot be undone" if undo else None
 
 
 def graph_refusal(captured: Captured, calls: Calls, undo: bool) -> str | None:
@@ -113,7 +109,7 @@ def graph_refusal(captured: Captured, calls: Calls, undo: bool) -> str | None:
     for t in inputs & before_the_update(schedule)[1]:
         return f"the step writes {program.tensors[t].name}, a tensor of the batch, for which a graph has a slot"
     if undo:
-        return UNDONE
+        return "a replay cannot be undone"
     if device.type != "cuda":
         return f"its tensors are on the device {device.type!r}, a graph needs CUDA"
     if "no_split" not in inspect.signature(torch.cuda.MemPool).parameters:
@@ -258,7 +254,7 @@ class GraphStep:
             raise NoGraph(
                 f"it was captured {self.captures} times for {self._replays} replays, because the optimizer's numbers, "
                 "the user's tensors or the batch's shape change (a learning rate that is a tensor on the device is "
-                "read by replays): ask for graph=True to capture every time"
+                "read by replays): PlannedStep(graph=True) captures every time"
             )
 
     def _table(self) -> list[Any]:
@@ -267,8 +263,7 @@ class GraphStep:
         table = self._step.table.copy()
         for node, slot in self._slots.items():
             table[step.calls.slots[node]] = slot
-        for out, function, get, options in step.whole.first:
-            table[out] = function(*get(table), **options)
+        run_calls(step.whole.first, table)
         return table
 
     def close(self) -> None:
@@ -327,8 +322,7 @@ class _Capture:
 
         def run(calls: Sequence[Call]) -> None:
             with self.memory.pool():
-                for out, function, get, options in calls:
-                    table[out] = function(*get(table), **options)
+                run_calls(calls, table)
 
         blocks.allocate = self._take
         try:
@@ -395,24 +389,24 @@ def _issue(step: StepState, table: list[Any], run: Callable[[Sequence[Call]], No
     """
     blocks = step.blocks
     swapping_out = [blocks.blocks[t] for t, place in step.order.start.items() if place == "out"]
-    last = {
+    last_swap_outs = {
         argument[0]: (i, k)
         for i, item in enumerate(step.work)
-        for k, (action, argument) in enumerate(item.after)
-        if action == blocks.start_swap_out and argument[0] in swapping_out
+        for k, (_, argument, kind) in enumerate(item.after)
+        if kind == "out" and argument[0] in swapping_out
     }
-    deferred = set(last.values())
+    deferred = set(last_swap_outs.values())
     blocks.values = table
     blocks.start(step.order.start)
-    for i, (before, _, calls, clear, _, after) in enumerate(step.work):
-        for action, argument in before:
-            action(argument)
-        run(calls)
-        for slot in clear:
+    for i, item in enumerate(step.work):
+        for act, argument, _ in item.before:
+            act(argument)
+        run(item.calls)
+        for slot in item.clear:
             table[slot] = None
-        for k, (action, argument) in enumerate(after):
+        for k, (act, argument, _) in enumerate(item.after):
             if (i, k) not in deferred:
-                action(argument)
+                act(argument)
     for block in blocks.blocks.values():
         if block.persistent:
             blocks.wait(block)
@@ -464,8 +458,9 @@ def dry_capture(step: StepState, table: list[Any]) -> Dry:
     blocks = step.order.schedule.blocks
     created = [blocks[b].nbytes for s in step.order.schedule.steps for b in s.allocates]
     swapped = [block.nbytes for block in step.blocks.blocks.values()]
-    # Every request is rounded up, and an operator may make a few requests that its profile lacks.
-    expected = sum(2 * nbytes + SEGMENT for nbytes in (*created, *swapped, *swapped)) + ADDRESSES
+    # PyTorch rounds requests up, by at most a segment of 20 MiB, and an operator may make a few requests that its
+    # profile lacks. Addresses cost nothing, so 4 GiB are added.
+    expected = sum(2 * nbytes + (20 << 20) for nbytes in (*created, *swapped, *swapped)) + (4 << 30)
     attempt = _Capture(step, table, Arena.aliased(step.device, expected), None)
     try:
         requests = requests_of(attempt.events, attempt.memory)

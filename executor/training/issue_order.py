@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from simulator.plan import Swap
-from simulator.pool.pinned_places import Held
+from simulator.pool.pinned_places import PinnedSlots
 from simulator.program import Program
 from simulator.schedule import Schedule, Step
 from simulator.timeline import Timeline
@@ -32,7 +32,8 @@ MAX_ITERATIONS = 16
 
 # A move and its block of the schedule. out: start the copy to the host (rule 4); reclaim: wait for that copy and free
 # the memory; release: free the memory, the host copy being valid; in: allocate and start the swap-in; wait: for it.
-Move = tuple[Literal["out", "in", "reclaim", "wait", "release"], int]
+MoveKind = Literal["out", "in", "reclaim", "wait", "release"]
+Move = tuple[MoveKind, int]
 
 
 class Item(NamedTuple):
@@ -77,7 +78,7 @@ class Order:
         """The program under the plan's variants."""
         return self.schedule.program
 
-    def host_slots(self, alignment: int) -> Held:
+    def host_slots(self, alignment: int) -> PinnedSlots:
         """Returns the host slots. The clock counts moves; a slot is held until compute has waited for its swap-in."""
         moves = [move for item in self.items for move in item.before + item.after]
         times: dict[str, dict[int, list[int]]] = {"out": {}, "wait": {}}
@@ -85,7 +86,7 @@ class Order:
             if kind in times:
                 times[kind].setdefault(self.schedule.blocks[block].owner, []).append(time)
         nbytes = [t.nbytes for t in self.program.tensors]
-        return Held(times["out"], times["wait"], nbytes, max(len(moves), 1), alignment)
+        return PinnedSlots(times["out"], times["wait"], nbytes, max(len(moves), 1), alignment)
 
 
 def order(schedule: Schedule, timeline: Timeline, graph: bool = False) -> Order:

@@ -18,8 +18,6 @@ from torch import Tensor
 from executor.memory import ALIGNMENT
 from executor.training.work import StepState
 
-TOLERANCE = 0.02  # fraction of the ledger's peak
-
 
 @dataclass(frozen=True)
 class Allocator:
@@ -123,7 +121,7 @@ class FirstStepObserver:
         retries = now["num_alloc_retries"] - before["num_alloc_retries"]
         rounding = ALIGNMENT * len(self._state.order.program.tensors)
         stats = Allocator(self._others, self._peak_bytes - self._others, self._ledger_bytes, retries)
-        if stats.peak_bytes > stats.ledger_bytes * (1 + TOLERANCE) + rounding:
+        if stats.peak_bytes > stats.ledger_bytes * 1.02 + rounding:
             warnings.warn(
                 f"the first step had {stats.peak_bytes:,} bytes in use on the device, and {stats.ledger_bytes:,} in "
                 f"the program; the limit of {limit:,} holds only in bytes of the program",

@@ -13,7 +13,7 @@ swapped-out storage. Views of persistent tensors are created when these are boun
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -29,6 +29,12 @@ from executor.training.direct_calls import direct
 from simulator.schedule import Schedule, Step
 
 Call = tuple[int | slice, Callable[..., Any], Callable[[list[Any]], Any], dict[str, Any]]
+
+
+def run_calls(calls: Iterable[Call], table: list[Any]) -> None:
+    """Runs calls in order and stores their results in the table."""
+    for out, function, get, options in calls:
+        table[out] = function(*get(table), **options)
 
 
 class Calls:
@@ -237,7 +243,9 @@ class Calls:
             metas, kwargs = map_arg((args, dict(node.kwargs)), self._stand_in)
             target = function
             function = direct(function, metas, kwargs)
-            if len(args) == 2 and target in SIZES and (spread := direct(target, metas, kwargs, (metas[0], *metas[1]))):
+            # These operators accept sizes as separate arguments, too, which is faster than a list.
+            takes_sizes = target in (aten.view.default, aten.expand.default, aten.permute.default)
+            if len(args) == 2 and takes_sizes and (spread := direct(target, metas, kwargs, (metas[0], *metas[1]))):
                 function = spread
                 args = (args[0], *node.args[1])
         numbers = [key for key, value in node.kwargs.items() if isinstance(value, fx.Node) and value in self._numbers]
@@ -326,10 +334,6 @@ VIEWS = (
     aten.unsqueeze.default,
     aten.slice.Tensor,
 )
-
-
-# Operators that accept sizes as separate arguments, which is faster than a list.
-SIZES = (aten.view.default, aten.expand.default, aten.permute.default)
 
 
 def _shape(node: fx.Node) -> Sequence[int]:

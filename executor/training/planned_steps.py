@@ -16,6 +16,7 @@ first returns all persistent tensors to the device (``PlannedStep.finish``).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import asdict
 from typing import Any, Self
 
 import torch
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from executor.capture.batches import Loss, arguments, flatten, structure, tensors_in
-from executor.capture.capture import capture, capture_step
+from executor.capture.capture import StepOptions, capture, capture_step
 from executor.capture.captured import Captured
 from executor.capture.python_values import is_scalar
 from executor.capture.reach import check_dense
@@ -37,15 +38,6 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 Form = Hashable  # structure and shapes of a (micro-)batch
-_IN_STEP = {
-    "loss_fn": None,
-    "optimizer": None,
-    "accumulate": 1,
-    "average": True,
-    "clip_norm": None,
-    "autocast": None,
-    "scaler": None,
-}  # options that a custom step implements itself
 
 
 class PlannedSteps:
@@ -102,14 +94,16 @@ class PlannedSteps:
         # Steps of one form, by the numbers of the batch that the step's Python code reads.
         self._variants: dict[tuple[Form, ...], dict[tuple[Any, ...], PlannedStep]] = {}
         self._current: PlannedStep | None = None
-        self._is_custom = not isinstance(model, nn.Module)  # a custom step
+        self._is_custom = not isinstance(model, nn.Module)
         if self._is_custom:
             requested = {"loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, **options}
-            for name, default in _IN_STEP.items():
+            own = {"loss_fn": None, "optimizer": None, **asdict(StepOptions())}  # what a custom step does itself
+            for name, default in own.items():
                 if requested.get(name, default) != default:
                     raise ValueError(f"{name}: a custom step must do this itself; remove the option")
-            self.options = {name: value for name, value in self.options.items() if name not in _IN_STEP}
-        self._open = self._is_announced = False  # _is_announced: ``begin`` has announced the step's micro-batches
+            self.options = {name: value for name, value in options.items() if name not in own}
+        self._open = False
+        self._is_announced = False  # whether ``begin`` has announced the step's micro-batches
         self._structures: set[TreeSpec] = set()  # structures of (micro-)batches seen so far
 
     def __call__(self, *batch: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import pairwise
 from typing import Any
 
@@ -21,11 +22,13 @@ from executor.training.issue_order import Order
 from executor.training.memory_source import Block, Blocks, Place
 from executor.training.node_calls import Call, Calls
 
-# Keys of random states besides kernels: restored by an undo; before the step or the current micro-batch; before a
-# kernel is recomputed.
-UNDO = -3
-BEGIN = -2
-NOW = -1
+
+class RandomKey(IntEnum):
+    """Keys of random states besides the numbers of kernels."""
+
+    UNDO = -3  # restored by an undo
+    BEGIN = -2  # before the step or the current micro-batch
+    NOW = -1  # before a kernel is recomputed
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Part:
     slots: list[int]
     read_later: set[int]
     first: list[Call]
-    random: int = BEGIN
+    random: int = RandomKey.BEGIN
     restores_random: bool = False
 
 
@@ -80,7 +83,7 @@ def parts(captured: Captured, order: Order, calls: Calls, random_keys: dict[int,
         for i, (begin, end) in enumerate(pairwise([0, *ends, n]))
     ]
     for micro, (before, after) in zip(captured.micro, pairwise(micro_parts), strict=False):
-        after.random = random_keys.get(micro.draw_kernel, BEGIN)
+        after.random = random_keys.get(micro.draw_kernel, RandomKey.BEGIN)
         before.restores_random = micro.is_reset
     return whole, micro_parts
 
@@ -117,8 +120,8 @@ class Random:
             generator.set_state(state)
 
     def replay(self, kernel: int) -> None:
-        """Restores a kernel's random states for its recomputation, after saving the current states under NOW."""
-        self.save(NOW)
+        """Restores a kernel's random states for its recomputation, after saving the current states under ``NOW``."""
+        self.save(RandomKey.NOW)
         self.restore(kernel)
 
 

@@ -19,20 +19,20 @@ from executor.capture.state import view_memory
 from executor.memory import ALIGNMENT
 from executor.memory.engines import Engines, TransferError, engines_for
 from executor.training.bindings import Binding, compare, device_of, inputs_of, layout_of
-from executor.training.issue_order import Move, Order
+from executor.training.issue_order import Move, MoveKind, Order
 from executor.training.memory_source import Block, Blocks, HostMemory, StepError, is_movable, is_shared
 from executor.training.node_calls import Call, Calls
-from executor.training.progress import BEGIN, NOW, UNDO, Part, Progress, Random, parts
+from executor.training.progress import Part, Progress, Random, RandomKey, parts
 from simulator.schedule import Schedule
 
-Action = tuple[Callable[[Any], None], Any]
+Action = tuple[Callable[[Any], None], Any, MoveKind | None]  # function, its argument, and which move it is, if any
 
 
 class WorkItem(NamedTuple):
     """Work of one schedule step: a kernel or a recomputation.
 
     Attributes:
-        before, after: actions, such as moves, each with its argument.
+        before, after: actions: moves, and changes of the grad mode and of random states.
         charged: bytes allocated, workspace included.
         freed: bytes freed at its end.
         calls: calls of its operator and views.
@@ -132,7 +132,7 @@ class StepState:
         # Random states that the model's checkpoints restore, and those between micro-batches, under negative keys. A
         # graph takes all micro-batches in one call, and a capture cannot read random states.
         between = () if graph else (m.draw_kernel for m in captured.micro)
-        random_keys = {k: UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
+        random_keys = {k: RandomKey.UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
         self.whole, self.parts = parts(captured, order, calls, random_keys)
         self.work: list[WorkItem] = []
         self.skipping = UpdateSkipper(self.blocks, self.work)
@@ -241,8 +241,8 @@ class StepState:
         repeated = {
             item.step.kernel for item in order.items if item.step.is_recomputation and calls.is_random(item.step.kernel)
         }
-        starts = {k: random_keys.get(source, BEGIN) for k, source in draws.items() if k < n}
-        end = random_keys.get(draws[n], BEGIN) if n in draws else None
+        starts = {k: random_keys.get(source, RandomKey.BEGIN) for k, source in draws.items() if k < n}
+        end = random_keys.get(draws[n], RandomKey.BEGIN) if n in draws else None
         last = max((k for k in range(n) if calls.is_random(k)), default=-1)
         grad_mode = False
         for item, (step_calls, clear) in zip(order.items, calls.steps, strict=True):
@@ -253,28 +253,29 @@ class StepState:
             forward = kernels[kernel].phase == "forward"
             if forward is not grad_mode:
                 grad_mode = forward
-                before.append((torch._C._set_grad_enabled, forward))
+                before.append((torch._C._set_grad_enabled, forward, None))
             if item.step.is_recomputation:
                 if kernel in repeated:
-                    before.append((random.replay, kernel))
-                    first.append((random.restore, NOW))
+                    before.append((random.replay, kernel, None))
+                    first.append((random.restore, RandomKey.NOW, None))
             else:
                 if kernel in starts:
-                    before.append((random.restore_defaults, starts[kernel]))
+                    before.append((random.restore_defaults, starts[kernel], None))
                 if kernel in repeated:
-                    before.append((random.save, kernel))
+                    before.append((random.save, kernel, None))
                 if (flag := calls.skip_flags.get(kernel)) is not None:
-                    first.append((self.skipping.decide, flag))
+                    first.append((self.skipping.decide, flag, None))
                 if kernel in random_keys:
-                    first.append((random.save, random_keys[kernel]))
+                    first.append((random.save, random_keys[kernel], None))
                 if kernel == last and end is not None:
-                    after.append((random.restore_defaults, end))
+                    after.append((random.restore_defaults, end, None))
                 if not graph and (loss := calls.losses.get(kernel)) is not None:  # the plan may free it at once
                     step_calls = [*step_calls, (loss, self.progress.keep_loss, itemgetter(slice(loss, loss + 1)), {})]
                 if kernel in calls.skipped:
                     self.skipping.calls[len(self.work)] = calls.skipped[kernel]
-            work = tuple(before), item.charged, tuple(step_calls), clear, item.freed, (*first, *after)
-            self.work.append(WorkItem(*work))
+            self.work.append(
+                WorkItem(tuple(before), item.charged, tuple(step_calls), clear, item.freed, (*first, *after))
+            )
 
     def _actions(self, moves: tuple[Move, ...]) -> list[Action]:
         """Converts moves to actions."""
@@ -292,7 +293,7 @@ class StepState:
             if memory[b].nbytes:
                 block = blocks.blocks[memory[b].owner]
                 with_slots = block, self.calls.slots_of_block.get(b, ())
-                actions.append((methods[kind], with_slots if kind in ("out", "release") else block))
+                actions.append((methods[kind], with_slots if kind in ("out", "release") else block, kind))
         return actions
 
 

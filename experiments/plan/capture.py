@@ -223,7 +223,7 @@ def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes:
 
 def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> DevicePeak | None:
     """Returns the device memory peak; if it is unknown: None without a capacity, else raises WorkloadError."""
-    from executor.card import card_peak
+    from executor.device_memory import card_peak
     from experiments.workloads import WorkloadError
 
     try:

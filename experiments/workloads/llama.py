@@ -106,8 +106,8 @@ class Attention(nn.Module):
         q, k = (rotate(part.transpose(1, 2), cos, sin) for part in (self.q_norm(q), self.k_norm(k)))
         v = v.transpose(1, 2)
         if self.groups > 1:
-            k = k.repeat_interleave(self.groups, dim=1)
-            v = v.repeat_interleave(self.groups, dim=1)
+            # One statement: the narrow k lives until the wide v exists, as in the committed captures.
+            k, v = k.repeat_interleave(self.groups, dim=1), v.repeat_interleave(self.groups, dim=1)
         return self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from simulator.pool import Intervals, run
 
 
-class Held:
+class PinnedSlots:
     """Host memory of each tensor on the circle of an iteration: lifetimes and offsets.
 
     A tensor has one slot. It is held from the start of a swap-out until the last swap-in from that copy ends. With

@@ -205,9 +205,9 @@ def test_batches_of_every_shape(tiny_mlp: Tiny) -> None:
         step.step_for(*batch)
         assert torch.equal(state, torch.get_rng_state())
         twins.train_on(count)
-        assert step.limit == step.present.limit == limit and step.report().limit == limit
+        assert step.limit == step.current.limit == limit and step.report().limit == limit
         assert step.report().without.nbytes == step.program.peak_bytes == step.captured.program.peak_bytes
-    assert len(step.steps) == 3 and step.present.captured.leaves[0].meta["tensor_meta"].shape[0] == 300
+    assert len(step.steps) == 3 and step.current.captured.leaves[0].meta["tensor_meta"].shape[0] == 300
     assert first.decisions and step.plan.decisions and step.plan != first and step.peak_bytes <= limit
     twins.train_on(64)
     assert not step.plan.decisions and "the step fits without a plan" in str(step.report())

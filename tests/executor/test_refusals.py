@@ -14,7 +14,7 @@ from executor import Captured, CaptureError, FitError, capture, capture_step, fi
 from executor.calibrate import _fit, calibrate
 from executor.capture.profile import ProfileError, with_profile
 from executor.capture.profiler import measure
-from executor.card import Loop, card_peak
+from executor.device_memory import Loop, card_peak
 from executor.replay.backend import BackendError
 from executor.replay.host_backend import HostBackend
 from simulator import FormatError, Machine, OutOfMemory, Plan, Program

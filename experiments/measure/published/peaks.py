@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from executor.capture.capture import capture
-from executor.card import Loop, ZeroGrad, card_peak
+from executor.device_memory import Loop, ZeroGrad, card_peak
 from experiments import workloads
 from experiments.measure.published.steps import DATA, read_csv
 from simulator.machine import Machine

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from executor import compiled
 from executor.compiled import CompileError, Partitioner, allocated_peak
-from executor.compiled.backend import CompiledReport, search
+from executor.compiled.graph_report import CompiledReport
+from executor.compiled.search import Search
 from executor.fit import FitError
 from simulator.schedule import lower
 
@@ -316,6 +317,6 @@ def test_a_search_returns_a_fitting_plan_or_the_reason(least: int, needs: int, d
     def schedule(candidate: Any) -> Any:
         return SimpleNamespace(peak_bytes=lambda: candidate.nbytes * 11 // 10)
 
-    best, reason = search(plan, schedule, 1000, 5000)
+    best, reason = Search(plan, schedule, aim=1000, enough=5000).run()
     assert (best.peak_bytes if best else 0) == needs and len(limits) == drafts
     assert reason == ("" if best else "no plan (as Inductor schedules what was tried, it needs 1.02 KiB)")

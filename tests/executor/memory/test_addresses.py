@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.memory import ALIGNMENT, addresses
+from executor.memory import ALIGNMENT
 from executor.memory.addresses import Arena, functions, served
 
 MIB = 2**20
@@ -28,7 +28,7 @@ def native():
 def arena():
     instance = Arena(100 * MIB + 100, 8 * MIB - 100)
     yield instance
-    instance._row[addresses._LIVE] = 0
+    instance._row["live"] = 0
     instance.close()
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from executor.memory import graph_memsets
-from executor.memory.graph_memsets import MEMSET, THREADS, replace_memsets
+from executor.memory.graph_memsets import THREADS, replace_memsets
 
 KERNEL = 0
+MEMSET = 2
 GPU = torch.device("cuda", 0)
 
 

@@ -1,13 +1,14 @@
 """Tests of pinned memory: slabs of whole pages are reused, and requests beyond the host's memory are refused."""
 
 import gc
+from mmap import PAGESIZE
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from executor.memory.pinned import CUDA, HOST, PAGE, Slabs, available
+from executor.memory.pinned import CUDA, HOST, Slabs, available
 
 TREE = {"proc/meminfo": "MemTotal:       1000 kB\nMemAvailable:    600 kB\n"}
 
@@ -22,9 +23,9 @@ class Driver:
         self.slabs = Slabs(self.pin, self.unpin, self.settle)
 
     def pin(self, address, nbytes):
-        if nbytes > 100 * PAGE:
+        if nbytes > 100 * PAGESIZE:
             raise MemoryError("the driver says no")
-        assert address % PAGE == 0
+        assert address % PAGESIZE == 0
         self.pinned[address] = nbytes
         self.calls.append(nbytes)
 
@@ -41,27 +42,27 @@ def driver():
 
 
 def test_one_slab_serves_all_in_turn(driver):
-    for nbytes in (3 * PAGE, PAGE + 1, 3 * PAGE, 17):
+    for nbytes in (3 * PAGESIZE, PAGESIZE + 1, 3 * PAGESIZE, 17):
         memory = driver.slabs.take(nbytes)
         assert memory.shape == (nbytes,) and memory.dtype == np.uint8
         memory[:] = 7
         del memory
-    assert driver.calls == [3 * PAGE] and driver.settled == 3  # once before each of the three reuses
+    assert driver.calls == [3 * PAGESIZE] and driver.settled == 3  # once before each of the three reuses
 
 
 def test_a_slab_that_is_too_small_goes_first(driver):
     assert len(driver.slabs.take(0)) == 0 and not driver.calls
-    driver.slabs.take(2 * PAGE)
-    memory = driver.slabs.take(5 * PAGE - 1)  # rounded to whole pages, not to a power of two
-    assert list(driver.pinned.values()) == [5 * PAGE] and len(memory) == 5 * PAGE - 1
+    driver.slabs.take(2 * PAGESIZE)
+    memory = driver.slabs.take(5 * PAGESIZE - 1)  # rounded to whole pages, not to a power of two
+    assert list(driver.pinned.values()) == [5 * PAGESIZE] and len(memory) == 5 * PAGESIZE - 1
 
 
 def test_used_memory_is_not_reused(driver):
-    first = driver.slabs.take(2 * PAGE)
+    first = driver.slabs.take(2 * PAGESIZE)
     view = torch.frombuffer(first, dtype=torch.uint8, count=8, offset=16).view(torch.int64)
     part = first[100:200]
-    second = driver.slabs.take(PAGE)
-    assert driver.calls == [2 * PAGE, PAGE]
+    second = driver.slabs.take(PAGESIZE)
+    assert driver.calls == [2 * PAGESIZE, PAGESIZE]
     second[:] = 1
     del first
     gc.collect()
@@ -135,7 +136,7 @@ def test_what_is_available_by_hand(tmp_path, files, left, source):
 @pytest.mark.parametrize("slabs", ["driver", HOST])
 def test_huge_pages_are_allowed_and_children_inherit_no_pinned_memory(slabs, request):
     """Checks the mapping's flags in /proc/self/smaps: huge pages require a private mapping."""
-    memory = (request.getfixturevalue("driver").slabs if slabs == "driver" else slabs).take(64 * PAGE)
+    memory = (request.getfixturevalue("driver").slabs if slabs == "driver" else slabs).take(64 * PAGESIZE)
     address = memory.ctypes.data
     flags_line = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():

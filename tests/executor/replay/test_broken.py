@@ -9,7 +9,7 @@ from executor.replay import streams
 from executor.replay.backend import BackendError
 from executor.replay.host_backend import HostBackend
 from executor.replay.replay import Run, replay, slots
-from executor.replay.streams import ReplayError, circle
+from executor.replay.streams import ReplayError, cycle
 from simulator import Plan, Program, Swap, Tensor
 from tests.executor.replay.conftest import LINK
 from tests.executor.replay.test_replay import LARGE, LARGE_SWAP, cases
@@ -103,7 +103,7 @@ def test_every_wait_of_random_plans_that_protects_bytes_counts(quick):
     detected = 0
     for seed in range(40):
         program, plan, machine, limit = cases(seed)
-        order = circle(program, plan, machine, limit)
+        order = cycle(program, plan, machine, limit)
         complete = in_order(order)
         with opened(machine) as (backend, device):
             for job in order.jobs:

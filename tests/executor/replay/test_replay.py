@@ -8,7 +8,7 @@ import pytest
 from executor.replay import streams
 from executor.replay.host_backend import HostBackend
 from executor.replay.replay import Run, replay, slots
-from executor.replay.streams import ReplayError, circle, unrolled
+from executor.replay.streams import ReplayError, cycle, unrolled
 from simulator import Kernel, Machine, OutOfMemory, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.schedule import lower
 from tests.executor.conftest import gpu_backend
@@ -42,7 +42,7 @@ def test_the_swap_plan_of_the_picture_by_hand():
     assert measured.timeline.spans == simulated.spans and measured.timeline.boundaries == simulated.boundaries
     assert measured.timeline.memory[-10:] == simulated.memory[-10:]
     # Across streams, f4 waits for an address and the swap-in for the last kernel that had ended.
-    assert names(circle(PROGRAM, SWAP_PLAN, BYTES, LIMIT).jobs) == {
+    assert names(cycle(PROGRAM, SWAP_PLAN, BYTES, LIMIT).jobs) == {
         ("swap_out", A1): {(0, "kernel", 1)},
         ("kernel", 3): {(0, "swap_out", A1)},
         ("swap_in", A1): {(0, "swap_out", A1), (0, "kernel", 4)},
@@ -57,11 +57,11 @@ def test_a_prefetch_is_issued_when_its_kernel_ends_and_a_synchronous_swap_out_ho
     measured = replay(PROGRAM, plan, BYTES, 300, HostBackend(BYTES))
     assert measured.iteration_ns == measured.predicted_ns == 180
     # No kernel takes w's memory, and b4 ends before the swap-in of a1 starts.
-    assert names(circle(PROGRAM, Plan((Swap(W, 0, 7, sync=True),)), BYTES, 300).jobs)["kernel", 1] == {
+    assert names(cycle(PROGRAM, Plan((Swap(W, 0, 7, sync=True),)), BYTES, 300).jobs)["kernel", 1] == {
         (0, "swap_out", W)
     }
     plan = Plan((Swap(A1, 1, 6, prefetch=3), Swap(A2, 2, 5, prefetch=3)))
-    waits = names(circle(PROGRAM, plan, BYTES, 300).jobs)
+    waits = names(cycle(PROGRAM, plan, BYTES, 300).jobs)
     assert waits["swap_in", A1] == {(0, "swap_out", A1), (0, "kernel", 3)}
 
 
@@ -84,7 +84,7 @@ def test_the_pause_between_nodes_is_taken_off_in_advance_and_waits_stay_visible(
 def test_a_place_on_the_host_is_used_twice():
     """a1 (f2 to b2) and w (b1 to the next f1) share 40 host bytes, so a1's swap-out waits for w's swap-in."""
     plan = Plan((Swap(A1, 1, 6), Swap(W, 7, 0)))
-    order = circle(PROGRAM, plan, BYTES, 300)
+    order = cycle(PROGRAM, plan, BYTES, 300)
     assert order.host_bytes == 40 and order.host == {A1: 0, W: 0}
     assert (0, "swap_in", W) in names(order.jobs)["swap_out", A1]
 
@@ -101,7 +101,7 @@ ALTERNATING = Program(
 ALTERNATING_PLAN = Plan((Swap(0, 2, 2), Swap(1, 0, 0)))
 
 
-def test_alternating_iterations_form_one_circle():
+def test_alternating_iterations_form_one_cycle():
     """Iterations alternate between 60 and 80 ns, 70 ns on average."""
     measured = replay(ALTERNATING, ALTERNATING_PLAN, BYTES, 1000, HostBackend(BYTES), iterations=5)
     assert measured.period == 2 and len(measured.iterations_ns) == 6
@@ -130,7 +130,7 @@ def test_a_plan_that_never_becomes_steady_is_refused(monkeypatch):
     tensors = tuple(Tensor(f"p{i}", 1001, "parameter", True) for i in range(3))
     program = Program("p", tensors, tuple(Kernel(f"k{i}", "other", "forward", (i,), (i,), 1000) for i in range(3)))
     with pytest.raises(ReplayError, match="do not repeat"):
-        circle(program, Plan(tuple(Swap(i, i, i) for i in range(3))), replace(BYTES, h2d_bytes_per_s=10**12), 10**4)
+        cycle(program, Plan(tuple(Swap(i, i, i) for i in range(3))), replace(BYTES, h2d_bytes_per_s=10**12), 10**4)
 
 
 def cases(seed):
@@ -152,7 +152,7 @@ def test_no_plan_takes_longer_than_simulated(quick):
     for seed in range(200):
         program, plan, machine, limit = cases(seed)
         backend = HostBackend(machine)
-        order = circle(program, plan, machine, limit)
+        order = cycle(program, plan, machine, limit)
         with backend.arena(order.footprint, order.host_bytes, slots(order, 6, False)):
             run = Run(order, backend, 6, 0, False)
             log = run.log(trace=True)

@@ -142,7 +142,7 @@ def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, moves):
     armed = list[int]()
     late = {b for item in step.order.items[i + 1 :] for kind, b in item.before + item.after if kind == way}
     hosts = {step.state.blocks.blocks[step.order.schedule.blocks[b].owner].host.data_ptr() for b in late}
-    work[i] = work[i]._replace(after=(*work[i].after, (armed.append, 0)))
+    work[i] = work[i]._replace(after=(*work[i].after, (armed.append, 0, None)))
     a_copy_fails(way, hosts, moves, armed)
     torch.manual_seed(twins.seed)
     with pytest.raises(StepError, match=f"swap-{way} of .*no link; the step finished, and the model is as "):

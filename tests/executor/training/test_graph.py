@@ -362,11 +362,11 @@ def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default
         twins.train(steps, 5)
     assert (
         steps.report().iteration_ns
-        == simulate(steps.present.program, steps.present.plan, slow.in_graph(), steps.limit).iteration_ns
+        == simulate(steps.current.program, steps.current.plan, slow.in_graph(), steps.limit).iteration_ns
     )
-    assert steps.present.not_graph is None and steps.present.graph.peak_bytes <= steps.limit, steps.report()
-    assert 0 < steps.present.replans < fit_module.REPLANS and steps.present.packed_bytes < steps.limit == max(limits)
-    assert f"runs as one CUDA graph, which takes {steps.present.graph.peak_bytes:,} bytes" in str(steps.report())
+    assert steps.current.not_graph is None and steps.current.graph.peak_bytes <= steps.limit, steps.report()
+    assert 0 < steps.current.replans < fit_module.REPLANS and steps.current.packed_bytes < steps.limit == max(limits)
+    assert f"runs as one CUDA graph, which takes {steps.current.graph.peak_bytes:,} bytes" in str(steps.report())
     del steps
     assert not by_default.arenas  # at once
 

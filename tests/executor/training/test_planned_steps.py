@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Sequence
+from mmap import PAGESIZE
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import agents
 from executor import StepError
-from executor.memory.pinned import HOST, PAGE
+from executor.memory.pinned import HOST
 from simulator import Machine, Plan, Program, Recompute, Swap
 from tests.executor.networks import adamw, images, sgd
 from tests.executor.training.programs import Twins, random_plan, required, standard
@@ -77,7 +78,7 @@ def test_all_shapes_have_one_slab(undo):
     assert len({step.pinned_bytes for step in steps.steps.values()}) == 3
     steps.finish()
     largest = max(step.pinned_bytes for step in steps.steps.values())
-    assert undo or HOST.nbytes - before == -(-largest // PAGE) * PAGE
+    assert undo or HOST.nbytes - before == -(-largest // PAGESIZE) * PAGESIZE
     slab = HOST.take(largest)
     twins.train(steps)
     del slab

@@ -13,7 +13,7 @@ from simulator.pool import packed, smartpool, timeline_lifetimes
 from simulator.pool.device_memory import DevicePeak, of_program, under_plan
 from simulator.pool.intervals import Intervals, overlap
 from simulator.pool.packed import SHARES, DoesNotPack, first_that_packs, pack_within, packed_bytes
-from simulator.pool.pinned_places import Held
+from simulator.pool.pinned_places import PinnedSlots
 from simulator.program import Program
 from simulator.schedule import OutOfMemory, lower
 from simulator.timeline import Timeline
@@ -124,7 +124,7 @@ def test_under_a_plan() -> None:
 def test_a_place_is_held_while_its_copy_is_needed(
     copies, returns, nbytes, period, alignment, spans, offsets, footprint
 ):
-    held = Held(copies, returns, nbytes, period, alignment)
+    held = PinnedSlots(copies, returns, nbytes, period, alignment)
     assert list(zip(held.intervals.lower.tolist(), held.intervals.upper.tolist(), strict=True)) == spans
     assert (held.tensors, held.offsets, held.footprint) == (list(range(len(spans))), offsets, footprint)
     shared = len(offsets) == 2 and len(set(offsets.values())) == 1

@@ -4,8 +4,8 @@ Parts, in bytes: tensors of the step (the program); tensors that the training lo
 and temporaries on CUDA (``updates``); library workspaces; rounding, splitting and caching of the caching allocator
 (simulator/pool/online/caching.py); the CUDA context (the machine's preset).
 
-The iterations of the loop become one stream of mallocs and frees, from a cold allocator. Sources: executor/CARD.md. A
-step captured on a GPU has the GPU's operators; on the CPU capture with ``as_cuda``.
+The iterations of the loop become one stream of mallocs and frees, from a cold allocator. A step captured on a GPU has
+the GPU's operators; on the CPU capture with ``as_cuda``. Sources: executor/DEVICE_MEMORY.md.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def updates(optimizer: Optimizer, without_grad: Sequence[Tensor] = ()) -> Update
 def _workspaces(captured: Captured, k: int) -> Iterator[int]:
     """Yields for each result of a convolution kernel the temporary bytes of cuDNN; nothing for other kernels."""
     node = captured.nodes[k][0] if captured.nodes[k] else None
-    if node is None or node.target not in _CONVOLUTIONS:
+    if node is None or node.target not in (aten.convolution.default, aten.convolution_backward.default):
         return
     backward = node.target is aten.convolution_backward.default
     y, x, w = node.args[:3] if backward else (node, *node.args[:2])
@@ -363,4 +363,3 @@ def _nbytes(node: fx.Node) -> int:
 
 
 aten = torch.ops.aten
-_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from executor.capture.capture import capture, capture_step
 from executor.capture.captured import Captured
-from executor.card import Loop, card_peak, stream, updates
+from executor.device_memory import Loop, card_peak, stream, updates
 from simulator.machine import Machine
 
 MACHINE = replace(Machine.load("a100_40gb"), context_bytes=0, cublas_workspace_bytes=0)
