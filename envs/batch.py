@@ -86,16 +86,16 @@ class _WorkArrays:
         self.ints = np.zeros(ints, np.int64)
         self.scratch = np.zeros(2 * size)
         self.shares = np.zeros(size, np.float32)
-        self.gaps = np.empty(max(gaps, 1), encoding.GAP)
-        self.steps = np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64)
+        self.gaps = np.empty(max(gaps, 1), encoding.GAP).view(np.int64)
+        self.steps = np.empty(max(256, 2 * gaps), encoding.STEP)
 
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """Returns the arrays in the order of the ``work`` argument of ``step_walks``."""
-        return self.ints, self.scratch, self.scratch.view(np.int64), self.shares, self.gaps, self.steps
+        return self.ints, self.scratch, self.scratch.view(np.int64), self.shares, self.gaps, self.steps.view(np.int64)
 
     def make_steps(self) -> None:
         """Grows the buffer of recomputation steps to four times its size."""
-        self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
+        self.steps = np.empty(4 * len(self.steps), encoding.STEP)
 
 
 class Batch(EnvBatch):
@@ -138,7 +138,7 @@ class Batch(EnvBatch):
         self.forms = max(t.forms for t in tasks) if ACTIONS[actions] else 1
         kernels = max(len(t.program.kernels) for t in tasks)
         gaps = max(len(t.graph.gaps) for t in tasks)
-        iterations = max(int(t.engine.tables.settings[encoding.MAX_ITERATIONS]) for t in tasks)
+        iterations = max(int(encoding.Settings(*t.engine.tables.settings).max_iterations) for t in tasks)
         _, by_segment, _, by_row, states = map(prod, encoding.work_shapes(kernels, 0, gaps, iterations))
         self._tables(by_segment + by_row + states + encoding.RESULTS + 2 + encoding.SETTINGS)
         self.options = np.zeros(1, columns.OPTIONS)

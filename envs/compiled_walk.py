@@ -31,32 +31,27 @@ from envs.columns import (
 from simulator.compiled.encoding import (
     AFTER as ROW_AFTER,
     BEFORE as ROW_BEFORE,
-    BEGINS,
-    D2H,
-    DONE,
     EXTRA,
-    H2D,
     HOST_BYTES,
-    ITERATION_NS,
     KERNEL_ROWS,
     KIND,
-    LIVE,
-    MORE_STEPS,
     NEVER,
-    PERIOD,
-    PLANNED,
     RECOMPUTE,
-    REQUIRED,
+    RESULT,
     RESULTS,
     SETTINGS,
-    STATUS,
-    STEP_KERNEL,
+    STEP,
     SWAP,
     TENSOR as ROW_TENSOR,
     TENSOR_ROWS,
     WHEN,
+    ByKernel,
+    Kernels,
+    Status,
+    Tensors,
     work_shapes,
 )
+from simulator.compiled.records import named
 # isort: on
 
 
@@ -90,7 +85,7 @@ def draw(walk, tasks):
 def _issue(task, state, g, time):
     """Queues a copy to the host (Clock.offload of the reference)."""
     walk = state.row
-    walk.out_free = max(walk.out_free, time) + task.tensors[D2H, task.gaps[g].tensor]
+    walk.out_free = max(walk.out_free, time) + named(Tensors, task.tensors).d2h_ns[task.gaps[g].tensor]
     state.out_end[g] = walk.out_free
     state.queue[walk.tail] = g
     walk.tail += 1
@@ -121,7 +116,9 @@ def _run_clock(task, state):
             while j >= first and need[j] + size <= limit:
                 j -= 1
             fits = ended_ns[j + 1] if j >= first else -ideal
-            walk.in_free = max(walk.in_free, max(out_end[g], fits)) + task.tensors[H2D, gaps[g].tensor]
+            walk.in_free = (
+                max(walk.in_free, max(out_end[g], fits)) + named(Tensors, task.tensors).h2d_ns[gaps[g].tensor]
+            )
             now = max(now, walk.in_free)
         while walk.head < walk.tail:
             g = queue[walk.head]
@@ -169,7 +166,7 @@ def _act(task, state, rows, kind, g, form, early, causal):
             walk.position = next_position
         return
     copy = gaps[g].copy_at if form == COPY else -1
-    copy_ns = task.tensors[D2H, t]
+    copy_ns = named(Tensors, task.tensors).d2h_ns[t]
     row[KIND] = SWAP
     row[EXTRA] = -1
     row[WHEN] = copy
@@ -218,7 +215,7 @@ def _touch(graph, n, steps, n_steps, touched):
         touched[t] = False
     for j in range(n_steps):
         for table in range(2):
-            row = steps[j, STEP_KERNEL] + table * (n + 1)
+            row = steps[j].kernel + table * (n + 1)
             for i in range(graph[row], graph[row + 1]):
                 touched[graph[i]] = True
 
@@ -232,7 +229,7 @@ def _begin(task, state):
     ideal = task.begins[n]
     most = 0
     for k in range(n):
-        need[k] = task.kernels[LIVE, k]
+        need[k] = named(Kernels, task.kernels).live[k]
         most = max(most, need[k])
     for g in range(state.gap_actions.size):
         state.gap_actions[g] = -1
@@ -274,11 +271,12 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
     n_steps, rerun_ns = lower_recomputations(
         task.kernels, task.tensors, task.graph, plan, by_kernel, by_tensor, by_row, steps
     )
-    if n_steps >= steps.shape[0]:
+    if n_steps >= steps.size:
         return False, True
     walk.rerun_ns = rerun_ns
+    planned = named(ByKernel, by_kernel).planned
     for k in range(n):
-        need[k] = by_kernel[PLANNED, k]
+        need[k] = planned[k]
     _touch(task.graph, n, steps, n_steps, touched)
     return True, False
 
@@ -308,7 +306,8 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
     option_rows, task_rows, gap_table, ints, floats = tables
     walks, needs, ended_ns, out_end, queues, kinds, rows, touched = arrays
     options = option_rows[0]
-    work_ints, product, bits, shares, work_gaps, steps = work
+    work_ints, product, bits, shares, work_gaps, work_steps = work
+    steps = work_steps.view(STEP)
     rewards, terminated, invalid, overhead, feasible, mask, nodes, current = outputs
     scratch = Scratch(product, bits, shares)
     pending = 0
@@ -347,7 +346,7 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
                 gaps,
                 v,
                 floats[w.times_at : w.times_at + w.nodes],
-                kernels[BEGINS],
+                named(Kernels, kernels).begins,
                 ints[w.opening_at : w.opening_at + n],
                 ints[w.node_at : w.node_at + n + 1],
                 limit,
@@ -358,9 +357,9 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
             by_segment, offset = _view(work_ints, 0, shapes[1])
             by_row, offset = _view(work_ints, offset, shapes[3])
             states, to = _view(work_ints, offset, shapes[4])
-            results = work_ints[to : to + RESULTS].reshape(1, RESULTS)
+            results = work_ints[to : to + RESULTS]
             ends = work_ints[to + RESULTS : to + RESULTS + 2]
-            result = results[0]
+            result = results.view(RESULT)[0]
             settings = work_ints[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
         need = needs[i, : n + 1]
         state = WalkView(walk, need, ended_ns[i, : n + 1], out_end[i, :n_gaps], queues[i, :n_gaps], kinds[i, :n_gaps])
@@ -426,35 +425,36 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
             ends[0] = 0
             ends[1] = walk.count
             score_plans(
-                kernels,
-                tensors,
-                task.graph,
                 plan,
-                ends,
                 0,
                 -1,
-                settings,
                 n if fits else p,
                 NEVER,
                 1,
+                ends,
+                kernels,
+                tensors,
+                task.graph,
+                settings,
                 by_kernel,
                 by_segment,
                 by_tensor,
                 by_row,
                 work_gaps,
-                steps,
+                work_steps,
                 states,
                 results,
-                steps[:0],
+                work_steps[:0],
             )
-            no_room = result[STATUS] == MORE_STEPS
-            needs_simulation = not is_known and not no_room and result[REQUIRED] <= limit
+            no_room = result.status == Status.MORE_STEPS
+            needs_simulation = not is_known and not no_room and result.required <= limit
             if needs_simulation:  # last step of the episode
                 is_known = fits = True
+            planned = named(ByKernel, by_kernel).planned
             for k in range(n):
-                need[k] = by_kernel[PLANNED, k]
-            ns = result[ITERATION_NS]
-            is_feasible = result[STATUS] == DONE and result[PERIOD] > 0 and (w.short == 0 or walk.host_left >= 0)
+                need[k] = planned[k]
+            ns = result.iteration_ns
+            is_feasible = result.status == Status.DONE and result.period > 0 and (w.short == 0 or walk.host_left >= 0)
         walk.pending = WANTS_STEPS if no_room else NOT_PENDING
         if no_room:
             pending += 1

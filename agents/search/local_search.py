@@ -87,7 +87,7 @@ def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, st
             cutoff = min(state[NOW_NS] + math.ceil(increase), NEVER) if increase < NEVER else NEVER
             state[ROWS] = count
             state[CUTOFF_NS] = cutoff
-            ns = score_one(*engine, plan, count, cutoff)
+            ns = score_one(engine, plan, count, cutoff)
             if ns < 0:
                 return ASK, swapped
             state[SCORED] += 1

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from enum import EnumType
 from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -57,7 +58,7 @@ def jit(function: Any = None, **options: Any) -> Any:
     """
     if function is None:
         return lambda function: jit(function, **options)
-    _stamped(function, repr(sorted(options.items())))
+    stamped(function, repr(sorted(options.items())))
     function.__qualname__ += "_" + function.stamp
     options = {"cache": True} | options
     try:
@@ -159,7 +160,7 @@ def _compile_lock(cache: Any, signature: Any) -> AbstractContextManager[Any]:
     return lock  # released when closed
 
 
-def _stamped(function: Any, options: str = "") -> Any:
+def stamped(function: Any, options: str = "") -> Any:
     """Returns the function with a ``stamp`` of everything that is compiled in."""
     text = "\n".join([*_dependencies(function), options])
     function.stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -204,6 +205,8 @@ def _text(value: Any, where: str) -> str:
         return f"({', '.join(_text(v, where) for v in value)})"
     if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
         return f"{value.__module__}.{value.__qualname__}({', '.join(value._fields)})"
+    if isinstance(value, EnumType):
+        return repr(list(value))
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype!r} {value.shape} {value.tobytes().hex()}"
     function: Any = value.py_func if is_jitted(value) else value
@@ -225,7 +228,7 @@ def address(function: Any, *args: Any) -> int:
 
 
 @intrinsic
-@_stamped
+@stamped
 def call(typing, where, like, args):
     """Calls the function at an ``address`` from compiled code.
 

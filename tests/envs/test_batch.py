@@ -14,7 +14,7 @@ from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
 from envs.memory_env import small_task
 from envs.task import ACTIONS, Task
 from simulator import OutOfMemory, simulate
-from simulator.compiled.encoding import STEP_COLUMNS
+from simulator.compiled.encoding import STEP
 from tests.oracle.walk import Walk, current_node, dynamic_features
 from tests.strategies import machines, networks, programs, reachable_limits
 
@@ -49,7 +49,7 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
     batch = Batch(tasks, walks, reward, "end", actions)
     if small_buffer:
         for work in batch._works:
-            work.steps = np.empty((1, STEP_COLUMNS), np.int64)
+            work.steps = np.empty(1, STEP)
     for i in range(walks):
         batch.seed(i, int(rng.integers(2**62)))
     ended = np.ones(walks, np.bool_)
