@@ -472,7 +472,7 @@ def _repeats(clock, states, first_settled, n, m):
 
 
 @stage(inline=True)
-def _end_iteration(clock, by_row, n, log):
+def _end_iteration(clock, by_row, log):
     """Counts an iteration and moves the queue to the start of its array."""
     clock.iteration += 1
     clock.iteration_ns = clock.now - clock.begin
@@ -485,21 +485,60 @@ def _end_iteration(clock, by_row, n, log):
 
 
 @stage(inline=True)
-def _begin_iteration(clock, segments, due, n_segments, m):
-    """Shifts to the next iteration's kernels and segments."""
+def _begin_iteration(clock, limit, pass_ns, checks, first_settled, n):
+    """Resets what counts from the start of an iteration. ``limit``: in force at the first kernel."""
     clock.begin = clock.now
     clock.kernel = 0
     clock.step = 0
-    for r in range(m):
-        due[r] -= n_segments * DUE_SEGMENT
-    next_segments(segments, n_segments)
+    clock.limit = limit
+    clock.passes_left_ns = pass_ns
+    clock.check = checks
+    clock.next_check = _check_kernel(first_settled, n, checks)
 
 
 @stage(inline=True)
-def _enforce(planned, enforced, limit_until):
-    """Fills ``enforced``: far below 0 where the limit is not enforced."""
-    for k in range(planned.size):
-        enforced[k] = planned[k] if k < limit_until else -NEVER
+def _start_engines(clock, compute, links, settings):
+    """Makes all engines idle, with the speeds of the machine."""
+    compute.end_ns = links[Link.OUT].end_ns = links[Link.IN].end_ns = NEVER
+    links[Link.OUT].speed = settings.d2h_share
+    links[Link.IN].speed = settings.h2d_share
+    clock.is_slowed = settings.d2h_share < ALONE or settings.h2d_share < ALONE
+
+
+@stage(inline=True)
+def _segments(by_kernel, by_segment, limit_until, n_segments):
+    """Builds the segments."""
+    planned = by_kernel.planned
+    enforced = planned
+    if limit_until < planned.size - 1:
+        enforced = by_kernel.enforced
+        for k in range(planned.size):
+            enforced[k] = planned[k] if k < limit_until else -NEVER
+    segments = Segments(
+        by_kernel.segment,
+        enforced,
+        by_kernel.tops,
+        by_kernel.added,
+        by_segment.first,
+        by_segment.highest,
+        by_segment.expected,
+        by_segment.tops,
+        by_segment.added,
+    )
+    build_segments(segments, n_segments)
+    return segments
+
+
+@stage(inline=True)
+def _place_checks(gate, first_settled):
+    """Stops plain kernels at up to CHECKS kernels, at which the state is compared; returns their number."""
+    n = gate.size - 1
+    checks = CHECKS
+    while checks > 0 and (n - first_settled) >> checks == 0:
+        checks -= 1
+    for c in range(1, checks + 1):
+        gate[_check_kernel(first_settled, n, c) - 1].has_event = 1
+    return checks
 
 
 @stage
@@ -529,29 +568,13 @@ def event_loop(tables, work, rows, lowering, limit_until, cutoff, iterations, re
     n = gate.size - 1
     m = rows.shape[0]
     pass_ns = lowering.rerun_ns
-    required = lowering.required
     limit = settings.limit
-    enforced = by_kernel.planned
-    if limit_until < n:
-        enforced = by_kernel.enforced
-        _enforce(by_kernel.planned, enforced, limit_until)
     n_segments, on_host, has_early_copy = read_plan(tables, work, rows, lowering.recomputes)
     if on_host > settings.host_bytes:  # conservative: they need not be on the host at the same time
         result.status = Status.HOST_FULL
         return 0
     waits = fill_waits(rows, gaps, by_kernel.waits, gate, settings)
-    segments = Segments(
-        by_kernel.segment,
-        enforced,
-        by_kernel.tops,
-        by_kernel.added,
-        by_segment.first,
-        by_segment.highest,
-        by_segment.expected,
-        by_segment.tops,
-        by_segment.added,
-    )
-    build_segments(segments, n_segments)
+    segments = _segments(by_kernel, by_segment, limit_until, n_segments)
     if 0 < limit_until < n:
         gate[limit_until - 1].has_event = 1  # the limit changes here
 
@@ -559,13 +582,9 @@ def event_loop(tables, work, rows, lowering, limit_until, cutoff, iterations, re
     compute = local(ENGINE, 1)[0]
     links = local(ENGINE, 2)
     host = local(HOST, 1)[0]
-    compute.end_ns = links[Link.OUT].end_ns = links[Link.IN].end_ns = NEVER
-    links[Link.OUT].speed = settings.d2h_share
-    links[Link.IN].speed = settings.h2d_share
-    clock.is_slowed = settings.d2h_share < ALONE or settings.h2d_share < ALONE
+    _start_engines(clock, compute, links, settings)
     one_engine = settings.copy_engines == 1
     contends = settings.contends > 0
-    has_log = log.size > 0
     clock.held, nbytes = evict_at_start(work, rows, lowering.recomputes)
     clock.waiting = clock.blocked = -1
     clock.used = clock.peak = settings.persistent_bytes - nbytes
@@ -583,27 +602,19 @@ def event_loop(tables, work, rows, lowering, limit_until, cutoff, iterations, re
     checks = 0
     if has_carryover:
         _write_state(clock, links, by_row, host, first_settled, m, states[0])
-        if not (has_log or has_host):
-            checks = CHECKS
-            while checks > 0 and (n - first_settled) >> checks == 0:
-                checks -= 1
-        for c in range(1, checks + 1):
-            gate[_check_kernel(first_settled, n, c) - 1].has_event = 1
+        if log.size == 0 and not has_host:
+            checks = _place_checks(gate, first_settled)
     max_delay = NEVER if has_carryover else cutoff - bound
-    clock.status = Status.STUCK
     running = bound < cutoff
-    if not running:
-        clock.status = Status.SLOWER
-    clock.check = checks
-    clock.next_check = _check_kernel(first_settled, n, checks)
-    clock.limit = limit if limit_until > 0 else NEVER
-    clock.passes_left_ns = pass_ns
+    clock.status = Status.STUCK if running else Status.SLOWER
+    first_limit = limit if limit_until > 0 else NEVER
+    _begin_iteration(clock, first_limit, pass_ns, checks, first_settled, n)
     while running:
-        if _start_copies(clock, links, compute, gaps, by_row, segments, limit, required, one_engine, log):
+        if _start_copies(clock, links, compute, gaps, by_row, segments, limit, lowering.required, one_engine, log):
             continue
         # Plain kernels run in one go, except if each is logged, issued or slowed down.
         is_alone = not contends or _busy(links) == 0
-        if compute.end_ns == NEVER and gate[clock.kernel].word == 0 and not has_log and is_alone and not has_host:
+        if compute.end_ns == NEVER and gate[clock.kernel].word == 0 and log.size == 0 and is_alone and not has_host:
             before = clock.kernel
             may_fit = _run_plain(clock, kernels, gate, _next_copy_ns(links))
             is_ready = clock.held >= 0 and by_row.ready[clock.held] <= clock.position and clock.kernel != before
@@ -628,7 +639,7 @@ def event_loop(tables, work, rows, lowering, limit_until, cutoff, iterations, re
 
         # At a boundary or a check: has the state occurred before?
         if is_boundary:
-            _end_iteration(clock, by_row, n, log)
+            _end_iteration(clock, by_row, log)
         if has_carryover:
             if has_host:
                 update_lead(queue, host, clock.now, clock.iteration < settings.max_iterations)
@@ -641,11 +652,10 @@ def event_loop(tables, work, rows, lowering, limit_until, cutoff, iterations, re
         if clock.iteration >= iterations and (clock.period or clock.iteration >= settings.max_iterations):
             clock.status = Status.DONE
             break
-        _begin_iteration(clock, segments, by_row.due, n_segments, m)
-        clock.passes_left_ns = pass_ns
-        clock.check = checks
-        clock.next_check = _check_kernel(first_settled, n, checks)
-        clock.limit = limit if limit_until > 0 else NEVER
+        _begin_iteration(clock, first_limit, pass_ns, checks, first_settled, n)
+        for r in range(m):
+            by_row.due[r] -= n_segments * DUE_SEGMENT
+        next_segments(segments, n_segments)
     result.status = clock.status
     result.iteration_ns = clock.iteration_ns
     result.peak = clock.peak
