@@ -190,8 +190,8 @@ class Engine:
         table.level[:n] = table.live[:n] - table.workspace[:n] - born[:n]
         table.level[n] = table.level[n - 1] + born[n - 1] - dies[n - 1]
         self._read_times()
-        d2h_ns = [machine.d2h_ns(t.nbytes) for t in tensors]
-        h2d_ns = [machine.h2d_ns(t.nbytes) for t in tensors]
+        d2h_ns = np.array([machine.d2h_ns(t.nbytes) for t in tensors], np.int64)
+        h2d_ns = np.array([machine.h2d_ns(t.nbytes) for t in tensors], np.int64)
         self._tensors = np.array(Tensors(size, persistent, first, last, d2h_ns, h2d_ns), np.int64)
         self._graph = graph_of(program)
         self._persistent_bytes = sum(t.nbytes for t in tensors if t.persistent)
@@ -223,7 +223,7 @@ class Engine:
             queue_depth=machine.queue_depth,
             wait_ns=machine.wait_ns,
             event_ns=machine.event_ns,
-            contends=Kernels(*self._unselected).loss.any(),
+            contends=int(Kernels(*self._unselected).loss.any()),
         )
         self._settings = np.array(settings, np.int64)
         self._work = self._new_work()

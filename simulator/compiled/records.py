@@ -15,9 +15,10 @@ from simulator.compiled.jit import stamped
 _types: Any = types
 _cgutils: Any = cgutils
 _arrayobj: Any = arrayobj
+_intrinsic: Any = intrinsic
 
 
-@intrinsic
+@_intrinsic
 @stamped
 def named(typing, fields, table):
     """Returns ``fields(*table)``: a NamedTuple of the rows of an int64 table, or of the values of a 1-D array."""
@@ -43,7 +44,7 @@ def named(typing, fields, table):
     return returned(fields, table), code
 
 
-@intrinsic(prefer_literal=True)
+@_intrinsic(prefer_literal=True)
 @stamped
 def local(typing, dtype, count):
     """Returns an array of ``count`` zeroed records on the stack, whose fields LLVM may keep in registers.
