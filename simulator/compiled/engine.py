@@ -307,7 +307,8 @@ class Engine:
         if swaps_only not in _score_plans:
             plan = np.empty((0, COLUMNS), np.int64)
             _score_plans[swaps_only] = address(score_plans, plan, 0, self._n_steps, 0, NEVER, 1, work.ends, *arrays)
-        return _score_plans[swaps_only], swaps_only, work.ends, arrays
+        n = len(self.program.kernels)
+        return _score_plans[swaps_only], swaps_only, n, work.ends, work.flat_results, arrays
 
     def scores(self, plans: Sequence[Ints]) -> list[Score]:
         """Returns the ``Score`` of each plan; uses all cores for many plans."""

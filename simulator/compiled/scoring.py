@@ -160,16 +160,14 @@ def score_one(engine, plan, rows, cutoff):
 
     Returns the iteration time in ns, NEVER if infeasible; -1 if only ``Engine.score`` can tell.
     """
-    entry, swaps_only, ends, arrays = engine
-    by_kernel = arrays[4]
+    entry, swaps_only, n, ends, results, arrays = engine
     ends[1] = rows
-    limit_until = by_kernel.shape[1] - 1
     # The type of ``n_steps`` tells which of the two compilations is at the address.
     if swaps_only:
-        call(entry, (0, 0), (plan, 0, None, limit_until, cutoff, 1, ends, *arrays))
+        call(entry, (0, 0), (plan, 0, None, n, cutoff, 1, ends) + arrays)
     else:
-        call(entry, (0, 0), (plan, 0, -1, limit_until, cutoff, 1, ends, *arrays))
-    result = arrays[-2].view(RESULT)[0]
+        call(entry, (0, 0), (plan, 0, -1, n, cutoff, 1, ends) + arrays)
+    result = results.view(RESULT)[0]
     status = result.status
     if status == Status.HOST_FULL or status == Status.MORE_STEPS or status == Status.UNKNOWN or status == Status.STUCK:
         return -1
