@@ -79,13 +79,13 @@ class _Thread:
             product=product,
             bits=product.view(np.int64),
             shares=np.zeros(size, np.float32),
-            gaps=np.empty(max(gaps, 1), encoding.GAP),
-            steps=np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64),
+            gaps=np.empty(max(gaps, 1), encoding.GAP).view(np.int64),
+            steps=np.empty(max(256, 2 * gaps), encoding.STEP).view(np.int64),
         )
 
     def make_steps(self, count: int) -> None:
         """Allocates the buffer of ``count`` recomputation steps."""
-        self.arrays = self.arrays._replace(steps=np.empty((count, encoding.STEP_COLUMNS), np.int64))
+        self.arrays = self.arrays._replace(steps=np.empty(count, encoding.STEP).view(np.int64))
 
 
 class _Loan:
@@ -142,7 +142,7 @@ class Batch(EnvBatch):
         self.forms = max(t.forms for t in tasks) if ACTIONS[actions] else 1
         kernels = max(len(t.program.kernels) for t in tasks)
         gaps = max(len(t.graph.gaps) for t in tasks)
-        iterations = max(int(t.engine.tables.settings[encoding.MAX_ITERATIONS]) for t in tasks)
+        iterations = max(int(encoding.Settings(*t.engine.tables.settings).max_iterations) for t in tasks)
         _, by_segment, _, by_row, states = map(prod, encoding.work_shapes(kernels, 0, gaps, iterations))
         self.options = columns.record(
             columns.OPTIONS,
@@ -286,7 +286,7 @@ class Batch(EnvBatch):
         """Resolves the pending requests of walks ``begin`` to ``end`` - 1."""
         pending = self.walks["pending"][begin:end]
         if (pending == columns.Pending.STEPS).any():
-            thread.make_steps(4 * len(thread.arrays.steps))
+            thread.make_steps(4 * len(thread.arrays.steps.view(encoding.STEP)))
         for i in (begin + np.flatnonzero(pending == columns.Pending.HOST_BYTES)).tolist():
             task = self.task(i)
             with self._engine_lock:

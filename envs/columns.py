@@ -140,6 +140,6 @@ class Simulation(NamedTuple):
     """Arguments of ``score_plans`` for one plan, as views of a thread's work array."""
 
     arrays: Any  # simulator.compiled.encoding.Arrays
-    results: Ints  # (1, RESULTS)
+    results: Ints  # RESULT
     ends: Ints  # (2,): first and last + 1 row of the plan
     settings: Ints  # (SETTINGS,)

@@ -23,33 +23,28 @@ from envs.columns import BatchTables, Outputs, Pending, Simulation, TaskView, Wa
 from simulator.compiled.encoding import (
     AFTER as ROW_AFTER,
     BEFORE as ROW_BEFORE,
-    BEGINS,
-    D2H,
-    DONE,
     EXTRA,
-    H2D,
     HOST_BYTES,
-    ITERATION_NS,
     KERNEL_ROWS,
     KIND,
-    LIVE,
-    MORE_STEPS,
     NEVER,
-    PERIOD,
-    PLANNED,
     RECOMPUTE,
-    REQUIRED,
+    RESULT,
     RESULTS,
     SETTINGS,
-    STATUS,
-    STEP_KERNEL,
+    STEP,
     SWAP,
     TENSOR as ROW_TENSOR,
     TENSOR_ROWS,
     WHEN,
     Arrays,
+    ByKernel,
+    Kernels,
+    Status,
+    Tensors,
     work_shapes,
 )
+from simulator.compiled.records import named
 # isort: on
 
 
@@ -82,7 +77,7 @@ def _task_view(tables, row):
         action_nodes=ints[row.action_nodes_at : row.action_nodes_at + row.n_actions],
         action_gaps=ints[row.action_gaps_at : row.action_gaps_at + row.n_actions],
         times=tables.floats[row.times_at : row.times_at + row.nodes],
-        begins=kernels[BEGINS],
+        begins=named(Kernels, kernels).begins,
         opening=ints[row.opening_at : row.opening_at + n],
         node_at=ints[row.node_at : row.node_at + n + 1],
         limit=row.limit_bytes,
@@ -105,12 +100,12 @@ def _simulation(work, row, iterations):
     by_segment, offset = _view(work.ints, 0, segment_shape)
     by_row, offset = _view(work.ints, offset, row_shape)
     states, offset = _view(work.ints, offset, state_shape)
-    results, offset = _view(work.ints, offset, (1, RESULTS))
+    ends_at = offset + RESULTS
     return Simulation(
         Arrays(by_kernel, by_segment, by_tensor, by_row, work.gaps, work.steps, states),
-        results,
-        ends=work.ints[offset : offset + 2],
-        settings=work.ints[offset + 2 : offset + 2 + SETTINGS],
+        results=work.ints[offset:ends_at],
+        ends=work.ints[ends_at : ends_at + 2],
+        settings=work.ints[ends_at + 2 : ends_at + 2 + SETTINGS],
     )
 
 
@@ -134,7 +129,7 @@ def draw(walk, tasks):
 def _issue(task, state, g, time):
     """Queues a copy to the host (Clock.offload of the reference)."""
     walk = state.row
-    walk.out_free = max(walk.out_free, time) + task.tensors[D2H, task.gaps[g].tensor]
+    walk.out_free = max(walk.out_free, time) + named(Tensors, task.tensors).d2h_ns[task.gaps[g].tensor]
     state.out_end[g] = walk.out_free
     state.queue[walk.tail] = g
     walk.tail += 1
@@ -165,7 +160,8 @@ def _run_clock(task, state):
             while j >= first and need[j] + size <= limit:
                 j -= 1
             fits = ended_ns[j + 1] if j >= first else -ideal
-            walk.in_free = max(walk.in_free, max(out_end[g], fits)) + task.tensors[H2D, gaps[g].tensor]
+            h2d_ns = named(Tensors, task.tensors).h2d_ns[gaps[g].tensor]
+            walk.in_free = max(walk.in_free, max(out_end[g], fits)) + h2d_ns
             now = max(now, walk.in_free)
         while walk.head < walk.tail:
             g = queue[walk.head]
@@ -213,7 +209,7 @@ def _act(task, state, rows, node, form, causal):
             walk.position = next_position
         return
     copy = gap.copy_at if form == COPY else -1
-    copy_ns = task.tensors[D2H, gap.tensor]
+    copy_ns = named(Tensors, task.tensors).d2h_ns[gap.tensor]
     row[KIND] = SWAP
     row[EXTRA] = -1
     row[WHEN] = copy
@@ -264,7 +260,7 @@ def _touch(graph, n, steps, n_steps, touched):
         touched[t] = False
     for j in range(n_steps):
         for table in range(2):
-            row = steps[j, STEP_KERNEL] + table * (n + 1)
+            row = steps[j].kernel + table * (n + 1)
             for i in range(graph[row], graph[row + 1]):
                 touched[graph[i]] = True
 
@@ -295,15 +291,17 @@ def _replan(task, state, touched, plan, arrays, causal):
         return True, False
     if not causal:
         return False, False
+    steps = arrays.steps.view(STEP)
     n_steps, rerun_ns = lower_recomputations(
-        task.kernels, task.tensors, task.graph, plan, arrays.by_kernel, arrays.by_tensor, arrays.by_row, arrays.steps
+        task.kernels, task.tensors, task.graph, plan, arrays.by_kernel, arrays.by_tensor, arrays.by_row, steps
     )
-    if n_steps >= arrays.steps.shape[0]:
+    if n_steps >= steps.size:
         return False, True
     walk.rerun_ns = rerun_ns
+    planned = named(ByKernel, arrays.by_kernel).planned
     for k in range(n):
-        need[k] = arrays.by_kernel[PLANNED, k]
-    _touch(task.graph, n, arrays.steps, n_steps, touched)
+        need[k] = planned[k]
+    _touch(task.graph, n, steps, n_steps, touched)
     return True, False
 
 
@@ -323,17 +321,17 @@ def _simulate(task, state, simulation, plan, limit_until):
     ends[0] = 0
     ends[1] = walk.count
     score_plans(
-        task.kernels,
-        task.tensors,
-        task.graph,
         plan,
-        ends,
         0,
         -1,
-        settings,
         limit_until,
         NEVER,
         1,
+        ends,
+        task.kernels,
+        task.tensors,
+        task.graph,
+        settings,
         arrays.by_kernel,
         arrays.by_segment,
         arrays.by_tensor,
@@ -344,11 +342,12 @@ def _simulate(task, state, simulation, plan, limit_until):
         results,
         arrays.steps[:0],
     )
+    planned = named(ByKernel, arrays.by_kernel).planned
     for k in range(task.begins.size - 1):
-        state.need[k] = arrays.by_kernel[PLANNED, k]
-    result = results[0]
+        state.need[k] = planned[k]
+    result = results.view(RESULT)[0]
     has_host = task.host_is_short == 0 or walk.host_left >= 0
-    return result[ITERATION_NS], result[STATUS] == DONE and result[PERIOD] > 0 and has_host
+    return result.iteration_ns, result.status == Status.DONE and result.period > 0 and has_host
 
 
 @stage(inline=True)
@@ -372,8 +371,9 @@ def _evaluate(task, state, simulation, plan, touched, causal):
         return ended_ns + task.begins[n] - task.begins[position], False, True, False
     while True:
         ns, is_feasible = _simulate(task, state, simulation, plan, n if fits else position)
-        needs_steps = simulation.results[0, STATUS] == MORE_STEPS
-        if is_known or needs_steps or simulation.results[0, REQUIRED] > task.limit:
+        result = simulation.results.view(RESULT)[0]
+        needs_steps = result.status == Status.MORE_STEPS
+        if is_known or needs_steps or result.required > task.limit:
             return ns, fits, is_feasible, needs_steps
         # The walk ends: its last simulation enforces the limit in all of the iteration.
         is_known = fits = True
@@ -387,7 +387,7 @@ def _begin_episode(task, state, static, size, nodes):
     ideal = task.begins[n]
     peak = 0
     for k in range(n):
-        state.need[k] = task.kernels[LIVE, k]
+        state.need[k] = named(Kernels, task.kernels).live[k]
         peak = max(peak, state.need[k])
     for g in range(state.gap_actions.size):
         state.gap_actions[g] = -1

@@ -97,7 +97,7 @@ def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, st
             cutoff = min(state.now_ns + math.ceil(increase), NEVER) if increase < NEVER else NEVER
             state.rows = count
             state.cutoff_ns = cutoff
-            ns = score_one(*engine, plan, count, cutoff)
+            ns = score_one(engine, plan, count, cutoff)
             if ns < 0:  # only ``Engine.score`` can simulate it
                 return False, True, swapped
             state.scored += 1

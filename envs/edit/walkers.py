@@ -17,17 +17,11 @@ from simulator.compiled.encoding import (
     AFTER,
     BEFORE,
     EXTRA,
-    FOR_DATA,
-    FOR_ISSUE,
     KIND,
-    LOG_BOUNDARY,
-    LOG_IN,
-    LOG_KERNEL,
-    LOG_OUT,
-    LOG_RECOMPUTE,
-    LOG_STALL,
     NEVER,
     RECOMPUTE,
+    Cause,
+    Event,
 )
 from simulator.compiled.jit import stage
 from simulator.compiled.scoring import score_one
@@ -218,7 +212,7 @@ def apply_edit(walkers, i, slot, gaps, new, scratch):
 @stage
 def score_trial(state, rows, ideal, scratch, engine):
     """Simulates the first ``rows`` rows of scratch.plan; returns -1 if ``Engine.score`` is needed."""
-    return score_one(*engine, scratch.plan, rows, max(state.accept, state.now_ns + int(LOOK * ideal)))
+    return score_one(engine, scratch.plan, rows, max(state.accept, state.now_ns + int(LOOK * ideal)))
 
 
 @stage
@@ -369,13 +363,13 @@ def _read_log(log, times, plan, ideal, bins):
     end_entry = -1
     begin_entry = -1
     for e in range(log.shape[0] - 1, -1, -1):
-        if log[e, 2] == LOG_BOUNDARY:
+        if log[e].event == Event.BOUNDARY:
             if end_entry < 0:
                 end_entry = e
             else:
                 begin_entry = e
                 break
-    begin_ns = log[begin_entry, 1] if begin_entry >= 0 else 0
+    begin_ns = log[begin_entry].end if begin_entry >= 0 else 0
     end_entry = log.shape[0] if end_entry < 0 else end_entry
     kernel = 0
     data = 0.0
@@ -383,28 +377,28 @@ def _read_log(log, times, plan, ideal, bins):
     rerun = 0.0
     stall = 1.0
     for e in range(begin_entry + 1, end_entry):
-        event = log[e, 2]
-        index = log[e, 3]
-        took_ns = log[e, 1] - log[e, 0]
-        if event == LOG_RECOMPUTE:
+        event = log[e].event
+        index = log[e].index
+        took_ns = log[e].end - log[e].start
+        if event == Event.RECOMPUTE:
             rerun += took_ns
-        elif event == LOG_KERNEL and index < n:
+        elif event == Event.KERNEL and index < n:
             kernel = index
-            kernels[0, kernel] = log[e, 0] - begin_ns
+            kernels[0, kernel] = log[e].start - begin_ns
             kernels[1, kernel] += data
             kernels[2, kernel] += memory
             kernels[3, kernel] += rerun
             data = memory = rerun = 0.0
-        elif event == LOG_STALL and index != FOR_ISSUE:  # edits do not affect host stalls
+        elif event == Event.STALL and index != Cause.ISSUE:  # edits do not affect host stalls
             stall += took_ns
-            if index == FOR_DATA:
+            if index == Cause.DATA:
                 data += took_ns
             else:
                 memory += took_ns
-        elif (event == LOG_OUT or event == LOG_IN) and index < rows:
-            c, column = (0, 4) if event == LOG_OUT else (2, 5)
-            copies[c, times.gap_of[index]] = log[e, 0] - begin_ns
-            copies[c + 1, times.gap_of[index]] = log[e, 1] - begin_ns
+        elif (event == Event.OUT or event == Event.IN) and index < rows:
+            c, column = (0, 4) if event == Event.OUT else (2, 5)
+            copies[c, times.gap_of[index]] = log[e].start - begin_ns
+            copies[c + 1, times.gap_of[index]] = log[e].end - begin_ns
             remaining = took_ns / ideal * BINS
             b = times.bin_of[kernel]
             while remaining > 0.0:  # the link is busy in this bin and the next ones
@@ -419,7 +413,7 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
     """Writes a plan's columns of gaps and bins from the log of its simulation.
 
     Args:
-        log: int64 (entries, 4), ``Engine.log``.
+        log: LOG (entries,), ``Engine.log``.
         times: see ``Times``.
         walkers, i: arrays of all walkers, and the index of the walker.
         limit: memory limit in bytes.

@@ -17,8 +17,42 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
+from simulator.compiled.encoding import (
+    BEFORE,
+    COLUMNS,
+    GAP,
+    HOST_BYTES,
+    KERNEL_ROWS,
+    KIND,
+    LOG,
+    NEVER,
+    RECOMPUTE,
+    RERUN,
+    RESULT,
+    STEP,
+    SWAP,
+    SYNC_SWAP,
+    TENSOR,
+    Arrays,
+    ByKernel,
+    ByRow,
+    Ints,
+    Kernels,
+    Settings,
+    Status,
+    Tables,
+    Tensors,
+    columns_of,
+    decisions_of,
+    ragged,
+    read_log,
+    rows_of,
+    split_graph,
+    work_shapes,
+)
 from simulator.compiled.jit import address
 from simulator.compiled.lowering import host_load, swap_residency
 from simulator.compiled.rematerialization import lower_recomputations, rerun_times
@@ -30,44 +64,6 @@ from simulator.plan import Plan
 from simulator.program import Gap, Program
 from simulator.schedule import MAX_ITERATIONS as STEADY, Schedule, check_room, lower
 from simulator.timeline import Timeline
-from simulator.compiled.encoding import (
-    BEFORE,
-    BEGINS,
-    COLUMNS,
-    DONE,
-    DURATION,
-    GAP,
-    HOST_BYTES,
-    HOST_FULL,
-    KIND,
-    LEVEL,
-    LIVE,
-    LOSS,
-    MAX_ITERATIONS,
-    MORE_STEPS,
-    NEVER,
-    PLANNED,
-    RECOMPUTE,
-    RERUN,
-    RESULTS,
-    RETURNS,
-    STATUS,
-    STEP_COLUMNS,
-    STUCK,
-    SWAP,
-    SYNC_SWAP,
-    TENSOR,
-    WORKSPACE,
-    Ints,
-    Tables,
-    Arrays,
-    columns_of,
-    decisions_of,
-    ragged,
-    read_log,
-    rows_of,
-    work_shapes,
-)
 
 __all__ = [
     "KIND",
@@ -85,8 +81,8 @@ __all__ = [
 ]
 
 SHARE = 20  # fewest plans that are worth a thread
-_recompute = False  # whether a plan in this process recomputes
-_NO_LOG = np.empty((0, 4), np.int64)
+_NO_LOG = np.empty(0, np.int64)
+_FINAL = frozenset(map(int, (Status.DONE, Status.OUT_OF_MEMORY, Status.SLOWER)))  # ints, which compare faster
 _score_plans: dict[bool, int] = {}  # address of ``score_plans`` compiled for swaps only (True) or all kinds (False)
 
 
@@ -118,19 +114,21 @@ class _ThreadArrays:
         by_kernel, by_segment, by_tensor, *_ = work_shapes(kernels, tensors, 0, iterations)
         # ``make_room`` allocates
         empty = np.empty(0, np.int64)
-        steps = np.empty((256, STEP_COLUMNS), np.int64)
         self.arrays = Arrays(
             np.zeros(by_kernel, np.int64),
             np.empty(by_segment, np.int64),
             np.zeros(by_tensor, np.int64),
             empty,
             empty,
-            steps,
+            empty,
             empty,
         )
+        self.by_kernel = ByKernel(*self.arrays.by_kernel)
         self.rows = -1
-        self.result = np.empty((1, RESULTS), np.int64)
+        self.results = np.empty(1, RESULT)
+        self.flat_results = self.results.view(np.int64)
         self.ends = np.zeros(2, np.int64)
+        self.make_steps(256)
         self.make_room(64)
 
     def make_room(self, rows: int) -> None:
@@ -139,15 +137,18 @@ class _ThreadArrays:
             self.rows = max(rows, 2 * self.rows)
             kernels, tensors, iterations = self._sizes
             *_, by_row, states = work_shapes(kernels, tensors, self.rows, iterations)
+            gaps = np.empty(self.rows, GAP)
             self.arrays = self.arrays._replace(
-                by_row=np.empty(by_row, np.int64), gaps=np.empty(self.rows, GAP), states=np.empty(states, np.int64)
+                by_row=np.empty(by_row, np.int64), gaps=gaps.view(np.int64), states=np.empty(states, np.int64)
             )
-            if len(self.arrays.steps) <= self.rows:
+            self.by_row = ByRow(*self.arrays.by_row)
+            if len(self.steps) <= self.rows:
                 self.make_steps(2 * self.rows)
 
     def make_steps(self, count: int) -> None:
         """Allocates ``count`` steps."""
-        self.arrays = self.arrays._replace(steps=np.empty((count, STEP_COLUMNS), np.int64))
+        self.steps = np.empty(count, STEP)
+        self.arrays = self.arrays._replace(steps=self.steps.view(np.int64))
 
 
 class Engine:
@@ -180,61 +181,57 @@ class Engine:
         born = np.bincount(first[persistent == 0], size[persistent == 0], n + 1)[: n + 1].astype(np.int64)
         dies = np.bincount(last[persistent == 0] + 1, size[persistent == 0], n + 2)[1:].astype(np.int64)
         born[n] = dies[n] = 0
-        zeros = np.zeros(n + 1, np.int64)
-        self._unselected = self._kernels = np.array([zeros, zeros, born, dies, zeros, zeros, zeros, zeros], np.int64)
-        self._unselected[WORKSPACE, :n] = [k.workspace for k in kernels]
-        self._unselected[LIVE, :n] = program.live_bytes
-        self._unselected[LEVEL, :n] = self._unselected[LIVE, :n] - self._unselected[WORKSPACE, :n] - born[:n]
-        self._unselected[LEVEL, n] = self._unselected[LEVEL, n - 1] + born[n - 1] - dies[n - 1]
+        self._unselected = self._kernels = np.zeros((KERNEL_ROWS, n + 1), np.int64)
+        table = Kernels(*self._unselected)
+        table.born[:] = born
+        table.dies[:] = dies
+        table.workspace[:n] = [k.workspace for k in kernels]
+        table.live[:n] = program.live_bytes
+        table.level[:n] = table.live[:n] - table.workspace[:n] - born[:n]
+        table.level[n] = table.level[n - 1] + born[n - 1] - dies[n - 1]
         self._read_times()
-        self._tensors = np.array(
-            [
-                size,
-                persistent,
-                first,
-                last,
-                [machine.d2h_ns(t.nbytes) for t in tensors],
-                [machine.h2d_ns(t.nbytes) for t in tensors],
-            ],
-            np.int64,
-        )
+        d2h_ns = np.array([machine.d2h_ns(t.nbytes) for t in tensors], np.int64)
+        h2d_ns = np.array([machine.h2d_ns(t.nbytes) for t in tensors], np.int64)
+        self._tensors = np.array(Tensors(size, persistent, first, last, d2h_ns, h2d_ns), np.int64)
         self._graph = graph_of(program)
         self._persistent_bytes = sum(t.nbytes for t in tensors if t.persistent)
-        self._n_steps: int | None = -1 if _recompute else None  # None: only plans of swaps so far
+        # None: only plans of swaps so far. Engines take the code for plans that recompute once the process has it.
+        has_code = any(types.none not in signature for signature in score_plans.signatures)
+        self._n_steps: int | None = -1 if has_code else None
         self._start()
 
     def _read_times(self) -> None:
         """Reads the kernel durations of the program."""
         kernels = self.program.kernels
-        self._unselected[DURATION, :-1] = [k.duration_ns for k in kernels]
-        self._unselected[BEGINS, 1:] = self._unselected[DURATION, :-1].cumsum()
-        self._unselected[LOSS, :-1] = [self.machine.copy_loss(k.bytes, k.duration_ns) for k in kernels]
+        table = Kernels(*self._unselected)
+        table.duration[:-1] = [k.duration_ns for k in kernels]
+        table.begins[1:] = table.duration[:-1].cumsum()
+        table.loss[:-1] = [self.machine.copy_loss(k.bytes, k.duration_ns) for k in kernels]
 
     def _start(self) -> None:
         """Creates the attributes that engines do not share."""
         machine = self.machine
-        self._settings = np.array(
-            [
-                self.limit,
-                machine.copy_engines,
-                machine.d2h_share,
-                machine.h2d_share,
-                machine.host_bytes,
-                self._persistent_bytes,
-                max(self.iterations, STEADY),
-                machine.issue_ns,
-                machine.queue_depth,
-                machine.wait_ns,
-                machine.event_ns,
-                self._unselected[LOSS].any(),
-            ],
-            np.int64,
+        settings = Settings(
+            limit=self.limit,
+            copy_engines=machine.copy_engines,
+            d2h_share=machine.d2h_share,
+            h2d_share=machine.h2d_share,
+            host_bytes=machine.host_bytes,
+            persistent_bytes=self._persistent_bytes,
+            max_iterations=max(self.iterations, STEADY),
+            issue_ns=machine.issue_ns,
+            queue_depth=machine.queue_depth,
+            wait_ns=machine.wait_ns,
+            event_ns=machine.event_ns,
+            contends=int(Kernels(*self._unselected).loss.any()),
         )
+        self._settings = np.array(settings, np.int64)
         self._work = self._new_work()
         self._idle: list[_ThreadArrays] = []  # for other threads
 
     def _new_work(self) -> _ThreadArrays:
-        return _ThreadArrays(len(self.program.kernels), len(self.program.tensors), int(self._settings[MAX_ITERATIONS]))
+        iterations = Settings(*self._settings.tolist()).max_iterations
+        return _ThreadArrays(len(self.program.kernels), len(self.program.tensors), iterations)
 
     @property
     def tables(self) -> Tables:
@@ -265,11 +262,13 @@ class Engine:
         out.calls = 0
         out._kernels = self._unselected.copy()
         out._start()
+        table = Kernels(*out._kernels)
         for k, (duration, workspace) in self.program.selected_variants(variants).items():
-            out._kernels[LIVE, k] += workspace - out._kernels[WORKSPACE, k]
-            out._kernels[[DURATION, WORKSPACE], k] = duration, workspace
-            out._kernels[LOSS, k] = self.machine.copy_loss(self.program.kernels[k].bytes, duration)
-        out._kernels[BEGINS, 1:] = out._kernels[DURATION, :-1].cumsum()
+            table.live[k] += workspace - table.workspace[k]
+            table.duration[k] = duration
+            table.workspace[k] = workspace
+            table.loss[k] = self.machine.copy_loss(self.program.kernels[k].bytes, duration)
+        table.begins[1:] = table.duration[:-1].cumsum()
         return out
 
     def score(self, rows: Ints, limit_until: int | None = None, cutoff_ns: int = NEVER) -> Score:
@@ -283,16 +282,17 @@ class Engine:
         self.calls += 1
         work = self._work
         self._simulate(work, rows, limit_until, 1, _NO_LOG, cutoff_ns)
-        status, iteration_ns, required, peak, period = work.result[0].tolist()
-        if status == DONE and period:
+        status, iteration_ns, required, peak, period = work.flat_results.tolist()
+        is_done = status == 0  # Status.DONE, whose look-up would take 5 % of the call
+        if is_done and period:
             return Score(True, iteration_ns, required, peak, period)
-        return Score(False, NEVER, required, peak if status == DONE else 0, 0)
+        return Score(False, NEVER, required, peak if is_done else 0, 0)
 
-    def log(self, rows: Ints, limit_until: int | None = None, iterations: int = 1) -> Ints:
-        """Returns the log of a plan's simulation, int64 (entries, 4): start, end, event, index (encoding.py)."""
-        log = np.empty((4096, 4), np.int64)
-        while (entries := self._simulate(self._work, rows, limit_until, iterations, log)) >= len(log):
-            log = np.empty((entries + 1, 4), np.int64)  # one spare entry: see event_loop._log
+    def log(self, rows: Ints, limit_until: int | None = None, iterations: int = 1) -> NDArray[Any]:
+        """Returns the log of a plan's simulation, LOG (entries,): start, end, event, index (encoding.py)."""
+        log = np.empty(4096, LOG)
+        while (entries := self._simulate(self._work, rows, limit_until, iterations, log.view(np.int64))) >= len(log):
+            log = np.empty(entries + 1, LOG)  # one spare entry: see ``event_loop``
         return log[:entries]
 
     def direct(self, rows: int) -> tuple[Any, ...]:
@@ -303,33 +303,12 @@ class Engine:
         work = self._work
         swaps_only = self._n_steps is None
         work.make_room(rows)
-        tables = self._kernels, self._tensors, self._graph
+        arrays = (*self.tables, *work.arrays, work.flat_results, _NO_LOG)
         if swaps_only not in _score_plans:
-            _score_plans[swaps_only] = address(
-                score_plans,
-                *tables,
-                np.empty((0, COLUMNS), np.int64),
-                work.ends,
-                0,
-                self._n_steps,
-                self._settings,
-                0,
-                NEVER,
-                1,
-                *work.arrays,
-                work.result,
-                _NO_LOG,
-            )
-        return (
-            _score_plans[swaps_only],
-            swaps_only,
-            *tables,
-            self._settings,
-            work.ends,
-            *work.arrays,
-            work.result,
-            _NO_LOG,
-        )
+            plan = np.empty((0, COLUMNS), np.int64)
+            _score_plans[swaps_only] = address(score_plans, plan, 0, self._n_steps, 0, NEVER, 1, work.ends, *arrays)
+        n = len(self.program.kernels)
+        return _score_plans[swaps_only], swaps_only, n, work.ends, work.flat_results, arrays
 
     def scores(self, plans: Sequence[Ints]) -> list[Score]:
         """Returns the ``Score`` of each plan; uses all cores for many plans."""
@@ -350,7 +329,7 @@ class Engine:
         ends = np.zeros(n + 1, np.int64)
         lengths.cumsum(out=ends[1:])
         self.calls += n
-        results = np.empty((n, RESULTS), np.int64)
+        results = np.empty(n, RESULT)
         max_rows = int(lengths.max(initial=0))
         threads = min(threads or cores(), n // SHARE)
         n_chunks = max(1, min(4 * threads, n // SHARE))
@@ -368,81 +347,82 @@ class Engine:
             self._idle.append(work)
 
         side_by_side([run] * max(threads, 1))
-        status, ns, required, peak, period = results.T
-        feasible = (status == DONE) & (period > 0)
+        is_done = results["status"] == Status.DONE
+        feasible = is_done & (results["period"] > 0)
         return Scores(
             feasible,
-            np.where(feasible, ns, NEVER),
-            required,
-            np.where(status == DONE, peak, 0),
-            np.where(feasible, period, 0),
+            np.where(feasible, results["iteration_ns"], NEVER),
+            results["required"].copy(),
+            np.where(is_done, results["peak"], 0),
+            np.where(feasible, results["period"], 0),
         )
 
-    def _run(self, work: _ThreadArrays, rows: Ints, ends: Ints, results: Ints) -> None:
+    def _run(self, work: _ThreadArrays, rows: Ints, ends: Ints, results: NDArray[Any]) -> None:
         """Scores plans in one thread."""
         next_plan = 0
         n = len(results)
         while next_plan < n:
             next_plan, _ = score_plans(
-                self._kernels,
-                self._tensors,
-                self._graph,
                 rows,
-                ends,
                 next_plan,
                 self._n_steps,
-                self._settings,
                 len(self.program.kernels),
                 NEVER,
                 1,
+                ends,
+                *self.tables,
                 *work.arrays,
-                results,
+                results.view(np.int64),
                 _NO_LOG,
             )
             if next_plan < n:  # this plan needs larger arrays or other code
                 self._simulate(work, rows[ends[next_plan] : ends[next_plan + 1]], None, 1, _NO_LOG)
-                results[next_plan] = work.result[0]
+                results[next_plan] = work.results[0]
                 next_plan = next_plan + 1
-        for i in np.flatnonzero(results[:, STATUS] == HOST_FULL):
+        for i in np.flatnonzero(results["status"] == Status.HOST_FULL):
             self._simulate(work, rows[ends[i] : ends[i + 1]], None, 1, _NO_LOG)
-            results[i] = work.result[0]
+            results[i] = work.results[0]
 
     def residency(self, rows: Ints) -> Ints:
         """Returns the planned residency per kernel (RULES.md), int64 (kernels,), as a new array."""
         self._lower(self._work, rows)
-        return self._work.arrays.by_kernel[PLANNED, :-1].copy()
+        return self._work.by_kernel.planned[:-1].copy()
 
     def on_host(self, rows: Ints) -> int:
         """Returns the largest number of bytes that the host holds for the plan ``rows`` (Schedule.on_host)."""
         work = self._work
         if self._lower(work, rows)[1] is None:
-            work.arrays.by_row[RETURNS, : len(rows)] = rows[:, BEFORE]
+            work.by_row.returns[: len(rows)] = rows[:, BEFORE]
         return self._host_load(work, rows)
 
     def _host_load(self, work: _ThreadArrays, rows: Ints) -> int:
-        return int(host_load(self._tensors, self._graph, rows, work.arrays.by_row[RETURNS], len(self.program.kernels)))
+        n = len(self.program.kernels)
+        return int(host_load(self._tensors, split_graph(self._graph, n), rows, work.by_row.returns, n))
 
     def _lower(self, work: _ThreadArrays, rows: Ints) -> tuple[Ints, int | None]:
         """Lowers a plan in ``work``; returns its kernels and the number of recomputed ones (None: only swaps)."""
         work.make_room(len(rows))
         kinds = rows[:, KIND]
-        arrays = self._kernels, self._tensors, self._graph, rows
+        kernels = self._kernels
+        tensors = self._tensors
+        arrays = work.arrays
         if (kinds == RERUN).any():
-            kernels, n_steps = lower_reruns(*arrays, work.arrays.by_kernel, work.arrays.by_row, work.arrays.steps)
+            graph = split_graph(self._graph, len(self.program.kernels))
+            kernels, n_steps = lower_reruns(kernels, tensors, graph, rows, arrays.by_kernel, arrays.by_row, work.steps)
             if n_steps < 0:
                 lower(self.program, Plan(decisions_of(rows)))  # raises the PlanError
                 raise AssertionError("compiled code refuses a plan that schedule.lower accepts")
             return kernels, n_steps
         if (kinds != RECOMPUTE).all():
-            swap_residency(self._kernels, self._tensors, rows, work.arrays.by_kernel[PLANNED])
-            return self._kernels, None
+            swap_residency(kernels, tensors, rows, work.by_kernel.planned)
+            return kernels, None
         while True:
             n_steps, _ = lower_recomputations(
-                *arrays, work.arrays.by_kernel, work.arrays.by_tensor, work.arrays.by_row, work.arrays.steps
+                kernels, tensors, self._graph, rows, arrays.by_kernel, arrays.by_tensor, arrays.by_row, work.steps
             )
-            if n_steps < len(work.arrays.steps):
-                return self._kernels, n_steps
-            work.make_steps(4 * len(work.arrays.steps))
+            if n_steps < len(work.steps):
+                return kernels, n_steps
+            work.make_steps(4 * len(work.steps))
 
     def _simulate(
         self, work: _ThreadArrays, rows: Ints, limit_until: int | None, iterations: int, log: Ints, cutoff: int = NEVER
@@ -458,42 +438,39 @@ class Engine:
         kernels = self._kernels
         n_steps = self._n_steps
         settings = self._settings
-        result = work.result
         while True:
             done, n_log = score_plans(
-                kernels,
-                self._tensors,
-                self._graph,
                 rows,
-                work.ends,
                 0,
                 n_steps,
-                settings,
                 until,
                 cutoff,
                 iterations,
+                work.ends,
+                kernels,
+                self._tensors,
+                self._graph,
+                settings,
                 *work.arrays,
-                result,
+                work.flat_results,
                 log,
             )
-            status = result[0, STATUS]
-            if status == HOST_FULL and settings[HOST_BYTES] < NEVER:
+            status = work.flat_results.item(0)
+            if done and status in _FINAL:
+                return int(n_log)
+            if status == Status.HOST_FULL and settings[HOST_BYTES] < NEVER:
                 # The quick check sums all swapped tensors; they need not be on the host at the same time.
                 if self._host_load(work, rows) > settings[HOST_BYTES]:
                     return 0
                 settings = settings.copy()
                 settings[HOST_BYTES] = NEVER
-            elif status == STUCK:
+            elif status == Status.STUCK:
                 raise AssertionError("simulation is stuck although the planned residency fits the limit")
-            elif done:
-                return int(n_log)
-            elif status == MORE_STEPS:
-                work.make_steps(4 * len(work.arrays.steps))
+            elif status == Status.MORE_STEPS:
+                work.make_steps(4 * len(work.steps))
             elif (rows[:, KIND] == RERUN).any():
                 kernels, n_steps = self._lower(work, rows)
-            else:  # this process switches to the code for plans that recompute, which takes long to compile
-                global _recompute
-                _recompute = True
+            else:  # switch to the code for plans that recompute, which takes long to compile
                 n_steps = -1
                 self._n_steps = -1
 
@@ -507,8 +484,8 @@ class Engine:
             check_room(schedule, self.machine, self.limit, until)
             self.calls += 1
             log = engine.log(rows_of(plan.decisions), limit_until, self.iterations)
-            status, _, required, _, period = engine._work.result[0].tolist()
-            if status != DONE:
+            status, _, required, _, period = engine._work.flat_results.tolist()
+            if status != Status.DONE:
                 raise AssertionError(f"compiled code refuses a schedule that fits (status {status})")
             read = read_log(log, plan.decisions, schedule)
             return Timeline.assemble(self.program, self.limit, required, *read, period)

@@ -58,7 +58,7 @@ def jit(function: Any = None, **options: Any) -> Any:
     """
     if function is None:
         return lambda function: jit(function, **options)
-    _stamped(function, repr(sorted(options.items())))
+    stamped(function, repr(sorted(options.items())))
     function.__qualname__ += "_" + function.stamp
     options = {"cache": True} | options
     try:
@@ -160,7 +160,7 @@ def _compile_lock(cache: Any, signature: Any) -> AbstractContextManager[Any]:
     return lock  # released when closed
 
 
-def _stamped(function: Any, options: str = "") -> Any:
+def stamped(function: Any, options: str = "") -> Any:
     """Returns the function with a ``stamp`` of everything that is compiled in."""
     text = "\n".join([*_dependencies(function), options])
     function.stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -229,7 +229,7 @@ def address(function: Any, *args: Any) -> int:
 
 
 @intrinsic
-@_stamped
+@stamped
 def call(typing, where, like, args):
     """Calls the function at an ``address`` from compiled code.
 

@@ -7,54 +7,50 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.compiled.heap import OUTSIDE, push
-from simulator.compiled.jit import jit, stage
 from simulator.compiled.encoding import (
     AFTER,
-    AWAY_AT_START,
     BEFORE,
-    BY_REMAT,
-    CHILD,
-    COPIED,
-    D2H,
-    DUE,
     DUE_SEGMENT,
     EXTRA,
     GATE,
-    GATE_EVENT,
-    GATE_REMAT,
-    H2D,
     KIND,
-    LIVE,
     NEVER,
-    NEXT_OPEN,
-    OPENS,
-    PERSISTENT,
-    READY,
     RECOMPUTE,
     RERUN,
-    RETURNS,
-    SEGMENT,
-    SIBLING,
-    SIZE,
     TENSOR,
-    WAITS,
     WHEN,
+    ByKernel,
+    ByRow,
+    ByTensor,
+    Copy,
+    Kernels,
+    Tensors,
+    split_graph,
 )
+from simulator.compiled.heap import OUTSIDE, push
+from simulator.compiled.jit import jit, stage
+from simulator.compiled.records import named
 
+# Positions of the newest host copy of a tensor, before all kernels:
 _NO_COPY = -NEVER + 1
-_NOT_SWAPPED = -NEVER
+_NOT_SWAPPED = -NEVER  # no swap of the tensor has been read yet
+
+
+# Its arrays are borrowed: a function that counts references must not call it.
+view_graph = stage(split_graph, inline=True)
 
 
 @stage(entry=True)
 def swap_residency(kernels, tensors, rows, planned):
     """Fills ``planned`` for a plan of swaps: live bytes minus evicted bytes."""
     n = planned.size - 1
-    live = kernels[LIVE]
+    live = named(Kernels, kernels).live
+    sizes = named(Tensors, tensors).size
+    # First the changes of the evicted bytes at each kernel, then their sum.
     for k in range(n + 1):
         planned[k] = 0
     for r in range(rows.shape[0]):
-        size = tensors[SIZE, rows[r, TENSOR]]
+        size = sizes[rows[r, TENSOR]]
         after = rows[r, AFTER]
         before = rows[r, BEFORE]
         if after >= before:
@@ -107,7 +103,10 @@ def copied_at(rows, r):
 
 @jit
 def grouped(keys, n):
-    """Groups indices by their key in range(n): those of key k are items[at[k]:at[k + 1]], in order; -1 is no key."""
+    """Groups indices by their key in range(n); -1 is no key.
+
+    Returns ``starts`` and ``items``: those of key k are items[starts[k]:starts[k + 1]], in order.
+    """
     starts = np.zeros(n + 1, np.int64)
     for key in keys:
         if key >= 0:
@@ -137,7 +136,7 @@ def sort(values, begin, end):
 
 @jit
 def swaps_by_tensor(rows, n, n_tensors):
-    """Returns the rows that are swaps, by tensor and opening: those of tensor t are order[at[t]:at[t + 1]]."""
+    """Returns the rows that are swaps, by tensor and opening: of tensor t, order[starts[t]:starts[t + 1]]."""
     keys = np.full(rows.shape[0], -1, np.int64)
     for r in range(keys.size):
         if is_swap(rows, r):
@@ -154,9 +153,15 @@ def swaps_by_tensor(rows, n, n_tensors):
 
 @jit
 def host_load(tensors, graph, rows, returns, n):
-    """Returns the most bytes that the host holds for a plan (schedule._host_bytes); ``returns``: ends of gaps."""
-    writes_at = graph[2 * n + 2 :]
-    starts, order = swaps_by_tensor(rows, n, tensors.shape[1])
+    """Returns the most bytes that the host holds for a plan (schedule._host_bytes).
+
+    Args:
+        graph: Result of ``split_graph``.
+        returns: Ends of the gaps.
+    """
+    tensors = named(Tensors, tensors)
+    writes_at = graph.writes_at
+    starts, order = swaps_by_tensor(rows, n, tensors.size.size)
     nbytes = np.zeros(2 * n + 1, np.int64)  # changes, then bytes, at the kernels of this iteration and the next
     for i in range(order.size):
         r = order[i]
@@ -165,14 +170,14 @@ def host_load(tensors, graph, rows, returns, n):
         kernels = (returns[r] - copy - 1) % n + 1
         # Extend to the next copy of the tensor, if it is not written until then.
         last = i + 1 == starts[t + 1]
-        if not last or tensors[PERSISTENT, t]:
+        if not last or tensors.persistent[t]:
             until_next = (copied_at(rows, order[starts[t] if last else i + 1]) - copy - 1) % n + 1
             is_valid = True
             for j in range(writes_at[t], writes_at[t + 1]):
-                is_valid &= (graph[j] - copy - 1) % n >= until_next
+                is_valid &= (graph.values[j] - copy - 1) % n >= until_next
             kernels = max(kernels, until_next if is_valid else 0)
-        nbytes[copy + 1] += tensors[SIZE, t]
-        nbytes[copy + 1 + kernels] -= tensors[SIZE, t]
+        nbytes[copy + 1] += tensors.size[t]
+        nbytes[copy + 1 + kernels] -= tensors.size[t]
     peak = 0
     for k in range(1, 2 * n):
         nbytes[k] += nbytes[k - 1]
@@ -182,162 +187,181 @@ def host_load(tensors, graph, rows, returns, n):
 
 
 @stage
-def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps):
+def read_plan(tables, work, rows, lowered):
     """Fills the tables of a plan.
 
     gaps: Gaps of the rows.
-    by_row[NEXT_OPEN]: Linked lists by kernel, ordered by tensor; by_kernel[OPENS, k] is the first entry for the end of
+    by_row.next_open: Linked lists by kernel, ordered by tensor; by_kernel.opens[k] is the first entry for the end of
         kernel k, -1 ends a list. Entry 2r: the gap of row r opens. Entry 2r + 1: its early copy is issued.
-    by_kernel[GATE]: Gates with nothing evicted.
-    by_kernel[SEGMENT]: 1 where a segment starts.
-    by_tensor[COPIED]: For swapped tensors, the position of the newest host copy: _NO_COPY.
+    by_kernel.gate, by_kernel.missing_in_pass (for plans that recompute): With nothing evicted.
+    by_kernel.segment: 1 where a segment starts.
+    by_tensor.copied: For swapped tensors, the position of the newest host copy: _NO_COPY.
 
     Args:
-        lowered: Whether by_row has RETURNS, BY_REMAT and AWAY_AT_START.
+        lowered: Whether by_row has ``returns``, ``by_pass`` and ``away_at_start``.
 
     Returns:
         The number of segments, the bytes of all swapped tensors, and whether a copy is issued in the iteration before
         its gap opens.
     """
-    m = rows.shape[0]
-    n = by_kernel.shape[1] - 1
-    writes_at = graph[2 * n + 2 :]
-    gate = by_kernel[GATE]
-    heads = by_kernel[OPENS]
-    starts = by_kernel[SEGMENT]
-    copied = by_tensor[COPIED]
-    following = by_row[NEXT_OPEN]
-    ends = by_row[RETURNS]
-    by_remat = by_row[BY_REMAT]
+    tensors = named(Tensors, tables.tensors)
+    by_kernel = named(ByKernel, work.by_kernel)
+    by_row = named(ByRow, work.by_row)
+    gaps = work.gaps
+    gate = by_kernel.gate.view(GATE)
+    heads = by_kernel.opens
+    starts = by_kernel.segment
+    copied = named(ByTensor, work.by_tensor).copied
+    n = gate.size - 1
+    graph = view_graph(tables.graph, n)
+    writes_at = graph.writes_at
     for k in range(n + 1):
-        gate[k] = 0
+        by_kernel.gate[k] = 0
         heads[k] = -1
         starts[k] = 0
-    gate[n - 1] = GATE_EVENT
+    if lowered:
+        for k in range(n + 1):
+            by_kernel.missing_in_pass[k] = 0
+    gate[n - 1].has_event = 1
     n_segments = 1
     swapped_bytes = 0
     has_early_copy = False
     starts[0] = 1
-    for r in range(m):
+    for r in range(rows.shape[0]):
         if rows[r, KIND] != RERUN:
             copied[rows[r, TENSOR]] = _NOT_SWAPPED
-    for r in range(m):
+    for r in range(rows.shape[0]):
         if rows[r, KIND] == RERUN:
-            gate[rows[r, BEFORE]] |= GATE_EVENT
+            gate[rows[r, BEFORE]].has_event = 1
             continue
         t = rows[r, TENSOR]
         after = rows[r, AFTER]
         if not lowered:
-            ends[r] = rows[r, BEFORE]
-        returns = ends[r]
-        _enter(heads, following, rows, after, 2 * r)
+            by_row.returns[r] = rows[r, BEFORE]
+        returns = by_row.returns[r]
+        _enter(heads, by_row.next_open, rows, after, 2 * r)
         gap = gaps[r]
         gap.tensor = t
         gap.kind = rows[r, KIND]
-        gap.nbytes = tensors[SIZE, t]
+        gap.nbytes = tensors.size[t]
         gap.returns = returns
-        gate[after] |= GATE_EVENT
+        gate[after].has_event = 1
         if gap.kind == RECOMPUTE:
-            gate[returns] |= GATE_EVENT
+            gate[returns].has_event = 1
             continue
         if copied[t] == _NOT_SWAPPED:
             copied[t] = _NO_COPY
             swapped_bytes += gap.nbytes
-        gap.out_ns = tensors[D2H, t]
-        gap.in_ns = tensors[H2D, t]
+        gap.out_ns = tensors.d2h_ns[t]
+        gap.in_ns = tensors.h2d_ns[t]
         n_segments += 1 - starts[returns]
         starts[returns] = 1
-        gap.pending = gap.lead = gap.issued = 0
+        gap.copy = Copy.DONE
+        gap.lead = gap.issued = 0
         copy = rows[r, WHEN]
         if copy >= 0 and copy != after:
             gap.lead = after - copy if copy < after else after - copy + n
-            gate[copy] |= GATE_EVENT
-            _enter(heads, following, rows, copy, 2 * r + 1)
+            gate[copy].has_event = 1
+            _enter(heads, by_row.next_open, rows, copy, 2 * r + 1)
             has_early_copy |= copy > after
-        gap.weight = 1 + GATE_REMAT * by_remat[r] if lowered else 1
+        gap.by_pass = by_row.by_pass[r] if lowered else 0
         gap.hold = 1
         prefetch = rows[r, EXTRA]
         gap.pinned = 1 if prefetch >= 0 else 0
         if prefetch >= 0:
-            gate[prefetch] |= GATE_EVENT
+            gate[prefetch].has_event = 1
             gap.hold = prefetch - after + 1 if prefetch >= after else prefetch - after + 1 + n
             gap.hold = min(gap.hold, returns - after if returns > after else returns - after + n)
-        gap.since_write = _since_write(graph, writes_at[t], writes_at[t + 1], after, n)
+        gap.since_write = _since_write(graph.values, writes_at[t], writes_at[t + 1], after, n)
     return n_segments, swapped_bytes, has_early_copy
 
 
 @stage
-def fill_waits(rows, gaps, by_kernel, wait_ns, event_ns):
-    """Fills by_kernel[WAITS]: ns that events of copies add to each kernel (RULES.md, j); returns whether any do."""
-    if wait_ns == 0 and event_ns == 0:
+def fill_waits(rows, gaps, waits, gate, settings):
+    """Fills ``waits``: ns that events of copies add to each kernel (RULES.md, j); returns whether any do."""
+    if settings.wait_ns == 0 and settings.event_ns == 0:
         return False
-    waits = by_kernel[WAITS]
-    gate = by_kernel[GATE]
     n = waits.size - 1
     for k in range(n + 1):
         waits[k] = 0
-    if event_ns:
+    if settings.event_ns:
         for r in range(rows.shape[0]):
             if is_swap(rows, r):
-                waits[(rows[r, AFTER] - gaps[r].lead) % n] = event_ns
+                waits[(rows[r, AFTER] - gaps[r].lead) % n] = settings.event_ns
                 if rows[r, EXTRA] >= 0:
-                    waits[rows[r, EXTRA]] = event_ns
+                    waits[rows[r, EXTRA]] = settings.event_ns
     for r in range(rows.shape[0]):
         if is_swap(rows, r):
-            waits[gaps[r].returns] += wait_ns
+            waits[gaps[r].returns] += settings.wait_ns
     for k in range(n):
         if waits[k]:
-            gate[k] |= GATE_EVENT
+            gate[k].has_event = 1
     return True
 
 
 @stage
-def evict_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):
-    """Builds a heap by by_row[READY] of the rows whose tensors are on the host at the start.
+def mark_missing(gap, gate, missing_in_pass, sign):
+    """Counts the evicted tensor of a gap (``sign`` 1), or that it is resident again (-1), where it is read."""
+    # The counter ``missing`` is the low half of the word. Storing only this half would cost 4 % of a call, because the
+    # processor cannot forward it to the load of the whole word that follows.
+    gate[gap.returns].word += sign
+    if gap.by_pass:
+        missing_in_pass[gap.returns] += sign
+
+
+@stage
+def evict_at_start(work, rows, lowered):
+    """Builds a heap by ``ready`` of the rows whose tensors are on the host at the start.
 
     It includes copies that the previous iteration would have issued. Returns the root, and the bytes of the tensors.
     """
-    n = by_kernel.shape[1] - 1
+    by_kernel = named(ByKernel, work.by_kernel)
+    by_row = named(ByRow, work.by_row)
+    copied = named(ByTensor, work.by_tensor).copied
+    gaps = work.gaps
+    gate = by_kernel.gate.view(GATE)
+    ready = by_row.ready
+    n = gate.size - 1
     root = -1
     nbytes = 0
-    gate = by_kernel[GATE]
-    segment_of = by_kernel[SEGMENT]
-    copied = by_tensor[COPIED]
-    ready = by_row[READY]
-    child = by_row[CHILD]
-    sibling = by_row[SIBLING]
     for r in range(rows.shape[0]):
-        child[r] = OUTSIDE
+        by_row.child[r] = OUTSIDE
         if not is_swap(rows, r):
             continue
         gap = gaps[r]
         after = rows[r, AFTER]
-        is_on_host = by_row[AWAY_AT_START, r] == 1 if lowered else after >= gap.returns
+        is_on_host = by_row.away_at_start[r] == 1 if lowered else after >= gap.returns
         if is_on_host:
             nbytes += gap.nbytes
             copied[gap.tensor] = after - n
             ready[r] = after - n + gap.hold
-            by_row[DUE, r] = segment_of[gap.returns] * DUE_SEGMENT + gap.tensor
-            gate[gap.returns] += gap.weight
-            root = push(ready, child, sibling, root, r)
+            by_row.due[r] = by_kernel.segment[gap.returns] * DUE_SEGMENT + gap.tensor
+            mark_missing(gap, gate, by_kernel.missing_in_pass, 1)
+            root = push(ready, by_row.child, by_row.sibling, root, r)
         elif gap.lead > after:
             copied[gap.tensor] = after - gap.lead
     return root, nbytes
 
 
 @stage
-def first_settled_kernel(tensors, graph, rows, by_tensor, gaps, n):
-    """Returns the kernel from which on all copies are issued that are valid at the boundary but not at the start.
+def first_settled_kernel(tables, work, rows):
+    """Returns the first kernel after which every host copy is issued that only later iterations start with; or 0.
 
-    Swaps between two uses of a persistent tensor may make such copies. 0: none do.
+    The initial state lacks these copies, which carry over the boundary: those of swaps between two uses of a persistent
+    tensor.
     """
-    writes_at = graph[2 * n + 2 :]
+    persistent = named(Tensors, tables.tensors).persistent
+    copied = named(ByTensor, work.by_tensor).copied
+    gaps = work.gaps
+    n = work.by_kernel.shape[1] - 1
+    graph = view_graph(tables.graph, n)
+    writes_at = graph.writes_at
     first_settled = 0
     for r in range(rows.shape[0]):
         if is_swap(rows, r):
             t = rows[r, TENSOR]
-            if tensors[PERSISTENT, t] != 0 and by_tensor[COPIED, t] == _NO_COPY:
-                if writes_at[t] == writes_at[t + 1] or graph[writes_at[t + 1] - 1] <= rows[r, AFTER]:
+            if persistent[t] != 0 and copied[t] == _NO_COPY:
+                if writes_at[t] == writes_at[t + 1] or graph.values[writes_at[t + 1] - 1] <= rows[r, AFTER]:
                     issue = rows[r, AFTER] - gaps[r].lead
                     first_settled = max(first_settled, 1 + (issue if issue >= 0 else issue + n))
     return first_settled

@@ -1,59 +1,59 @@
 """Plans with Recompute decisions, compiled: the memory effects that schedule.lower derives.
 
 ``_build`` walks through one iteration, over the kernels at which a gap opens or ends. The functions above it are its
-stages at one kernel, in this order. by_tensor[AWAY] has the row that evicts a tensor: r + 1 on the host, -r - 1
-dropped, 0 none. Records of a tensor or kernel for the chain of one kernel are valid if their mark is that of the
-kernel; marks are unique, so that nothing needs to be cleared.
+stages at one kernel, in this order: the chain is traced back, then laid out. Records of a tensor or kernel for the
+chain of one kernel are valid if their mark is that of the kernel; marks are unique, so that nothing needs to be
+cleared.
 """
 
 from __future__ import annotations
 
-from simulator.compiled.jit import stage
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
 from simulator.compiled.encoding import (
     AFTER,
-    ALLOCATED,
-    AWAY,
-    AWAY_AT_START,
     BEFORE,
-    BORN,
-    BY_REMAT,
-    DURATION,
-    ENDS,
     EXTRA,
-    FREED,
-    HOLDS,
     KIND,
-    LIVE,
-    MARKED,
-    NEXT_END,
-    NEXT_OPEN,
-    OPENS,
-    ORDER,
-    PENDING,
-    PLANNED,
     RECOMPUTE,
-    RETURNS,
-    SIZE,
-    STAYS,
-    STEP_FOR,
-    STEP_KERNEL,
     TENSOR,
-    USED,
-    USED_LAST,
     WHEN,
-    WORKSPACE,
+    ByKernel,
+    ByRow,
+    ByTensor,
+    Ints,
+    Kernels,
+    Tensors,
 )
+from simulator.compiled.jit import stage
+from simulator.compiled.lowering import view_graph
+from simulator.compiled.records import named
 
 _IDLE = -2  # in the lists by kernel: no gap opens or ends there
 
 CHAIN = 10_000  # most kernels of a chain whose times are summed
 
 
-@stage
-def _mark(graph, begin, end, before, marked, mark, pending, n_pending):
-    """Adds the writers graph[begin:end] before kernel ``before`` to ``pending``, each once per mark."""
-    for i in range(begin, end):
-        w = graph[i]
+class Case(NamedTuple):
+    """Arguments of ``lower_recomputations``. A stage names what it needs, because calls copy all their arguments."""
+
+    kernels: Ints
+    tensors: Ints
+    graph: Ints
+    rows: Ints
+    by_kernel: Ints
+    by_tensor: Ints
+    by_row: Ints
+    steps: NDArray[Any]  # STEP
+
+
+@stage(inline=True)
+def _mark(graph, x, before, marked, mark, pending, n_pending):
+    """Adds the writers of tensor x before kernel ``before`` to ``pending``, each once per mark."""
+    for i in range(graph.writes_at[x], graph.writes_at[x + 1]):
+        w = graph.values[i]
         if w < before and marked[w] != mark:
             marked[w] = mark
             pending[n_pending] = w
@@ -62,34 +62,39 @@ def _mark(graph, begin, end, before, marked, mark, pending, n_pending):
 
 
 @stage
-def _targets(graph, writes_at, rows, by_tensor, by_row, ending, k, marked, mark, pending):
+def _targets(case, k, mark):
     """Makes the writers of tensors that kernel k ends the drop of pending; returns their number, and if any is kept."""
-    away = by_tensor[AWAY]
-    stays = by_tensor[STAYS]
-    next_end = by_row[NEXT_END]
+    by_kernel = named(ByKernel, case.by_kernel)
+    by_tensor = named(ByTensor, case.by_tensor)
+    by_row = named(ByRow, case.by_row)
+    graph = view_graph(case.graph, by_kernel.ends.size - 1)
+    rows = case.rows
     n_pending = 0
     keep = False
-    r = ending
+    r = by_kernel.ends[k]
     while r >= 0:
         t = rows[r, TENSOR]
-        if away[t] == -r - 1:
+        if by_tensor.evicted_by[t] == -r - 1:
             keep |= rows[r, EXTRA] == 1
-            stays[t] = mark
-            n_pending = _mark(graph, writes_at[t], writes_at[t + 1], k, marked, mark, pending, n_pending)
-        r = next_end[r]
+            by_tensor.kept[t] = mark
+            n_pending = _mark(graph, t, k, by_kernel.marked, mark, by_kernel.pending, n_pending)
+        r = by_row.next_end[r]
     return n_pending, keep
 
 
 @stage
-def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marked, mark, pending, n_pending, order):
+def _trace_back(case, k, mark, n_pending):
     """Fills ``order`` with the pending kernels and writers of missing inputs; returns count and bytes swapped in."""
-    n = order.size - 1
-    results_at = graph[n + 1 :]
-    away = by_tensor[AWAY]
-    used = by_tensor[USED]
-    used_last = by_tensor[USED_LAST]
-    returns = by_row[RETURNS]
-    by_remat = by_row[BY_REMAT]
+    by_kernel = named(ByKernel, case.by_kernel)
+    by_tensor = named(ByTensor, case.by_tensor)
+    by_row = named(ByRow, case.by_row)
+    graph = view_graph(case.graph, by_kernel.ends.size - 1)
+    sizes = named(Tensors, case.tensors).size
+    evicted_by = by_tensor.evicted_by
+    used = by_tensor.used
+    used_last = by_tensor.used_last
+    pending = by_kernel.pending
+    order = by_kernel.order
     n_order = fetched = 0
     while n_pending:
         n_pending -= 1
@@ -101,20 +106,21 @@ def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marke
             position -= 1
         order[position] = w
         n_order += 1
-        for i in range(graph[w], graph[w + 1]):
-            x = graph[i]
-            if away[x] >= 0 and k <= graph[i + until_at]:
-                if away[x] > 0:
-                    returns[away[x] - 1] = k
-                    by_remat[away[x] - 1] = 1
-                    away[x] = 0
-                    fetched += tensors[SIZE, x]
+        for i in range(graph.reads_at[w], graph.reads_at[w + 1]):
+            x = graph.values[i]
+            if evicted_by[x] >= 0 and k <= graph.values[i + graph.until]:
+                # The input is available, or its copy on the host is swapped in for the chain already.
+                if evicted_by[x] > 0:
+                    by_row.returns[evicted_by[x] - 1] = k
+                    by_row.by_pass[evicted_by[x] - 1] = 1
+                    evicted_by[x] = 0
+                    fetched += sizes[x]
                 continue
-            n_pending = _mark(graph, writes_at[x], writes_at[x + 1], w, marked, mark, pending, n_pending)
+            n_pending = _mark(graph, x, w, by_kernel.marked, mark, pending, n_pending)
             used_last[x] = w if used[x] != mark else max(used_last[x], w)
             used[x] = mark
-        for i in range(results_at[w], results_at[w + 1]):
-            x = graph[i]
+        for i in range(graph.results_at[w], graph.results_at[w + 1]):
+            x = graph.values[i]
             used_last[x] = w if used[x] != mark else max(used_last[x], w)
             used[x] = mark
     for i in range(n_order // 2):
@@ -123,140 +129,154 @@ def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marke
 
 
 @stage
-def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, mark):
+def _keep(case, n_order, k, mark):
     """Marks the dropped tensors that ``keep`` makes resident: the chain repeats all their writes before kernel k."""
+    by_kernel = named(ByKernel, case.by_kernel)
+    by_tensor = named(ByTensor, case.by_tensor)
+    graph = view_graph(case.graph, by_kernel.ends.size - 1)
     for i in range(n_order):
-        w = order[i]
-        for j in range(results_at[w], results_at[w + 1]):
-            x = graph[j]
-            if by_tensor[AWAY, x] < 0:
+        w = by_kernel.order[i]
+        for j in range(graph.results_at[w], graph.results_at[w + 1]):
+            x = graph.values[j]
+            if by_tensor.evicted_by[x] < 0:
                 is_complete = True
-                for u in range(writes_at[x], writes_at[x + 1]):
-                    is_complete &= graph[u] >= k or marked[graph[u]] == mark
+                for u in range(graph.writes_at[x], graph.writes_at[x + 1]):
+                    writer = graph.values[u]
+                    is_complete &= writer >= k or by_kernel.marked[writer] == mark
                 if is_complete:
-                    by_tensor[STAYS, x] = mark
+                    by_tensor.kept[x] = mark
 
 
 @stage
-def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_order, k, mark, steps, n_steps):
-    """Writes the steps of a chain; returns the most bytes that it adds, those that it adds at its end, and its ns."""
-    away = by_tensor[AWAY]
-    holds = by_tensor[HOLDS]
-    stays = by_tensor[STAYS]
-    used_last = by_tensor[USED_LAST]
+def _lay_out(case, n_order, k, mark, n_steps):
+    """Writes the chain's steps; returns the peak of the bytes that it adds, the bytes added at its end, and its ns."""
+    kernels = named(Kernels, case.kernels)
+    sizes = named(Tensors, case.tensors).size
+    by_kernel = named(ByKernel, case.by_kernel)
+    by_tensor = named(ByTensor, case.by_tensor)
+    by_row = named(ByRow, case.by_row)
+    graph = view_graph(case.graph, by_kernel.ends.size - 1)
+    evicted_by = by_tensor.evicted_by
+    resident = by_tensor.resident
+    kept = by_tensor.kept
+    used_last = by_tensor.used_last
     peak = kept_bytes = duration_ns = 0
     for j in range(n_order):
-        w = order[j]
+        w = by_kernel.order[j]
         allocated = freed = 0
-        for i in range(results_at[w], results_at[w + 1]):
-            x = graph[i]
-            if holds[x] != mark:
-                holds[x] = mark
-                allocated += tensors[SIZE, x]
-                if stays[x] == mark and away[x] < 0:
-                    by_row[RETURNS, -away[x] - 1] = k
-                    away[x] = 0
-            if used_last[x] == w and stays[x] != mark and holds[x] == mark:
-                holds[x] = 0
-                freed += tensors[SIZE, x]
-        for i in range(graph[w], graph[w + 1]):
-            x = graph[i]
-            if holds[x] == mark and used_last[x] == w and stays[x] != mark:
-                holds[x] = 0
-                freed += tensors[SIZE, x]
-        step = steps[n_steps + j]
-        step[STEP_KERNEL] = w
-        step[ALLOCATED] = allocated
-        step[FREED] = freed
-        step[STEP_FOR] = k
-        peak = max(peak, kept_bytes + allocated + kernels[WORKSPACE, w])
+        for i in range(graph.results_at[w], graph.results_at[w + 1]):
+            x = graph.values[i]
+            if resident[x] != mark:
+                resident[x] = mark
+                allocated += sizes[x]
+                if kept[x] == mark and evicted_by[x] < 0:
+                    by_row.returns[-evicted_by[x] - 1] = k
+                    evicted_by[x] = 0
+            if used_last[x] == w and kept[x] != mark and resident[x] == mark:
+                resident[x] = 0
+                freed += sizes[x]
+        for i in range(graph.reads_at[w], graph.reads_at[w + 1]):
+            x = graph.values[i]
+            if resident[x] == mark and used_last[x] == w and kept[x] != mark:
+                resident[x] = 0
+                freed += sizes[x]
+        step = case.steps[n_steps + j]
+        step.kernel = w
+        step.allocated = allocated
+        step.freed = freed
+        step.before = k
+        peak = max(peak, kept_bytes + allocated + kernels.workspace[w])
         kept_bytes += allocated - freed
-        duration_ns += kernels[DURATION, w]
+        duration_ns += kernels.duration[w]
     return peak, kept_bytes, duration_ns
 
 
 @stage
-def _build(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
-    """Executes schedule._Builder from by_row[AWAY_AT_START]; returns number and ns of recomputed kernels."""
-    n = by_kernel.shape[1] - 1
-    m = rows.shape[0]
-    results_at = graph[n + 1 :]
-    writes_at = graph[2 * n + 2 :]
-    until_at = graph.size - (graph[n] - graph[0])  # offset from an input to its ``Program.available_until``
-    until_at -= graph[0]
-    size = tensors[SIZE]
-    live = kernels[LIVE]
-    planned = by_kernel[PLANNED]
-    ends = by_kernel[ENDS]
-    opens = by_kernel[OPENS]
-    marked = by_kernel[MARKED]
-    pending = by_kernel[PENDING]
-    order = by_kernel[ORDER]
-    away = by_tensor[AWAY]
-    next_end = by_row[NEXT_END]
-    next_open = by_row[NEXT_OPEN]
-    first_mark = marked[n] + 1
-    marked[n] += n + 1
-    for k in range(n):
+def _list_gaps(case):
+    """Lists the rows by the kernels at which their gaps end and open; returns the bytes evicted at the start."""
+    by_kernel = named(ByKernel, case.by_kernel)
+    by_row = named(ByRow, case.by_row)
+    evicted_by = named(ByTensor, case.by_tensor).evicted_by
+    sizes = named(Tensors, case.tensors).size
+    ends = by_kernel.ends
+    opens = by_kernel.opens
+    rows = case.rows
+    for k in range(ends.size - 1):
         ends[k] = _IDLE
         opens[k] = -1
     evicted_bytes = 0
-    for r in range(m):
+    for r in range(rows.shape[0]):
         t = rows[r, TENSOR]
         after = rows[r, AFTER]
         before = rows[r, BEFORE]
         if rows[r, KIND] == RECOMPUTE and rows[r, WHEN] >= 0:
             before = rows[r, WHEN]
-        by_row[RETURNS, r] = before
-        by_row[BY_REMAT, r] = 0
-        # Lists of rows by the kernel before which they end, and by the kernel after which they open.
-        next_end[r] = ends[before]
+        by_row.returns[r] = before
+        by_row.by_pass[r] = 0
+        by_row.next_end[r] = ends[before]
         ends[before] = r
-        next_open[r] = opens[after]
+        by_row.next_open[r] = opens[after]
         opens[after] = r
+        # A kernel at which gaps only open is not idle either.
         ends[after] = max(ends[after], -1)
-        if by_row[AWAY_AT_START, r]:
-            away[t] = r + 1
-            evicted_bytes += size[t]
+        if by_row.away_at_start[r]:
+            evicted_by[t] = r + 1
+            evicted_bytes += sizes[t]
+    return evicted_bytes
+
+
+@stage
+def _build(case):
+    """Executes schedule._Builder from ``away_at_start``; returns number and ns of recomputed kernels."""
+    kernels = named(Kernels, case.kernels)
+    sizes = named(Tensors, case.tensors).size
+    by_kernel = named(ByKernel, case.by_kernel)
+    by_row = named(ByRow, case.by_row)
+    evicted_by = named(ByTensor, case.by_tensor).evicted_by
+    planned = by_kernel.planned
+    marked = by_kernel.marked
+    rows = case.rows
+    n = planned.size - 1
+    # The last entry of ``marked`` counts the marks of all plans so far.
+    first_mark = marked[n] + 1
+    marked[n] += n + 1
+    evicted_bytes = _list_gaps(case)
     n_steps = rerun_ns = 0
     for k in range(n):
-        planned[k] = live[k] - evicted_bytes
-        if ends[k] == _IDLE:
+        planned[k] = kernels.live[k] - evicted_bytes
+        if by_kernel.ends[k] == _IDLE:
             continue
         mark = first_mark + k
-        n_pending, keep = _targets(graph, writes_at, rows, by_tensor, by_row, ends[k], k, marked, mark, pending)
+        n_pending, keep = _targets(case, k, mark)
         n_order = 0
         if n_pending:
-            n_order, fetched = _trace_back(
-                tensors, graph, until_at, writes_at, by_tensor, by_row, k, marked, mark, pending, n_pending, order
-            )
+            n_order, fetched = _trace_back(case, k, mark, n_pending)
             evicted_bytes -= fetched
             if keep:
-                _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, mark)
+                _keep(case, n_order, k, mark)
         # Tensors that kernel k itself uses are swapped in.
-        r = ends[k]
+        r = by_kernel.ends[k]
         while r >= 0:
             t = rows[r, TENSOR]
-            if away[t] == r + 1:
-                away[t] = 0
-                evicted_bytes -= size[t]
-            r = next_end[r]
-        planned[k] = live[k] - evicted_bytes
+            if evicted_by[t] == r + 1:
+                evicted_by[t] = 0
+                evicted_bytes -= sizes[t]
+            r = by_row.next_end[r]
+        planned[k] = kernels.live[k] - evicted_bytes
         if n_order:
-            if n_steps + n_order < steps.shape[0]:
-                peak, kept_bytes, ns = _lay_out(
-                    kernels, tensors, graph, results_at, by_tensor, by_row, order, n_order, k, mark, steps, n_steps
-                )
-                planned[k] += max(kept_bytes, peak - kernels[BORN, k] - kernels[WORKSPACE, k])
+            # Without room for the steps they are only counted: the caller repeats the plan with more room.
+            if n_steps + n_order < case.steps.size:
+                peak, kept_bytes, ns = _lay_out(case, n_order, k, mark, n_steps)
+                planned[k] += max(kept_bytes, peak - kernels.born[k] - kernels.workspace[k])
                 evicted_bytes -= kept_bytes
                 rerun_ns += ns
             n_steps += n_order
-        r = opens[k]
+        r = by_kernel.opens[k]
         while r >= 0:
             t = rows[r, TENSOR]
-            away[t] = -r - 1 if rows[r, KIND] == RECOMPUTE else r + 1
-            evicted_bytes += size[t]
-            r = next_open[r]
+            evicted_by[t] = -r - 1 if rows[r, KIND] == RECOMPUTE else r + 1
+            evicted_bytes += sizes[t]
+            r = by_row.next_open[r]
     return n_steps, rerun_ns
 
 
@@ -266,49 +286,48 @@ def rerun_times(durations, graph, tensor, before, marked, pending, times):
 
     marked, pending: int64 (kernels,), work arrays; ``marked`` is zero.
     """
-    n = durations.shape[0]
-    writes_at = graph[2 * n + 2 :]
-    until_at = graph.size - (graph[n] - graph[0]) - graph[0]
+    graph = view_graph(graph, durations.shape[0])
     for g in range(tensor.shape[0]):
         t = tensor[g]
         k = before[g]
         mark = g + 1
-        n_pending = _mark(graph, writes_at[t], writes_at[t + 1], k, marked, mark, pending, 0)
+        n_pending = _mark(graph, t, k, marked, mark, pending, 0)
         times[g] = 0
         remaining = CHAIN
         while n_pending and remaining:
-            n_pending = n_pending - 1
-            remaining = remaining - 1
+            n_pending -= 1
+            remaining -= 1
             w = pending[n_pending]
             times[g] += durations[w]
-            for i in range(graph[w], graph[w + 1]):
-                x = graph[i]
-                if x == t or k > graph[i + until_at]:
-                    n_pending = _mark(graph, writes_at[x], writes_at[x + 1], w, marked, mark, pending, n_pending)
+            for i in range(graph.reads_at[w], graph.reads_at[w + 1]):
+                x = graph.values[i]
+                if x == t or k > graph.values[i + graph.until]:
+                    n_pending = _mark(graph, x, w, marked, mark, pending, n_pending)
 
 
 @stage(entry=True)
 def lower_recomputations(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):
-    """Lowers a plan of swaps and recomputations; parameters as in ``score_plans``.
+    """Lowers a plan of swaps and recomputations; parameters as in ``score_plans``, but ``steps`` are records.
 
-    Fills by_kernel[PLANNED], ``steps``, and by_row[RETURNS, BY_REMAT, AWAY_AT_START]. Returns the number of recomputed
-    kernels, and their ns. ``steps`` was too short if it has no more rows than that.
+    Fills by_kernel.planned, ``steps``, and ``returns``, ``by_pass`` and ``away_at_start`` of by_row. Returns the number
+    of recomputed kernels, and their ns. ``steps`` was too short if it has no more entries than that.
     """
-    m = rows.shape[0]
-    away = by_tensor[AWAY]
-    away_at_start = by_row[AWAY_AT_START]
-    for r in range(m):
+    case = Case(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps)
+    evicted_by = named(ByTensor, by_tensor).evicted_by
+    away_at_start = named(ByRow, by_row).away_at_start
+    for r in range(rows.shape[0]):
         away_at_start[r] = 1 if rows[r, AFTER] >= rows[r, BEFORE] else 0
     n_steps = rerun_ns = 0
+    # An iteration may end with other tensors on the host than it started with. Then it is built from these.
     for _ in range(2):
-        n_steps, rerun_ns = _build(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps)
+        n_steps, rerun_ns = _build(case)
         changed = False
-        for r in range(m):
-            is_on_host = 1 if away[rows[r, TENSOR]] == r + 1 else 0
+        for r in range(rows.shape[0]):
+            is_on_host = 1 if evicted_by[rows[r, TENSOR]] == r + 1 else 0
             changed |= is_on_host != away_at_start[r]
             away_at_start[r] = is_on_host
-        for r in range(m):
-            away[rows[r, TENSOR]] = 0
+        for r in range(rows.shape[0]):
+            evicted_by[rows[r, TENSOR]] = 0
         if not changed:
             break
     return n_steps, rerun_ns

@@ -6,40 +6,32 @@ persistent tensors have no slot. Block x is that of the persistent tensor x.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
 
-from simulator.compiled.jit import jit, stage
-from simulator.compiled.lowering import copied_at, grouped, is_swap, sort
+import numpy as np
+from numpy.typing import NDArray
+
 from simulator.compiled.encoding import (
     AFTER,
-    ALLOCATED,
-    AWAY_AT_START,
     BEFORE,
-    BORN,
-    BY_REMAT,
-    DIES,
-    FIRST,
-    FREED,
     KIND,
-    LEVEL,
-    LIVE,
-    PERSISTENT,
-    PLANNED,
     RERUN,
-    RETURNS,
-    SIZE,
-    STEP_FOR,
-    STEP_KERNEL,
     TENSOR,
-    WORKSPACE,
+    ByKernel,
+    ByRow,
+    Graph,
+    Ints,
+    Kernels,
+    Tensors,
 )
-
-ENDS, OPENS, COPIES = range(3)
+from simulator.compiled.jit import jit, stage
+from simulator.compiled.lowering import copied_at, grouped, is_swap, sort
+from simulator.compiled.records import named
 
 
 @jit
 def _passes(rows, n, steps):
-    """Writes the recomputed kernels into ``steps``, in order: those for kernel k are steps[at[k]:at[k + 1]]."""
+    """Writes the recomputed kernels into ``steps``, in order: those for kernel k are steps[starts[k]:starts[k + 1]]."""
     keys = np.full(rows.shape[0], -1, np.int64)
     for r in range(keys.size):
         if rows[r, KIND] == RERUN:
@@ -50,172 +42,250 @@ def _passes(rows, n, steps):
     for k in range(n):
         sort(kernels, starts[k], starts[k + 1])
         for i in range(starts[k], starts[k + 1]):
-            steps[i, STEP_KERNEL] = kernels[i]
-            steps[i, STEP_FOR] = k
+            steps[i].kernel = kernels[i]
+            steps[i].before = k
     return starts
 
 
+class Walk(NamedTuple):
+    """State of ``_build``."""
+
+    graph: Graph
+    tensors: Tensors
+    by_row: ByRow
+    nbytes: Ints  # of each block
+    last: Ints  # last step that uses each block
+    holder: Ints  # block that holds each version; -1: none
+    original: Ints  # block that holds the initial version of each tensor; -1: none
+    # What the pass before kernel passed_at[x] has written of tensor x: the block, and the version in it.
+    passed_at: Ints
+    own: Ints
+    slots: Ints
+    away: Ints  # row that leaves each tensor on the host; -1: none
+    copied: NDArray[np.bool_]  # schedule._Builder._has_host_copy
+    fetched: Ints  # tensors that the pass swaps in before their gaps end
+
+
+class Lists(NamedTuple):
+    """Linked lists of rows by kernel: the first row, and the next one; -1: none."""
+
+    first: Ints
+    following: Ints
+
+
 @stage(inline=True)
-def _slot_before(graph, writes_at, x, w):
+def _slot_before(graph, x, w):
     """Returns the last writer of tensor x before kernel w, as an index into ``graph``; -1: none."""
     slot = -1
-    for i in range(writes_at[x], writes_at[x + 1]):
-        if graph[i] < w:
+    for i in range(graph.writes_at[x], graph.writes_at[x + 1]):
+        if graph.values[i] < w:
             slot = i
     return slot
 
 
+@stage
+def _enter(lists, k, r):
+    """Adds row r to the list of kernel k."""
+    lists.following[r] = lists.first[k]
+    lists.first[k] = r
+
+
+@stage
+def _restore(walk, x):
+    """Makes tensor x resident, without a copy on the host."""
+    walk.away[x] = -1
+    walk.copied[x] = False
+
+
+@stage
+def _read_inputs(walk, s, w, k, is_rerun, n_fetched):
+    """Uses the inputs of kernel w in step s; returns the number of ``fetched`` tensors, and whether all inputs exist.
+
+    A pass reads a version that it has written itself, else the one that kernel k would read.
+    """
+    graph = walk.graph
+    is_valid = True
+    for i in range(graph.reads_at[w], graph.reads_at[w + 1]):
+        x = graph.values[i]
+        slot = _slot_before(graph, x, w)
+        block = walk.holder[slot] if slot >= 0 else walk.original[x]
+        if is_rerun:
+            is_own = walk.passed_at[x] == k and walk.slots[x] == slot
+            if block >= 0 and (walk.tensors.persistent[x] or not is_own):
+                r = walk.away[x]
+                if r >= 0 and slot == _slot_before(graph, x, k):
+                    if walk.by_row.by_pass[r] == 0:
+                        walk.fetched[n_fetched] = x
+                        n_fetched += 1
+                    walk.by_row.returns[r] = k
+                    walk.by_row.by_pass[r] = 1
+            else:
+                is_valid &= is_own
+                block = walk.own[x] if is_own else 0
+        walk.last[block] = s
+    return n_fetched, is_valid
+
+
+@stage
+def _write_outputs(walk, s, w, k, is_rerun, n_blocks):
+    """Writes the outputs of kernel w in step s to their blocks; returns the bytes and the number of new blocks.
+
+    The third result is whether a pass that repeats a later write of a tensor has repeated the write before it.
+    """
+    graph = walk.graph
+    tensors = walk.tensors
+    holder = walk.holder
+    nbytes = 0
+    n_new = 0
+    is_valid = True
+    for i in range(graph.results_at[w], graph.results_at[w + 1]):
+        x = graph.values[i]
+        previous = _slot_before(graph, x, w)
+        slot = previous + 1 if previous >= 0 else graph.writes_at[x]
+        is_own = is_rerun and walk.passed_at[x] == k
+        if is_own:
+            block = walk.own[x]
+        elif is_rerun or (not tensors.persistent[x] and tensors.first[x] == w):
+            block = n_blocks + n_new
+            walk.nbytes[block] = tensors.size[x]
+            nbytes += tensors.size[x]
+            n_new += 1
+        else:
+            block = holder[previous] if previous >= 0 else walk.original[x]
+        if is_rerun:
+            # The copy on the host stays the current version: a pass then writes a copy for itself only.
+            is_replaced = not tensors.persistent[x] and not walk.copied[x]
+            if not tensors.persistent[x] and previous >= 0:
+                is_valid &= is_own and walk.slots[x] == previous
+            if is_replaced and is_own and holder[walk.slots[x]] == block:
+                holder[walk.slots[x]] = -1
+            walk.passed_at[x] = k
+            walk.own[x] = block
+            walk.slots[x] = slot
+            if is_replaced:
+                holder[slot] = block
+        else:
+            if previous >= 0:
+                holder[previous] = -1
+            walk.original[x] = -1
+            holder[slot] = block
+        walk.last[block] = s
+    return nbytes, n_new, is_valid
+
+
 @jit
 def _build(n, tensors, graph, rows, by_row, steps, n_steps, away, allocated, freed):
-    """Sums the bytes that each step allocates and frees; returns whether every step finds its inputs."""
-    # ``schedule._Builder`` from by_row[AWAY_AT_START]. If a pass swaps a tensor in before its gap ends, by_row[RETURNS,
-    # BY_REMAT] changes. away, (tensors,): the row that leaves the tensor on the host at the end, initially -1.
+    """Sums the bytes that each step allocates and frees; returns whether every step finds its inputs.
+
+    It executes ``schedule._Builder`` from ``away_at_start``. If a pass swaps a tensor in before its gap ends,
+    ``returns`` and ``by_pass`` change.
+
+    Args:
+        away: (tensors,) the row that leaves the tensor on the host at the end; initially -1.
+    """
     m = rows.shape[0]
-    n_tensors = tensors.shape[1]
-    size = tensors[SIZE]
-    reads_at = graph
-    results_at = graph[n + 1 :]
-    writes_at = graph[2 * n + 2 :]
-    capacity = n_tensors + results_at[n] - results_at[0]
-    for j in range(n_steps):
-        capacity += results_at[steps[j, STEP_KERNEL] + 1] - results_at[steps[j, STEP_KERNEL]]
-    nbytes = np.zeros(capacity, np.int64)
-    last = np.zeros(capacity, np.int64)
+    n_tensors = away.size
     n_blocks = n_tensors
-    # Block that holds a version; initially that of a persistent tensor.
-    holder = np.full(graph.size, -1, np.int64)
-    original = np.full(n_tensors, -1, np.int64)
-    # Within a pass, where ``passes`` is its kernel: the block that the pass has written, and the version in it.
-    own = np.empty(n_tensors, np.int64)
-    slots = np.empty(n_tensors, np.int64)
-    passes = np.full(n_tensors, -1, np.int64)
-    copied = np.zeros(n_tensors, np.bool_)  # schedule._Builder._has_host_copy
-    fetched = np.empty(n_tensors, np.int64)
-    n_fetched = 0
-    # Linked lists of rows by the kernel that ends, opens or copies: the first row, and the next one.
-    heads = np.full((3, n), -1, np.int64)
-    following = np.empty((3, m), np.int64)
+    # Each persistent tensor has a block, and each step may create one per output.
+    capacity = n_tensors + graph.results_at[n] - graph.results_at[0]
+    for j in range(n_steps):
+        capacity += graph.results_at[steps[j].kernel + 1] - graph.results_at[steps[j].kernel]
+    walk = Walk(
+        graph,
+        tensors,
+        by_row,
+        np.zeros(capacity, np.int64),
+        np.zeros(capacity, np.int64),
+        np.full(graph.values.size, -1, np.int64),
+        np.full(n_tensors, -1, np.int64),
+        np.full(n_tensors, -1, np.int64),
+        np.empty(n_tensors, np.int64),
+        np.empty(n_tensors, np.int64),
+        away,
+        np.zeros(n_tensors, np.bool_),
+        np.empty(n_tensors, np.int64),
+    )
+    ends = Lists(np.full(n, -1, np.int64), np.empty(m, np.int64))
+    opens = Lists(np.full(n, -1, np.int64), np.empty(m, np.int64))
+    copies = Lists(np.full(n, -1, np.int64), np.empty(m, np.int64))
     for r in range(m):
         if is_swap(rows, r):
             t = rows[r, TENSOR]
-            end = by_row[RETURNS, r]
-            after = rows[r, AFTER]
             copy = copied_at(rows, r)
-            following[ENDS, r] = heads[ENDS, end]
-            heads[ENDS, end] = r
-            following[OPENS, r] = heads[OPENS, after]
-            heads[OPENS, after] = r
-            following[COPIES, r] = heads[COPIES, copy]
-            heads[COPIES, copy] = r
-            if by_row[AWAY_AT_START, r]:
+            _enter(ends, by_row.returns[r], r)
+            _enter(opens, rows[r, AFTER], r)
+            _enter(copies, copy, r)
+            if by_row.away_at_start[r]:
                 away[t] = r
-            copied[t] |= by_row[AWAY_AT_START, r] == 1 or copy > after
+            walk.copied[t] |= by_row.away_at_start[r] == 1 or copy > rows[r, AFTER]
     for x in range(n_tensors):
-        if tensors[PERSISTENT, x]:
-            original[x] = x
+        if tensors.persistent[x]:
+            walk.original[x] = x
     is_valid = True
+    n_fetched = 0
     j = 0
     k = 0
     for s in range(n + n_steps):
-        is_rerun = j < n_steps and steps[j, STEP_FOR] == k
-        w = steps[j, STEP_KERNEL] if is_rerun else k
+        is_rerun = j < n_steps and steps[j].before == k
+        w = steps[j].kernel if is_rerun else k
         if not is_rerun:  # tensors swapped in for the pass stay
             for i in range(n_fetched):
-                away[fetched[i]] = -1
-                copied[fetched[i]] = False
+                _restore(walk, walk.fetched[i])
             n_fetched = 0
-            r = heads[ENDS, k]
+            r = ends.first[k]
             while r >= 0:
                 if away[rows[r, TENSOR]] == r:
-                    away[rows[r, TENSOR]] = -1
-                    copied[rows[r, TENSOR]] = False
-                r = following[ENDS, r]
-        for i in range(reads_at[w], reads_at[w + 1]):
-            x = graph[i]
-            slot = _slot_before(graph, writes_at, x, w)
-            block = holder[slot] if slot >= 0 else original[x]
-            if is_rerun:
-                is_own = passes[x] == k and slots[x] == slot
-                if block >= 0 and (tensors[PERSISTENT, x] or not is_own):
-                    r = away[x]
-                    if r >= 0 and slot == _slot_before(graph, writes_at, x, k):
-                        if by_row[BY_REMAT, r] == 0:
-                            fetched[n_fetched] = x
-                            n_fetched += 1
-                        by_row[RETURNS, r] = k
-                        by_row[BY_REMAT, r] = 1
-                else:
-                    is_valid &= is_own
-                    block = own[x] if is_own else 0
-            last[block] = s
-        for i in range(results_at[w], results_at[w + 1]):
-            x = graph[i]
-            previous = _slot_before(graph, writes_at, x, w)
-            after = previous + 1 if previous >= 0 else writes_at[x]
-            is_own = is_rerun and passes[x] == k
-            if is_own:
-                block = own[x]
-            elif is_rerun or (not tensors[PERSISTENT, x] and tensors[FIRST, x] == w):
-                block = n_blocks
-                nbytes[n_blocks] = size[x]
-                allocated[s] += size[x]
-                n_blocks += 1
-            else:
-                block = holder[previous] if previous >= 0 else original[x]
-            if is_rerun:
-                replaced = not tensors[PERSISTENT, x] and not copied[x]
-                if not tensors[PERSISTENT, x] and previous >= 0:  # not the first writer
-                    is_valid &= is_own and slots[x] == previous
-                if replaced and is_own and holder[slots[x]] == block:
-                    holder[slots[x]] = -1
-                passes[x] = k
-                own[x] = block
-                slots[x] = after
-                if replaced:
-                    holder[after] = block
-            else:
-                if previous >= 0:
-                    holder[previous] = -1
-                original[x] = -1
-                holder[after] = block
-            last[block] = s
+                    _restore(walk, rows[r, TENSOR])
+                r = ends.following[r]
+        n_fetched, has_inputs = _read_inputs(walk, s, w, k, is_rerun, n_fetched)
+        nbytes, n_new, has_previous = _write_outputs(walk, s, w, k, is_rerun, n_blocks)
+        is_valid &= has_inputs and has_previous
+        allocated[s] += nbytes
+        n_blocks += n_new
         if is_rerun:
             j += 1
             continue
-        r = heads[OPENS, k]
+        r = opens.first[k]
         while r >= 0:
             away[rows[r, TENSOR]] = r
-            r = following[OPENS, r]
-        r = heads[COPIES, k]
+            r = opens.following[r]
+        r = copies.first[k]
         while r >= 0:
-            copied[rows[r, TENSOR]] = True
-            r = following[COPIES, r]
+            walk.copied[rows[r, TENSOR]] = True
+            r = copies.following[r]
         k += 1
     for b in range(n_tensors, n_blocks):
-        freed[last[b]] += nbytes[b]
+        freed[walk.last[b]] += walk.nbytes[b]
     return is_valid
 
 
 @jit
 def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):
-    """Lowers a plan of swaps and reruns; parameters as in ``score_plans``, with more ``steps`` than ``rows``.
+    """Lowers a plan of swaps and reruns; parameters as in ``lower_recomputations``, but ``graph`` is split.
 
-    Fills by_kernel[PLANNED], ``steps``, and by_row[RETURNS, BY_REMAT, AWAY_AT_START]. Returns ``kernels`` with the
-    bytes that they free under the plan, and the number of recomputed kernels; -1: an input of one of them is missing.
+    There must be more ``steps`` than ``rows``.
+
+    Fills by_kernel.planned, ``steps``, and ``returns``, ``by_pass`` and ``away_at_start`` of by_row. Returns
+    ``kernels`` with the bytes that they free under the plan, and the number of recomputed kernels; -1: an input of one
+    of them is missing.
     """
     n = kernels.shape[1] - 1
     m = rows.shape[0]
-    size = tensors[SIZE]
+    tensors = named(Tensors, tensors)
+    planned = named(ByKernel, by_kernel).planned
+    by_row = named(ByRow, by_row)
+    size = tensors.size
     starts = _passes(rows, n, steps)
     allocated = np.empty(n + starts[n], np.int64)
     freed = np.empty(n + starts[n], np.int64)
     away = np.empty(size.size, np.int64)
     for r in range(m):
-        by_row[AWAY_AT_START, r] = 1 if is_swap(rows, r) and rows[r, AFTER] >= rows[r, BEFORE] else 0
+        by_row.away_at_start[r] = 1 if is_swap(rows, r) and rows[r, AFTER] >= rows[r, BEFORE] else 0
+    # As in ``lower_recomputations``, until the iteration ends with the tensors on the host that it started with.
     for _ in range(2):
         for r in range(m):
-            by_row[RETURNS, r] = rows[r, BEFORE]
-            by_row[BY_REMAT, r] = 0
+            by_row.returns[r] = rows[r, BEFORE]
+            by_row.by_pass[r] = 0
         away.fill(-1)
         allocated.fill(0)
         freed.fill(0)
@@ -224,38 +294,40 @@ def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):
         changed = False
         for r in range(m):
             is_on_host = 1 if is_swap(rows, r) and away[rows[r, TENSOR]] == r else 0
-            changed |= is_on_host != by_row[AWAY_AT_START, r]
-            by_row[AWAY_AT_START, r] = is_on_host
+            changed |= is_on_host != by_row.away_at_start[r]
+            by_row.away_at_start[r] = is_on_host
         if not changed:
             break
     used = 0
     for x in range(size.size):
-        used += size[x] if tensors[PERSISTENT, x] else 0
+        used += size[x] if tensors.persistent[x] else 0
     restored = np.zeros(n + 1, np.int64)
     for r in range(m):
         if is_swap(rows, r):
             nbytes = size[rows[r, TENSOR]]
-            restored[by_row[RETURNS, r]] += nbytes
+            restored[by_row.returns[r]] += nbytes
             restored[rows[r, AFTER] + 1] -= nbytes
-            if by_row[AWAY_AT_START, r] == 1:
+            if by_row.away_at_start[r] == 1:
                 used -= nbytes
-    kernels = kernels.copy()
+    new_kernels = kernels.copy()
+    table = named(Kernels, new_kernels)
     for k in range(n):
         used += restored[k]
         peak = 0
         for j in range(starts[k], starts[k + 1]):
+            # Kernel k follows its pass, so that step j is preceded by k other kernels.
             i = j + k
             step = steps[j]
-            step[ALLOCATED] = allocated[i]
-            step[FREED] = freed[i]
+            step.allocated = allocated[i]
+            step.freed = freed[i]
             used += allocated[i]
-            peak = max(peak, used + kernels[WORKSPACE, step[STEP_KERNEL]])
+            peak = max(peak, used + table.workspace[step.kernel])
             used -= freed[i]
         i = starts[k + 1] + k
         used += allocated[i]
-        by_kernel[PLANNED, k] = max(peak, used + kernels[WORKSPACE, k])
+        planned[k] = max(peak, used + table.workspace[k])
         used -= freed[i]
-        kernels[DIES, k] = freed[i]
-        kernels[LIVE, k] = kernels[LEVEL, k] + kernels[BORN, k] + kernels[WORKSPACE, k]
-        kernels[LEVEL, k + 1] = kernels[LEVEL, k] + kernels[BORN, k] - freed[i]
-    return kernels, starts[n]
+        table.dies[k] = freed[i]
+        table.live[k] = table.level[k] + table.born[k] + table.workspace[k]
+        table.level[k + 1] = table.level[k] + table.born[k] - freed[i]
+    return new_kernels, starts[n]

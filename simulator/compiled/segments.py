@@ -6,18 +6,24 @@ kernels are stored, so that a query takes a few steps instead of one per kernel.
 
 from __future__ import annotations
 
-from simulator.compiled.encoding import (
-    EXPECTED,
-    FIRST_OF,
-    HIGHEST,
-    KERNEL_ADDED,
-    KERNEL_TOPS,
-    NEVER,
-    SEGMENT,
-    SEGMENT_ADDED,
-    SEGMENT_TOPS,
-)
+from typing import NamedTuple
+
+from simulator.compiled.encoding import NEVER, Ints
 from simulator.compiled.jit import stage
+
+
+class Segments(NamedTuple):
+    """Segments of a plan. Kernels n to 2n - 1 and segments S to 2S - 1 of S are in the next iteration."""
+
+    of_kernel: Ints  # (n + 1,) segment of each kernel
+    enforced: Ints  # (n + 1,) planned residency, far below 0 where the limit is not enforced
+    kernel_tops: Ints  # groups of ``enforced``, built on demand; the last top is a flag
+    kernel_added: Ints
+    first: Ints  # first kernel of each segment, then 2n
+    highest: Ints  # maximum of ``enforced`` in each segment
+    expected: Ints  # ``highest`` plus the bytes swapped in early: initially none
+    tops: Ints  # groups of ``expected``
+    added: Ints
 
 
 @stage(inline=True)
@@ -40,24 +46,14 @@ def _group(values, tops, added, count):
 
 
 @stage
-def build_segments(enforced, by_kernel, by_segment, n_segments):
-    """Builds the segments. Kernels n to 2n - 1 and segments S to 2S - 1 are in the next iteration, S = ``n_segments``.
-
-    by_kernel[SEGMENT]: Segment of each kernel, (n + 1,).
-    by_segment[FIRST_OF]: First kernel of each segment, then 2n.
-    by_segment[HIGHEST]: Maximum of ``enforced`` in each segment.
-    by_segment[EXPECTED]: HIGHEST plus the bytes swapped in early: initially none.
-    by_segment[SEGMENT_TOPS, SEGMENT_ADDED]: Groups of EXPECTED.
-    by_kernel[KERNEL_TOPS, KERNEL_ADDED]: Groups of ``enforced``, built on demand; the last top is a flag.
-
-    Args:
-        enforced: int64 (n + 1,), planned residency, far below 0 where the limit is not enforced.
-    """
+def build_segments(segments, n_segments):
+    """Builds ``n_segments`` segments, which begin where ``of_kernel`` is 1."""
+    enforced = segments.enforced
+    segment_of = segments.of_kernel
+    first = segments.first
+    highest = segments.highest
+    expected = segments.expected
     n = enforced.size - 1
-    segment_of = by_kernel[SEGMENT]
-    first = by_segment[FIRST_OF]
-    highest = by_segment[HIGHEST]
-    expected = by_segment[EXPECTED]
     begin = 0
     for segment in range(n_segments):
         end = begin + 1
@@ -73,26 +69,24 @@ def build_segments(enforced, by_kernel, by_segment, n_segments):
         begin = end
     segment_of[n] = n_segments
     first[2 * n_segments] = 2 * n
-    by_kernel[KERNEL_TOPS, n] = 0
-    _group(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], 2 * n_segments)
+    segments.kernel_tops[n] = 0
+    _group(expected, segments.tops, segments.added, 2 * n_segments)
 
 
 @stage
-def _expected(by_segment, s):
+def _expected(segments, s):
     """Returns the largest number of bytes expected in segment s."""
-    expected = by_segment[EXPECTED]
-    return expected[s] + by_segment[SEGMENT_ADDED, s >> _bits(expected)]
+    return segments.expected[s] + segments.added[s >> _bits(segments.expected)]
 
 
 @stage
-def next_segments(by_segment, n_segments):
+def next_segments(segments, n_segments):
     """Shifts the segments by one iteration; early swap-ins of the next iteration keep their weight, in no group."""
-    highest = by_segment[HIGHEST]
-    expected = by_segment[EXPECTED]
+    expected = segments.expected
     for s in range(n_segments):
-        expected[s] = _expected(by_segment, n_segments + s)
-        expected[n_segments + s] = highest[s]
-    _group(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], 2 * n_segments)
+        expected[s] = _expected(segments, n_segments + s)
+        expected[n_segments + s] = segments.highest[s]
+    _group(expected, segments.tops, segments.added, 2 * n_segments)
 
 
 @stage
@@ -113,30 +107,31 @@ def _last_above(values, tops, added, begin, end, bound):
     return -1
 
 
-@stage(inline=True)  # a call would push some thirty words
-def obstacle_of(segment_of, by_kernel, by_segment, enforced, start, due, fits, required):
+@stage(inline=True)  # a call would push some sixty words
+def obstacle_of(segments, start, due, fits, required):
     """Returns the last kernel that prevents a swap-in by rule 5; -1: none.
 
     Kernels from ``start`` up to segment ``due`` at which planned residency and early swap-ins exceed ``fits``.
     Kernels of the next iteration have indices from n on.
     """
-    highest = by_segment[HIGHEST]
-    expected = by_segment[EXPECTED]
-    first = by_segment[FIRST_OF]
+    enforced = segments.enforced
+    highest = segments.highest
+    first = segments.first
+    segment_of = segments.of_kernel
     segment = segment_of[start]
     kernel = -1
     n = enforced.size - 1
-    level = _expected(by_segment, segment)
+    level = _expected(segments, segment)
     # Quick upper bound: all early swap-ins on top of the worst kernel.
     if segment < due and required + level - highest[segment] > fits:
-        worst = _last_above(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], segment + 1, due, fits)
+        worst = _last_above(segments.expected, segments.tops, segments.added, segment + 1, due, fits)
         if worst >= 0:
             segment = worst
             start = first[worst]
-            level = _expected(by_segment, worst)
+            level = _expected(segments, worst)
         if level > fits:
-            tops = by_kernel[KERNEL_TOPS]
-            added = by_kernel[KERNEL_ADDED]
+            tops = segments.kernel_tops
+            added = segments.kernel_added
             base = n if start >= n else 0
             if tops[n] == 0:
                 _group(enforced, tops, added, n)
@@ -147,15 +142,15 @@ def obstacle_of(segment_of, by_kernel, by_segment, enforced, start, due, fits, r
     return kernel
 
 
-@stage
-def add_weight(by_segment, begin, due, nbytes):
+@stage(inline=True)
+def add_weight(segments, begin, due, nbytes):
     """Adds an early swap-in of ``nbytes`` to the segments from ``begin`` up to ``due``.
 
     May also change earlier segments, which are no longer queried.
     """
-    expected = by_segment[EXPECTED]
-    tops = by_segment[SEGMENT_TOPS]
-    added = by_segment[SEGMENT_ADDED]
+    expected = segments.expected
+    tops = segments.tops
+    added = segments.added
     bits = _bits(expected)
     last = due >> bits
     for g in range(begin >> bits, last):
