@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from simulator import Gap, Machine, Program
 from simulator.compiled.engine import rerun_ns
-from simulator.modes import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
+from simulator.modes import Choice, check_mode, evictions
 
 # kinds of action, under the paper's names
-NOTHING = STAYS
-OFFLOAD = SWAPPED
-REMOVE = RECOMPUTED
+NOTHING = Choice.RESIDENT
+OFFLOAD = Choice.SWAPPED
+REMOVE = Choice.RECOMPUTED
 
 # Columns of the node features: five static ones, then the dynamic ones (observation.py).
 SIZE, TRANSFER, RECOMPUTE_TIME, REVISIT, ACTION, VALID, RELIEF, AHEAD, PRESSURE, QUEUE, STUCK = range(11)
@@ -88,7 +88,7 @@ def build_graph(
         if op.kind in ("read", "write"):
             opening[op.tensor, op.kernel] = i
             closing.setdefault((op.tensor, op.kernel), i)
-    kinds = [ways_to_empty(program, gap, mode) for gap in gaps]
+    kinds = [evictions(program, gap, mode) for gap in gaps]
     for g, gap in enumerate(gaps):
         if OFFLOAD in kinds[g]:
             node = opening[gap.tensor, gap.after]

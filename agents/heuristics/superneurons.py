@@ -23,7 +23,7 @@ from agents.planner import MIB, PlannerInfo, Rows, RowsPlanner, one_of
 from simulator.compiled.encoding import EXTRA, row_of
 from simulator.compiled.engine import Engine, Score
 from simulator.machine import Machine
-from simulator.modes import MODES, RECOMPUTED, SWAPPED, ways_to_empty
+from simulator.modes import MODES, Choice, evictions
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
@@ -96,7 +96,7 @@ class SuperNeurons(RowsPlanner):
         program = engine.program
         limit = engine.limit
         kinds = evictable_gaps(program, self.mode, self.min_bytes, self.joins)
-        forced_kinds = [RECOMPUTED] * self.always + [SWAPPED] * (self.cache == "off")
+        forced_kinds = [Choice.RECOMPUTED] * self.always + [Choice.SWAPPED] * (self.cache == "off")
         forced = [g for g, kind in kinds.items() if kind in forced_kinds]
         for target in (limit, 0):
             rows, score = self._segments(engine, tensor_cache(program, kinds, target, forced), kinds)
@@ -113,7 +113,7 @@ class SuperNeurons(RowsPlanner):
             rows[:, EXTRA] = [prefetch(program, g) for g in gaps]
         dropped: dict[int, list[int]] = {}
         for i, g in enumerate(gaps):
-            if kinds[g] == RECOMPUTED:
+            if kinds[g] == Choice.RECOMPUTED:
                 dropped.setdefault(segment[g.tensor], []).append(i)
         cost = {s: segment_bytes(program, [gaps[i] for i in members]) for s, members in dropped.items()}
         l_peak = max(layer_bytes(program, k) for k in range(len(program.kernels)))
@@ -136,10 +136,10 @@ def evictable_gaps(program: Program, mode: str = "joint", min_bytes: int = MIB, 
     cheap = layer_outputs(program, CHEAP)
     for gap in program.gaps(min_bytes):
         if gap.tensor in offloaded:
-            kinds[gap] = SWAPPED
+            kinds[gap] = Choice.SWAPPED
         elif gap.tensor in cheap and program.kernels[gap.before].phase == "backward":
-            if RECOMPUTED in ways_to_empty(program, gap, mode):
-                kinds[gap] = RECOMPUTED
+            if Choice.RECOMPUTED in evictions(program, gap, mode):
+                kinds[gap] = Choice.RECOMPUTED
     return kinds
 
 

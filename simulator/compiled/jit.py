@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -175,6 +176,7 @@ def _dependencies(function: FunctionType) -> Iterator[str]:
     codes = [function.__code__]
     for code in codes:  # nested functions are appended
         yield code.co_code.hex()
+        yield repr(code.co_names)  # attributes; the code has only their positions
         codes += [c for c in code.co_consts if isinstance(c, CodeType)]
         yield from (_text(c, f"{where}: a constant") for c in code.co_consts if not isinstance(c, CodeType))
         for name in sorted(_globals(code) - {function.__name__}):
@@ -204,6 +206,8 @@ def _text(value: Any, where: str) -> str:
         return f"({', '.join(_text(v, where) for v in value)})"
     if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
         return f"{value.__module__}.{value.__qualname__}({', '.join(value._fields)})"
+    if isinstance(value, type) and issubclass(value, Enum):
+        return f"{value.__module__}.{value.__qualname__}({[(member.name, member.value) for member in value]})"
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype!r} {value.shape} {value.tobytes().hex()}"
     function: Any = value.py_func if is_jitted(value) else value
