@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from agents.learned.checkpoint import read_weights
 from agents.learned.optimization import MASKED
 from agents.learned.structure2vec import neighbor_sum, sparse
-from envs.edit.columns import BIN, GAP, N_CHANGES, PLAN
+from envs.edit.columns import BIN, GAP, N_CHANGES, PLAN, n_columns
 from envs.edit.task import EditTask
 from simulator.moves.gap_graph import GapGraph
 
@@ -80,16 +80,16 @@ class EditNet(nn.Module):
         self.register_buffer("mean", torch.zeros(static))
         self.register_buffer("scale", torch.ones(static))
         self.gap_static = nn.Linear(static, w)
-        self.gap_state = nn.Linear(width(GAP), w, bias=False)
+        self.gap_state = nn.Linear(n_columns(GAP), w, bias=False)
         self.bin_static = nn.Linear(bins, w)
-        self.bin_state = nn.Linear(width(BIN), w, bias=False)
+        self.bin_state = nn.Linear(n_columns(BIN), w, bias=False)
         if rounds:
             self.along = nn.Linear(EDGES * w, w, bias=False)
             self.to_bin, self.to_gap, self.among = (nn.Linear(w, w, bias=False) for _ in range(3))
-        self.whole = nn.Linear(2 * w + width(PLAN), w)
+        self.whole = nn.Linear(2 * w + n_columns(PLAN), w)
         self.change_of_gap = nn.Linear(w, w)
         self.change_of_static = nn.Linear(static, w, bias=False)
-        self.change_of_state = nn.Linear(width(GAP), w, bias=False)
+        self.change_of_state = nn.Linear(n_columns(GAP), w, bias=False)
         self.change = nn.Linear(w, w * N_CHANGES)
         self.edit_of_whole = nn.Linear(w, w)
         self.edit = nn.Linear(w, w)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from envs.batch import one_of
 from envs.batch_env import EnvBatch, Observation
 from envs.edit import walkers as compiled
-from envs.edit.columns import BIN, BOUND, GAP, MAX_CHANGES, N_CHANGES, PLAN, by_name, width
+from envs.edit.columns import BIN, BOUND, GAP, MAX_CHANGES, N_CHANGES, PLAN, by_name, n_columns
 from envs.edit.task import EditTask, Start
 from envs.edit.walkers import Accept
 from simulator.compiled.encoding import NEVER, decisions_of
@@ -85,11 +85,11 @@ class EditBatch(EnvBatch):
         shapes = [(count, len(t.graph), len(t.program.kernels), slots) for t in self.tasks]
         self._walkers = [compiled.make_walkers(*shape) for shape in shapes]
         self._moves = [task.moves.fork(0) for task in self.tasks]
-        self.gaps = np.zeros((count, max_gaps, width(GAP)), np.float32)
+        self.gaps = np.zeros((count, max_gaps, n_columns(GAP)), np.float32)
         self.static = np.zeros((count, max_gaps, self.tasks[0].static.shape[1]), np.float32)
         static_bins = self.tasks[0].static_bins.shape[1]
-        self.bins = np.zeros((count, BINS, static_bins + width(BIN)), np.float32)
-        self.plan = np.zeros((count, width(PLAN)), np.float32)
+        self.bins = np.zeros((count, BINS, static_bins + n_columns(BIN)), np.float32)
+        self.plan = np.zeros((count, n_columns(PLAN)), np.float32)
         self.edits = np.full((count, slots, MAX_CHANGES), -1, np.int32)
         self.mask = np.zeros((count, self.actions), np.int8)
         self.task = np.zeros(count, np.int64)
@@ -105,7 +105,7 @@ class EditBatch(EnvBatch):
     @property
     def bin_state(self) -> NDArray[np.float32]:
         """Columns of the bins that edits change, (W, BINS, columns of columns.BIN)."""
-        return self.bins[:, :, -width(BIN) :]
+        return self.bins[:, :, -n_columns(BIN) :]
 
     def seed(self, i: int, seed: int) -> None:
         """Seeds the tasks, neighbors and acceptance decisions of walker i."""
@@ -297,7 +297,7 @@ class EditBatch(EnvBatch):
         columns["temperature"] = np.log(temperature / 3e-4) / math.log(10)
         columns["since_best"] = np.log1p(state["since"]) / 4
         columns["accepted"] = np.log1p(state["accepted"]) / 4
-        self.plan[mask] = columns.view(np.float32).reshape(-1, width(PLAN)).clip(-BOUND, BOUND)
+        self.plan[mask] = columns.view(np.float32).reshape(-1, n_columns(PLAN)).clip(-BOUND, BOUND)
 
     def _times(self) -> NDArray[np.float64]:
         """Returns the iteration times of the current and the best plan, (W, 2)."""
@@ -351,9 +351,9 @@ class EditBatch(EnvBatch):
         return spaces.Discrete(self.actions), spaces.Dict(
             {
                 "static": spaces.Box(-BOUND, BOUND, (gaps, features), np.float32),
-                "gaps": spaces.Box(-BOUND, BOUND, (gaps, width(GAP)), np.float32),
+                "gaps": spaces.Box(-BOUND, BOUND, (gaps, n_columns(GAP)), np.float32),
                 "bins": spaces.Box(-BOUND, BOUND, (BINS, self.bins.shape[2]), np.float32),
-                "plan": spaces.Box(-BOUND, BOUND, (width(PLAN),), np.float32),
+                "plan": spaces.Box(-BOUND, BOUND, (n_columns(PLAN),), np.float32),
                 "edits": spaces.Box(-1, N_CHANGES * gaps - 1, (self.edits.shape[1], MAX_CHANGES), np.int32),
                 "action_mask": spaces.Box(0, 1, (self.actions,), np.int8),
                 "task": spaces.Discrete(len(self.tasks)),

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.edit.columns import BOUND
-from envs.edit.walkers import COPIES, KERNEL, Times
+from envs.edit.walkers import Times
 from simulator.compiled.encoding import NEVER, Ints, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -99,4 +99,4 @@ class EditTask:
         begins = np.array(self.program.start_ns[:n], np.float64)
         bins = np.minimum((begins / self.ideal_ns * BINS).astype(np.int64), BINS - 1)
         duration = np.array([kernel.duration_ns for kernel in self.program.kernels], np.float64)
-        return Times(bins, duration, np.zeros(n, KERNEL), np.zeros(m, COPIES), np.zeros(m, np.int64))
+        return Times(bins, duration, np.zeros(m, np.int64), *np.zeros((5, n)), *np.zeros((3, m)))

@@ -364,20 +364,20 @@ def show_trials(walkers, members, ages, out):
                 gap.accepted_since[change] = 3.0 if tried_step < 0 else ages[min(accepted_since, max_age)] / 3
 
 
-# Times of a kernel in ns: its start, what delayed it, and the free memory at it in bytes.
-KERNEL = np.dtype([(name, np.float64) for name in ("start", "data_stall", "memory_stall", "rerun", "slack")])
-# Times of a gap's copies in ns; -1: none.
-COPIES = np.dtype([(name, np.float64) for name in ("out_end", "in_start", "in_end")])
-
-
 class Times(NamedTuple):
-    """Kernel times of a task and scratch arrays for ``show_plan``."""
+    """Kernel times of a task, and scratch arrays for ``show_plan``; all but the first two are of one iteration."""
 
     bin_of: NDArray[np.int64]  # (n,)
     duration: NDArray[np.float64]  # (n,) ns
-    kernels: NDArray[Any]  # (n,) KERNEL
-    copies: NDArray[Any]  # (m,) COPIES
     gap_of: NDArray[np.int64]  # (m,) gap of each row in use
+    start: NDArray[np.float64]  # (n,) ns
+    data_stall: NDArray[np.float64]  # (n,) ns of waiting for data before the kernel
+    memory_stall: NDArray[np.float64]  # (n,) ns of waiting for memory before the kernel
+    rerun: NDArray[np.float64]  # (n,) ns of recomputation before the kernel
+    slack: NDArray[np.float64]  # (n,) free bytes
+    out_end: NDArray[np.float64]  # (m,) ns, -1: no copy; the next two likewise
+    in_start: NDArray[np.float64]
+    in_end: NDArray[np.float64]
 
 
 @stage
@@ -395,15 +395,16 @@ def _last_iteration(log):
 @stage
 def _read_log(log, times, plan, ideal, bins):
     """Reads the last complete iteration of a log into ``times`` and the link columns of ``bins``; returns the stall."""
-    kernels = times.kernels
-    copies = times.copies
-    n = times.duration.shape[0]
-    for k in range(n):
-        kernels[k].start = kernels[k].data_stall = kernels[k].memory_stall = kernels[k].rerun = 0.0
+    times.start[:] = 0.0
+    times.data_stall[:] = 0.0
+    times.memory_stall[:] = 0.0
+    times.rerun[:] = 0.0
+    times.out_end[:] = -1.0
+    times.in_start[:] = -1.0
+    times.in_end[:] = -1.0
     # The log names rows in use, observations gaps.
     rows = 0
     for g in range(plan.on.shape[0]):
-        copies[g].out_end = copies[g].in_start = copies[g].in_end = -1.0
         if plan.on[g]:
             times.gap_of[rows] = g
             rows += 1
@@ -420,13 +421,13 @@ def _read_log(log, times, plan, ideal, bins):
         took_ns = log[e, 1] - log[e, 0]
         if event == LOG_RECOMPUTE:
             rerun += took_ns
-        elif event == LOG_KERNEL and index < n:
+        elif event == LOG_KERNEL and index < times.start.shape[0]:
             # Stalls and recomputations are logged before the kernel that they delay.
             kernel = index
-            kernels[kernel].start = log[e, 0] - begin_ns
-            kernels[kernel].data_stall += data
-            kernels[kernel].memory_stall += memory
-            kernels[kernel].rerun += rerun
+            times.start[kernel] = log[e, 0] - begin_ns
+            times.data_stall[kernel] += data
+            times.memory_stall[kernel] += memory
+            times.rerun[kernel] += rerun
             data = memory = rerun = 0.0
         elif event == LOG_STALL and index != FOR_ISSUE:  # edits do not affect host stalls
             stall += took_ns
@@ -435,12 +436,12 @@ def _read_log(log, times, plan, ideal, bins):
             else:
                 memory += took_ns
         elif (event == LOG_OUT or event == LOG_IN) and index < rows:
-            copy = copies[times.gap_of[index]]
+            g = times.gap_of[index]
             if event == LOG_OUT:
-                copy.out_end = log[e, 1] - begin_ns
+                times.out_end[g] = log[e, 1] - begin_ns
             else:
-                copy.in_start = log[e, 0] - begin_ns
-                copy.in_end = log[e, 1] - begin_ns
+                times.in_start[g] = log[e, 0] - begin_ns
+                times.in_end[g] = log[e, 1] - begin_ns
             remaining = took_ns / ideal * BINS
             b = times.bin_of[kernel]
             while remaining > 0.0:  # the link is busy in this bin and the next ones
@@ -456,20 +457,18 @@ def _read_log(log, times, plan, ideal, bins):
 @stage
 def _show_bins(times, plan, limit, excess, ideal, bins):
     """Writes the slack of each kernel, and all columns of ``bins`` but the link's."""
-    kernels = times.kernels
     for b in range(BINS):
         bins[b].least_slack = 4.0
         bins[b].mean_slack = bins[b].data_stall = bins[b].memory_stall = bins[b].recomputation = 0.0
     for k in range(plan.load.shape[0]):
-        kernel = kernels[k]
-        kernel.slack = limit - plan.load[k]
-        slack = kernel.slack / excess
+        times.slack[k] = limit - plan.load[k]
+        slack = times.slack[k] / excess
         seen = bins[times.bin_of[k]]
         seen.least_slack = min(seen.least_slack, slack)
         seen.mean_slack += slack * times.duration[k] / ideal * BINS
-        seen.data_stall += kernel.data_stall
-        seen.memory_stall += kernel.memory_stall
-        seen.recomputation += kernel.rerun
+        seen.data_stall += times.data_stall[k]
+        seen.memory_stall += times.memory_stall[k]
+        seen.recomputation += times.rerun[k]
     for b in range(BINS):
         seen = bins[b]
         seen.mean_slack = min(seen.mean_slack, 4.0)
@@ -480,10 +479,9 @@ def _show_bins(times, plan, limit, excess, ideal, bins):
         seen.in_load = min(seen.in_load, 3.0)
 
 
-@stage
+@stage(inline=True)
 def _show_gap(times, plan, gaps, g, stall, ideal, out):
     """Writes the columns of gap g that depend on the plan; ``stall``: of the whole iteration, ns."""
-    kernels = times.kernels
     n = plan.load.shape[0]
     nbytes = gaps.nbytes[g]
     choice = choice_in(plan.on, plan.rows, g)
@@ -496,22 +494,21 @@ def _show_gap(times, plan, gaps, g, stall, ideal, out):
     after = default[AFTER]
     closing = default[BEFORE]
     opening = after + 1 if after + 1 < n else 0
-    k = opening
+    wraps = closing < opening
     min_slack = 4.0 * nbytes
     memory = 0.0
     data = 0.0
     tight_ns = 0.0
     span_ns = 1.0
-    while k != closing:
-        kernel = kernels[k]
-        min_slack = min(min_slack, kernel.slack)
-        data += kernel.data_stall
-        memory += kernel.memory_stall
-        span_ns += times.duration[k]
-        if kernel.slack < nbytes:
-            tight_ns += times.duration[k]
-        k = k + 1 if k + 1 < n else 0
-    out.stall_at_use = _log(kernels[closing].data_stall / ideal, 1000.0)
+    for part in range(2 if wraps else 1):
+        for k in range(0 if part else opening, n if wraps and not part else closing):
+            min_slack = min(min_slack, times.slack[k])
+            data += times.data_stall[k]
+            memory += times.memory_stall[k]
+            span_ns += times.duration[k]
+            if times.slack[k] < nbytes:
+                tight_ns += times.duration[k]
+    out.stall_at_use = _log(times.data_stall[closing] / ideal, 1000.0)
     out.memory_stall = _log(memory / ideal, 1000.0)
     out.data_stall = _log(data / ideal, 1000.0)
     out.stall_share = (memory + data) / stall
@@ -519,14 +516,13 @@ def _show_gap(times, plan, gaps, g, stall, ideal, out):
     out.can_fill = 1.0 if plan.on[g] and min_slack >= nbytes else 0.0
     out.tight_share = tight_ns / span_ns
     out.out_delay = out.in_lead = out.in_start_lead = out.recomputation = 0.0
-    copy = times.copies[g]
-    if choice == Choice.SWAPPED and copy.out_end >= 0.0:
-        out.out_delay = _log((copy.out_end - kernels[opening].start) / ideal, 100.0)
-    if choice == Choice.SWAPPED and copy.in_end >= 0.0:
-        out.in_lead = _log((kernels[closing].start - copy.in_end) / ideal, 100.0)
-        out.in_start_lead = _log((kernels[closing].start - copy.in_start) / ideal, 100.0)
+    if choice == Choice.SWAPPED and times.out_end[g] >= 0.0:
+        out.out_delay = _log((times.out_end[g] - times.start[opening]) / ideal, 100.0)
+    if choice == Choice.SWAPPED and times.in_end[g] >= 0.0:
+        out.in_lead = _log((times.start[closing] - times.in_end[g]) / ideal, 100.0)
+        out.in_start_lead = _log((times.start[closing] - times.in_start[g]) / ideal, 100.0)
     if choice > Choice.SWAPPED:
-        out.recomputation = _log(kernels[closing].rerun / ideal, 1000.0)
+        out.recomputation = _log(times.rerun[closing] / ideal, 1000.0)
 
 
 @stage(entry=True)

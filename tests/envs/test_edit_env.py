@@ -1,8 +1,10 @@
 """Tests that times, plans and observations of ``GpuMemoryEdit-v0`` agree with the simulator."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from agents.search import annealing
 from envs.edit import starts
 from envs.edit.batch import EditBatch
 from envs.edit.columns import GAP, N_CHANGES, PLAN, by_name
-from envs.edit.env import MemoryEditEnv
+from envs.edit.env import MemoryEditEnv, MemoryEditVectorEnv
 from envs.edit.task import EditTask
 from envs.edit.walkers import MAX_EFFECT
 from envs.memory_env import small_task
@@ -112,6 +114,29 @@ def test_refusals_name_the_option(option: str, value: Any) -> None:
     with pytest.raises(Exception, match=named) as caught:
         MemoryEditEnv(**{"limit": 0.6, option: value})
     assert type(caught.value).__name__ in ("ValueError", "PlanError")
+
+
+FORMER_OPTIONS = {"limit": 0.6, "neighbours": 8, "edits": "neighbours"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(MemoryEditEnv, **FORMER_OPTIONS),
+        partial(MemoryEditVectorEnv, 2, **FORMER_OPTIONS),
+        partial(gymnasium.make, "GpuMemoryEdit-v0", **FORMER_OPTIONS),
+        partial(gymnasium.make_vec, "GpuMemoryEdit-v0", 2, vectorization_mode="vector_entry_point", **FORMER_OPTIONS),
+    ],
+    ids=["env", "vector", "make", "make_vec"],
+)
+def test_the_former_spelling_is_accepted_with_a_warning(make: Callable[[], Any]) -> None:
+    with pytest.warns(DeprecationWarning, match="'neighbours' is now spelled 'neighbors'") as warned:
+        env = make()
+    assert len([w for w in warned if w.category is DeprecationWarning]) == 2  # the option and the value
+    observation, _ = env.reset(seed=0)
+    assert observation["action_mask"].shape[-1] == 8
+    with pytest.raises(TypeError, match="neighbours"):
+        MemoryEditEnv(neighbors=8, neighbours=8)
 
 
 def batch(count: int, **options: Any) -> EditBatch:
