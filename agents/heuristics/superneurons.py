@@ -131,7 +131,7 @@ class SuperNeurons(RowsPlanner):
 
 def evictable_gaps(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
     """Returns the gaps in which an output may be evicted: SWAPPED for CONV (and joins), RECOMPUTED for cheap layers."""
-    kinds = {}
+    kinds: dict[Gap, int] = {}
     offloaded = layer_outputs(program, CONV | JOINS if joins else CONV) if mode != "recompute" else frozenset()
     cheap = layer_outputs(program, CHEAP)
     for gap in program.gaps(min_bytes):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,11 +37,11 @@ Choices = NDArray[np.int64]  # (G,): choice for each gap, or UNDECIDED
 class GapState(NamedTuple):
     """Columns of the gaps that depend on decisions. The first five are the decision, one-hot."""
 
-    undecided: Doubles
-    resident: Doubles
-    swapped: Doubles
-    recomputed: Doubles
-    chain_kept: Doubles
+    undecided: NDArray[np.bool_]
+    resident: NDArray[np.bool_]
+    swapped: NDArray[np.bool_]
+    recomputed: NDArray[np.bool_]
+    chain_kept: NDArray[np.bool_]
     excess: Doubles  # excess x time within the gap / that of the program
     log_excess: Doubles
     max_excess: Doubles  # largest excess within the gap / that of the program
@@ -329,16 +329,19 @@ class GapGraph:
         over = np.maximum(self.load(decided > Choice.RESIDENT) - self.limit, 0)
         _, worst = self._relievable(over)
         excess = self._sums_over_gaps(over * self.duration) / self.total
-        one_hot = np.zeros((len(Choice) + 1, len(self)))
-        one_hot[decided - UNDECIDED, np.arange(len(self))] = 1
+        undecided = decided == UNDECIDED
+        swapped = decided == Choice.SWAPPED
         gaps = GapState(
-            *one_hot,
+            undecided=undecided,
+            resident=decided == Choice.RESIDENT,
+            swapped=swapped,
+            recomputed=decided == Choice.RECOMPUTED,
+            chain_kept=decided == Choice.CHAIN_KEPT,
             excess=excess,
             log_excess=log(excess, 20),
             max_excess=worst / self.excess,
             log_size_by_max_excess=log(self.nbytes / np.maximum(worst, 1)) * (worst > 0),
         )
-        swapped = decided == Choice.SWAPPED
         out = np.zeros(BINS)
         back = np.zeros(BINS)
         np.add.at(out, self._opens[swapped], self.out_ns[swapped] / self.ideal)
@@ -346,7 +349,7 @@ class GapGraph:
         bins = BinState(
             mean_excess=over @ self._share / self.excess,
             max_excess=self._bin_max(over) / self.excess,
-            undecided_bytes=(self.nbytes * (decided == UNDECIDED)) @ self.cover / self.excess / 10,
+            undecided_bytes=(self.nbytes * undecided) @ self.cover / self.excess / 10,
             log_queue_out=log(_queue(out), 5),
             log_queue_back=log(_queue(back[::-1])[::-1], 5),  # swap-ins queue backwards from their uses
             log_out=log(out, 20),
@@ -355,7 +358,7 @@ class GapGraph:
         return _stack(gaps), _stack(bins)
 
 
-def _stack(columns: Iterable[Doubles]) -> Floats:
+def _stack(columns: Iterable[NDArray[Any]]) -> Floats:
     """Returns columns (N,) as one float32 (N, columns)."""
     return np.stack(list(columns), 1).astype(np.float32)
 

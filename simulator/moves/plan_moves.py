@@ -203,7 +203,7 @@ def _sample_filled_gap(rng, on, weights, rows, moved, k):
 def _sample_choice(rng, weights, i):
     """Returns a random choice that empties gap i, by weight."""
     threshold = uniform(rng) * _total_weight(weights, i)
-    last = Choice.SWAPPED
+    last: int = Choice.SWAPPED
     for choice in range(Choice.SWAPPED, weights.shape[1]):
         threshold -= weights[i, choice]
         if threshold < 0.0:
