@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from envs.graph import NOTHING, OFFLOAD, VALID
+from envs.graph import VALID
 from envs.observation import early_kernel, first_over, show
 from envs.task import COPY, DEAD_END_REWARD, EARLY, KEEP
 from simulator.compiled.jit import stage
 from simulator.compiled.rematerialization import lower_recomputations
 from simulator.compiled.scoring import score_plans
+from simulator.modes import Choice
 
 # isort: off
 from envs.columns import (
@@ -113,7 +114,7 @@ def _run_clock(task, state):
         while rank < gaps.size and gaps[gaps[rank].by_before].before == k:
             g = gaps[rank].by_before
             rank += 1
-            if gap_actions[g] != OFFLOAD:
+            if gap_actions[g] != Choice.SWAPPED:
                 continue
             size = gaps[g].nbytes
             first = 0 if gaps[g].wraps else gaps[g].after + 1
@@ -148,7 +149,7 @@ def _act(task, state, rows, kind, g, form, early, causal):
     stuck = walk.stuck_at
     ideal = begins[begins.size - 1]
     next_position = min(opening[p], stuck) if p < opening.size else p
-    if kind == NOTHING:
+    if kind == Choice.RESIDENT:
         walk.position = next_position
         return
     t = gaps[g].tensor
@@ -159,7 +160,7 @@ def _act(task, state, rows, kind, g, form, early, causal):
     row[ROW_TENSOR] = t
     row[ROW_BEFORE] = before
     state.gap_actions[g] = kind
-    if kind != OFFLOAD:
+    if kind != Choice.SWAPPED:
         row[KIND] = RECOMPUTE
         row[ROW_AFTER] = max(p - 1, after)
         row[EXTRA] = 1 if form == KEEP else 0
@@ -261,7 +262,7 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
     walk.new_to = n
     if g < 0:
         return True, False
-    if state.gap_actions[g] == OFFLOAD and (walk.removals == 0 or (causal and not touched[gaps[g].tensor])):
+    if state.gap_actions[g] == Choice.SWAPPED and (walk.removals == 0 or (causal and not touched[gaps[g].tensor])):
         after = plan[walk.count - 1, ROW_AFTER]
         before = gaps[g].before
         swap_out(need, after, before, gaps[g].nbytes)
@@ -396,7 +397,7 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
             early = -1
             kind = v[NODE_KIND, node]
             g = v[NODE_GAP, node]
-            if kind > OFFLOAD and form == EARLY:
+            if kind > Choice.SWAPPED and form == EARLY:
                 early = early_kernel(gaps[g].before, walk.position, need, limit)
             walk.came_from = walk.position
             walk.changed = g

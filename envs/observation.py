@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from envs.columns import ACTION_GAPS, ACTIONS, NODE_KERNEL
-from envs.graph import AHEAD, OFFLOAD, PRESSURE, QUEUE, RELIEF, STUCK, VALID
+from envs.graph import AHEAD, PRESSURE, QUEUE, RELIEF, STUCK, VALID
 from envs.task import COPIES, COPY, EARLIES, EARLY, KEEP, KEEPS
 from simulator.compiled.jit import stage
+from simulator.modes import Choice
 
 BLOCK = 32  # kernels that are checked together
 
@@ -58,7 +59,7 @@ def _show_gap(task, walk, g, mask, nodes):
             valid = 1 if is_open and (removal == 1 or gaps[g].nbytes <= row.host_left) else 0
             row.valid_actions += valid - mask[node]
             mask[node] = valid
-            nodes[VALID, node] = valid - (1 if walk.gap_actions[g] == OFFLOAD + removal else 0)
+            nodes[VALID, node] = valid - (1 if walk.gap_actions[g] == Choice.SWAPPED + removal else 0)
 
 
 @stage
