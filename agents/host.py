@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from agents.planner import Infeasible, small
 from simulator.compiled.encoding import rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.plan_transfer import IdentityKey
 from simulator.program import Program
+
+
+class _IdentityKey:
+    """Cache key of a program or a machine, which are not hashable."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _IdentityKey) and self.value is other.value
 
 
 def host_needed(program: Program, machine: Machine, limit: int, mode: str = "joint") -> int | None:
@@ -21,12 +34,12 @@ def host_needed(program: Program, machine: Machine, limit: int, mode: str = "joi
     evictable = {gap.tensor for gap in program.gaps()}
     if sum(program.tensors[t].nbytes for t in evictable) <= machine.host_bytes:
         return None
-    required = _required_bytes(IdentityKey(program), IdentityKey(machine), limit, mode)
+    required = _required_bytes(_IdentityKey(program), _IdentityKey(machine), limit, mode)
     return required if required > machine.host_bytes else None
 
 
 @lru_cache(16)
-def _required_bytes(program: IdentityKey, machine: IdentityKey, limit: int, mode: str) -> int:
+def _required_bytes(program: _IdentityKey, machine: _IdentityKey, limit: int, mode: str) -> int:
     """Returns the smallest host memory (bytes) used by the plans of two quick planners; 0 if neither finds one."""
     import agents
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from simulator.compiled.encoding import Row, columns_of, decisions_of, row_of, rows_for
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import SWAPPED, least_residency, ways_to_empty
+from simulator.modes import Choice, evictions, least_residency
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 from simulator.residency import residency
@@ -173,7 +173,7 @@ class Candidates:
     @cached_property
     def rows(self) -> Rows:
         """Swaps that empty the gaps, with prefetch times left to the simulator."""
-        return rows_for(self.gaps, SWAPPED)
+        return rows_for(self.gaps, Choice.SWAPPED)
 
     @cached_property
     def absent(self) -> NDArray[np.bool_]:
@@ -205,7 +205,7 @@ def eviction_rows(program: Program, gap: Gap, mode: str) -> list[Row]:
 
     The list is empty if ``mode`` and the program allow none of them.
     """
-    return [row_of(gap, kind) for kind in ways_to_empty(program, gap, mode)]
+    return [row_of(gap, kind) for kind in evictions(program, gap, mode)]
 
 
 def finish(planner: Planner, program: Program, machine: Machine, limit: int, engine: Engine, rows: Rows) -> Plan:

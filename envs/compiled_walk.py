@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from envs.graph import NOTHING, OFFLOAD, STATIC
+from envs.graph import STATIC
 from envs.observation import early_kernel, first_over, show
 from envs.task import COPY, DEAD_END_REWARD, EARLY, KEEP
 from simulator.compiled.jit import stage
 from simulator.compiled.rematerialization import lower_recomputations
 from simulator.compiled.scoring import score_plans
+from simulator.modes import Choice
 
 # isort: off
 from envs.columns import BatchTables, Outputs, Pending, Simulation, TaskView, WalkArrays, WalkView, WorkArrays
@@ -152,7 +153,7 @@ def _run_clock(task, state):
         while rank < gaps.size and gaps[gaps[rank].by_before].before == k:
             g = gaps[rank].by_before
             rank += 1
-            if gap_actions[g] != OFFLOAD:
+            if gap_actions[g] != Choice.SWAPPED:
                 continue
             size = gaps[g].nbytes
             first = 0 if gaps[g].wraps else gaps[g].after + 1
@@ -190,7 +191,7 @@ def _act(task, state, rows, node, form, causal):
     g = task.node_gap[node]
     walk.came_from = position
     walk.changed = g
-    if kind == NOTHING:
+    if kind == Choice.RESIDENT:
         walk.position = next_position
         return
     gap = task.gaps[g]
@@ -199,7 +200,7 @@ def _act(task, state, rows, node, form, causal):
     row[ROW_TENSOR] = gap.tensor
     row[ROW_BEFORE] = gap.before
     state.gap_actions[g] = kind
-    if kind != OFFLOAD:
+    if kind != Choice.SWAPPED:
         row[KIND] = RECOMPUTE
         row[ROW_AFTER] = max(position - 1, gap.after)
         row[EXTRA] = 1 if form == KEEP else 0
@@ -281,7 +282,7 @@ def _replan(task, state, touched, plan, arrays, causal):
     walk.new_to = n
     if g < 0:
         return True, False
-    if state.gap_actions[g] == OFFLOAD and (walk.removals == 0 or (causal and not touched[gaps[g].tensor])):
+    if state.gap_actions[g] == Choice.SWAPPED and (walk.removals == 0 or (causal and not touched[gaps[g].tensor])):
         after = plan[walk.count - 1, ROW_AFTER]
         before = gaps[g].before
         swap_out(need, after, before, gaps[g].nbytes)

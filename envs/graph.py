@@ -19,12 +19,7 @@ from numpy.typing import NDArray
 
 from simulator import Gap, Machine, Program
 from simulator.compiled.engine import rerun_ns
-from simulator.modes import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
-
-# kinds of action, under the paper's names
-NOTHING = STAYS
-OFFLOAD = SWAPPED
-REMOVE = RECOMPUTED
+from simulator.modes import Choice, check_mode, evictions
 
 
 class Feature(IntEnum):
@@ -60,7 +55,7 @@ class OperationGraph:
     kernel: NDArray[np.int64]  # (N,) kernel of the operation; node 0 has 0
     edges: NDArray[np.int64]  # (2, E)
     weights: NDArray[np.float32]  # (E,) time between the two nodes / ideal time
-    action_kind: NDArray[np.int64]  # (N,) NOTHING, OFFLOAD, REMOVE; -1: not an action
+    action_kind: NDArray[np.int64]  # (N,) Choice; -1: not an action
     action_gap: NDArray[np.int64]  # (N,) gap of the action, or -1
 
     def __len__(self) -> int:
@@ -96,29 +91,29 @@ def build_graph(
     # Which node represents which action.
     kind = np.full(n, -1, np.int64)
     gap_of = np.full(n, -1, np.int64)
-    kind[0] = NOTHING
+    kind[0] = Choice.RESIDENT
     opening: dict[tuple[int, int], int] = {}  # (tensor, kernel) -> last access there
     closing: dict[tuple[int, int], int] = {}  # (tensor, kernel) -> first access there
     for i, op in enumerate(operations, 1):
         if op.kind in ("read", "write"):
             opening[op.tensor, op.kernel] = i
             closing.setdefault((op.tensor, op.kernel), i)
-    kinds = [ways_to_empty(program, gap, mode) for gap in gaps]
+    kinds = [evictions(program, gap, mode) for gap in gaps]
     for g, gap in enumerate(gaps):
-        if OFFLOAD in kinds[g]:
+        if Choice.SWAPPED in kinds[g]:
             node = opening[gap.tensor, gap.after]
-            kind[node] = OFFLOAD
+            kind[node] = Choice.SWAPPED
             gap_of[node] = g
     recompute = np.zeros(len(gaps))
-    removable = [g for g in range(len(gaps)) if REMOVE in kinds[g]]
+    removable = [g for g in range(len(gaps)) if Choice.RECOMPUTED in kinds[g]]
     if removable:
         recompute[removable] = rerun_ns(program, [gaps[g] for g in removable])
     for g, gap in enumerate(gaps):
-        if REMOVE in kinds[g]:
+        if Choice.RECOMPUTED in kinds[g]:
             nodes = by_tensor[gap.tensor]
             for node in (closing[gap.tensor, gap.before], nodes[0], nodes[-1]):
                 if kind[node] < 0:
-                    kind[node] = REMOVE
+                    kind[node] = Choice.RECOMPUTED
                     gap_of[node] = g
                     break
 

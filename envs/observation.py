@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from envs.graph import OFFLOAD, Feature
+from envs.graph import Feature
 from envs.task import COPY, EARLY, KEEP
 from simulator.compiled.jit import stage
+from simulator.modes import Choice
 
 
 @stage
@@ -55,7 +56,7 @@ def _show_gap(task, walk, g, mask, nodes):
             valid = 1 if is_open and (removal == 1 or gaps[g].nbytes <= row.host_left) else 0
             row.valid_actions += valid - mask[node]
             mask[node] = valid
-            nodes[Feature.VALID, node] = valid - (1 if walk.gap_actions[g] == OFFLOAD + removal else 0)
+            nodes[Feature.VALID, node] = valid - (1 if walk.gap_actions[g] == Choice.SWAPPED + removal else 0)
 
 
 @stage

@@ -7,10 +7,11 @@ from bisect import bisect_right
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.graph import OFFLOAD, REMOVE, build_graph
+from envs.graph import build_graph
 from simulator import Engine, Machine, Program
 from simulator.compiled.encoding import columns_of
 from simulator.files import no_collections
+from simulator.modes import Choice
 
 DEAD_END_REWARD = -10.0  # costs as much as ten iterations, more than any useful plan
 REWARDS = ("paper", "causal")
@@ -57,9 +58,9 @@ class Task:
         self.start_ns = np.array(program.start_ns, np.int64)
         self.nbytes = np.array([program.tensors[t].nbytes for t in self.tensor], np.int64)
         self.copy_at, self.first_since = self._copies()
-        self.offloads = np.flatnonzero(self.graph.action_kind == OFFLOAD)
+        self.offloads = np.flatnonzero(self.graph.action_kind == Choice.SWAPPED)
         self.offload_gap = self.graph.action_gap[self.offloads]
-        self.removals = np.flatnonzero(self.graph.action_kind == REMOVE)
+        self.removals = np.flatnonzero(self.graph.action_kind == Choice.RECOMPUTED)
         self.removal_gap = self.graph.action_gap[self.removals]
         openings = np.unique(self.after[~self.wraps]) + 1
         n = len(program.kernels)

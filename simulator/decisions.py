@@ -93,6 +93,7 @@ class Evict(Kind):
     before: int
 
     no_wrap: ClassVar[str] = ""
+    optional: ClassVar[tuple[str, ...]] = ()  # fields that are a kernel or None
 
     @property
     def restored_before(self) -> int:
@@ -186,7 +187,7 @@ class Evict(Kind):
 
     def _optional_kernels(self) -> dict[str, int]:
         """Returns the optional kernels of the decision by name; -1: not given."""
-        return {f.name: _encode(getattr(self, f.name)) for f in fields(self) if f.type == "int | None"}
+        return {name: _encode(getattr(self, name)) for name in self.optional}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,7 @@ class Swap(Evict):
 
     kind: ClassVar[Name] = "swap"
     codes: ClassVar[tuple[int, ...]] = (0, 2)  # 2: with sync
+    optional: ClassVar[tuple[str, ...]] = ("prefetch", "copy")
     plan_1_keys: ClassVar[tuple[str, ...]] = ("tensor", "after", "before", "prefetch", "sync")
 
     @property
@@ -271,6 +273,7 @@ class Recompute(Evict):
 
     kind: ClassVar[Name] = "recompute"
     codes: ClassVar[tuple[int, ...]] = (1,)
+    optional: ClassVar[tuple[str, ...]] = ("at",)
     excludes: ClassVar[tuple[Name, ...]] = ("rerun",)
     plan_1_keys: ClassVar[tuple[str, ...]] = ("tensor", "after", "before", "keep")
     no_wrap: ClassVar[str] = "a persistent tensor cannot be recomputed over the iteration boundary"

@@ -1,9 +1,11 @@
-"""Modes of a plan, and the ways to evict a tensor within one gap.
+"""Modes of a plan, and the choices that a planner has for a tensor within one gap.
 
 Shared by the environments, the planners and the floor; the simulator itself does not use them.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 import numpy as np
 
@@ -19,8 +21,18 @@ KINDS_OF: dict[str, tuple[Name, ...]] = {
 }
 MODES = tuple(KINDS_OF)
 
-# How a tensor is treated within a gap; used as array indices.
-STAYS, SWAPPED, RECOMPUTED, KEPT = range(4)  # KEPT: recomputed with ``keep``
+
+class Choice(IntEnum):
+    """How a plan treats a tensor within one gap; an index of arrays.
+
+    The DQN paper calls the first three do nothing, offload and remove. Choices are not the codes of rows
+    (compiled/encoding.py), which also tell synchronous swaps and reruns apart.
+    """
+
+    RESIDENT = 0  # the gap is filled: the tensor stays in memory
+    SWAPPED = 1
+    RECOMPUTED = 2
+    CHAIN_KEPT = 3  # recomputed with ``keep``: tensors recomputed on the way stay for their own later uses
 
 
 def check_mode(mode: str) -> str:
@@ -30,12 +42,12 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def ways_to_empty(program: Program, gap: Gap, mode: str) -> list[int]:
-    """Returns those of SWAPPED, RECOMPUTED and KEPT that ``mode`` and the program allow in ``gap``."""
-    kinds = [SWAPPED] if mode != "recompute" else []
+def evictions(program: Program, gap: Gap, mode: str) -> list[Choice]:
+    """Returns the choices other than RESIDENT that ``mode`` and the program allow in ``gap``."""
+    choices = [Choice.SWAPPED] if mode != "recompute" else []
     if mode != "swap" and gap.after < gap.before and can_recompute(program, gap.tensor, gap.before):
-        kinds += [RECOMPUTED, KEPT]
-    return kinds
+        choices += [Choice.RECOMPUTED, Choice.CHAIN_KEPT]
+    return choices
 
 
 def spans(after: int, before: int, n: int) -> tuple[slice, ...]:
@@ -53,7 +65,7 @@ def least_residency(program: Program, min_bytes: int, mode: str = "joint") -> in
         min_bytes: Smallest tensor in bytes whose gaps are emptied.
         mode: Allowed eviction kinds, one of ``MODES``.
     """
-    gaps = [gap for gap in program.gaps(min_bytes) if mode != "recompute" or ways_to_empty(program, gap, mode)]
+    gaps = [gap for gap in program.gaps(min_bytes) if mode != "recompute" or evictions(program, gap, mode)]
     nbytes = np.array([program.tensors[gap.tensor].nbytes for gap in gaps], np.int64)
     bounds = np.array([gap[1:] for gap in gaps], np.int64).reshape(-1, 2)
     return int(residency(np.array(program.live_bytes, np.int64), bounds, nbytes).max())

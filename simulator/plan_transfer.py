@@ -46,19 +46,6 @@ def transfer_plan(plan: Plan, program: Program, other: Program) -> Plan:
     return replace(empty, decisions=_merge([], [d for d in transferred if d is not None], empty, other))
 
 
-class IdentityKey:
-    """Identity-based cache key for a program or a machine."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, IdentityKey) and self.value is other.value
-
-
 def _match(keys: Sequence[Hashable], other_keys: Sequence[Hashable]) -> dict[int, int]:
     """Returns the pairs of indices with equal keys."""
     index = {key: i for i, key in enumerate(other_keys)}

@@ -12,7 +12,7 @@ from executor.training.issue_order import order
 from experiments.common.report import mode_mismatch
 from experiments.measure.speed import simpy_model
 from simulator import Job, Plan, PlanError, Rerun, decisions, modes, simulate, simulate_jobs
-from simulator.compiled.encoding import RERUN, decisions_of, rows_of, way_of
+from simulator.compiled.encoding import RERUN, choice_of, decisions_of, rows_of
 from simulator.decisions import Evict
 from simulator.files import FormatError
 from simulator.report import report
@@ -86,4 +86,4 @@ def test_rows_of_no_kind():
     with pytest.raises(ValueError, match="no decision is of kind 9"):
         decisions_of(np.array([[9, 1, 1, 6, -1, -1]]))
     with pytest.raises(ValueError, match=f"kind {RERUN} "):
-        way_of(Rerun(0, 1).row())
+        choice_of(Rerun(0, 1).row())

@@ -26,7 +26,7 @@ from agents.heuristics.layers import FeatureMap, feature_maps
 from agents.planner import Candidates, PlannerInfo, Rows, RowsPlanner, at_least, one_of
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, TENSOR, decisions_of
 from simulator.compiled.engine import Engine
-from simulator.modes import MODES, RECOMPUTED, ways_to_empty
+from simulator.modes import MODES, Choice, evictions
 from simulator.plan import Plan
 from simulator.program import Program
 from simulator.residency import is_available, reruns
@@ -132,7 +132,7 @@ class PolicyMaker:
         self.by_free_time = np.argsort(-self.free, kind="stable").tolist() if mode != "recompute" else []
         self.can_swap = dict.fromkeys(self.by_free_time)
         self.can_recompute = dict.fromkeys(
-            i for i, g in enumerate(self.gaps) if RECOMPUTED in ways_to_empty(program, g, mode)
+            i for i, g in enumerate(self.gaps) if Choice.RECOMPUTED in evictions(program, g, mode)
         )
         self.chain_ns: dict[int, int] = {}
         self.sources: dict[int, set[int]] = {}

@@ -23,11 +23,11 @@ from agents.planner import NO_ROWS, Candidates, PlannerInfo, Rows, RowsPlanner, 
 from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import NEVER, Engine
 from simulator.machine import Machine
-from simulator.modes import KEPT, MODES, RECOMPUTED, STAYS, SWAPPED, ways_to_empty
+from simulator.modes import MODES, Choice, evictions
 from simulator.program import Gap, Program
 from simulator.residency import reruns
 
-RETAINED = STAYS
+RETAINED = Choice.RESIDENT
 UPDATES = ("tensors", "whole")
 
 Placements = NDArray[np.int8]  # (feature maps,), or (particles, feature maps)
@@ -159,10 +159,10 @@ class Evaluator:
         self._threads = threads
         self._estimates = 0
         self._stages = StageModel(engine.program, engine.machine, engine.limit, gaps) if kind == "stages" else None
-        self.swaps = rows_for(gaps, SWAPPED)
-        self._kind_rows = np.empty((KEPT, *self.swaps.shape), np.int64)  # the row of each placement
-        self._kind_rows[SWAPPED] = self.swaps
-        self._kind_rows[RECOMPUTED] = rows_for(gaps, RECOMPUTED)
+        self.swaps = rows_for(gaps, Choice.SWAPPED)
+        self._kind_rows = np.empty((Choice.CHAIN_KEPT, *self.swaps.shape), np.int64)  # the row of each placement
+        self._kind_rows[Choice.SWAPPED] = self.swaps
+        self._kind_rows[Choice.RECOMPUTED] = rows_for(gaps, Choice.RECOMPUTED)
 
     def rows(self, x: Placements) -> Rows:
         """Returns int64[n, 6], the plan of one particle, or the concatenated plans of several."""
@@ -258,8 +258,8 @@ class StageModel:
 
     def evaluate(self, x: Placements) -> NDArray[np.int64]:
         """Returns (particles, 2): maximum deficit in bytes, and iteration time in ns."""
-        swapped = x == SWAPPED
-        recomputed = x == RECOMPUTED
+        swapped = x == Choice.SWAPPED
+        recomputed = x == Choice.RECOMPUTED
         chains = self._chains(recomputed)
         particles = len(x)
         now, d2h_free, h2d_free, previous = (np.zeros(particles, np.int64) for _ in range(4))
@@ -328,7 +328,7 @@ def is_less(cost: Costs, other: Costs) -> NDArray[np.bool_]:
 
 def placements(program: Program, gap: Gap, mode: str) -> list[int]:
     """Returns the placements that a feature map may have: RETAINED, SWAPPED, RECOMPUTED."""
-    return [RETAINED, *(kind for kind in ways_to_empty(program, gap, mode) if kind != KEPT)]
+    return [RETAINED, *(kind for kind in evictions(program, gap, mode) if kind != Choice.CHAIN_KEPT)]
 
 
 def best_index(cost: Costs) -> int:

@@ -22,7 +22,7 @@ from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import Engine
 from simulator.decisions import can_recompute
 from simulator.files import no_collections
-from simulator.modes import KEPT
+from simulator.modes import Choice
 from simulator.program import Program
 
 
@@ -142,4 +142,4 @@ def recomputable(program: Program, maps: Iterable[FeatureMap]) -> list[FeatureMa
 
 def recomputations(dropped: Sequence[FeatureMap]) -> Rows:
     """Returns int64[n, 6], rows that drop the feature maps and recompute each once, at its first use."""
-    return rows_for((m.gap for m in dropped), KEPT)
+    return rows_for((m.gap for m in dropped), Choice.CHAIN_KEPT)

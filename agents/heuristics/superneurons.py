@@ -23,7 +23,7 @@ from agents.planner import MIB, PlannerInfo, Rows, RowsPlanner, one_of
 from simulator.compiled.encoding import EXTRA, row_of
 from simulator.compiled.engine import Engine, Score
 from simulator.machine import Machine
-from simulator.modes import MODES, RECOMPUTED, SWAPPED, ways_to_empty
+from simulator.modes import MODES, Choice, evictions
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
@@ -99,7 +99,7 @@ class SuperNeurons(RowsPlanner):
         program = engine.program
         limit = engine.limit
         kinds = evictable_gaps(program, self.mode, self.min_bytes, self.joins)
-        forced_kinds = [RECOMPUTED] * self.always + [SWAPPED] * (self.cache == "off")
+        forced_kinds = [Choice.RECOMPUTED] * self.always + [Choice.SWAPPED] * (self.cache == "off")
         forced = [g for g, kind in kinds.items() if kind in forced_kinds]
         for target in (limit, 0):
             rows, score = self._segments(engine, tensor_cache(program, kinds, target, forced), kinds)
@@ -116,7 +116,7 @@ class SuperNeurons(RowsPlanner):
             rows[:, EXTRA] = [prefetch(program, g) for g in gaps]
         dropped: dict[int, list[int]] = {}
         for i, g in enumerate(gaps):
-            if kinds[g] == RECOMPUTED:
+            if kinds[g] == Choice.RECOMPUTED:
                 dropped.setdefault(segment[g.tensor], []).append(i)
         cost = {s: segment_bytes(program, [gaps[i] for i in members]) for s, members in dropped.items()}
         l_peak = max(layer_bytes(program, k) for k in range(len(program.kernels)))
@@ -134,15 +134,15 @@ class SuperNeurons(RowsPlanner):
 
 def evictable_gaps(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
     """Returns the gaps in which an output may be evicted: SWAPPED for CONV (and joins), RECOMPUTED for cheap layers."""
-    kinds = {}
+    kinds: dict[Gap, int] = {}
     offloaded = layer_outputs(program, CONV | JOINS if joins else CONV) if mode != "recompute" else frozenset()
     cheap = layer_outputs(program, CHEAP)
     for gap in program.gaps(min_bytes):
         if gap.tensor in offloaded:
-            kinds[gap] = SWAPPED
+            kinds[gap] = Choice.SWAPPED
         elif gap.tensor in cheap and program.kernels[gap.before].phase == "backward":
-            if RECOMPUTED in ways_to_empty(program, gap, mode):
-                kinds[gap] = RECOMPUTED
+            if Choice.RECOMPUTED in evictions(program, gap, mode):
+                kinds[gap] = Choice.RECOMPUTED
     return kinds
 
 

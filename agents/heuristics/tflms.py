@@ -19,7 +19,7 @@ from agents.planner import PlannerInfo, Rows, RowsPlanner, at_least
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, rows_for
 from simulator.compiled.engine import Engine
 from simulator.files import no_collections
-from simulator.modes import SWAPPED
+from simulator.modes import Choice
 from simulator.program import Gap, Program
 
 
@@ -64,7 +64,7 @@ class TFLMS(RowsPlanner):
 def rewrite(program: Program, gaps: list[Gap], lower_bound: int) -> Rows:
     """Returns int64[n, 6]: swaps of ``gaps``, each triggered ``lower_bound`` kernels before its consumer (choice 4)."""
     turn = next((k for k, kernel in enumerate(program.kernels) if kernel.phase != "forward"), 0)
-    rows = rows_for(gaps, SWAPPED)
+    rows = rows_for(gaps, Choice.SWAPPED)
     after = rows[:, AFTER]
     before = rows[:, BEFORE]
     rows[:, EXTRA] = np.maximum(after, np.minimum(np.maximum(before - lower_bound, turn), before - 1))

@@ -34,7 +34,6 @@ from agents.planner import Rows, infeasible
 from envs.edit import starts
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask
-from envs.edit.walkers import BIN_COLUMNS
 from simulator import Plan, simulate
 from simulator.compiled.encoding import decisions_of
 from simulator.machine import Machine
@@ -45,7 +44,7 @@ CURVE_CALLS = 200  # simulator calls of the greedy policy per point of the learn
 
 
 class Observation(NamedTuple):
-    """States of B walkers of one task: gaps (B, G, 32), bins (B, BINS, 7), plan (B, 6), edits (B, M, CHANGES)."""
+    """States of B walkers of one task: gaps (B, G, …), bins (B, BINS, …), plan (B, …), edits (B, M, …)."""
 
     gaps: NDArray[Any]
     bins: NDArray[Any]
@@ -105,7 +104,7 @@ class TaskWalkers:
         batch = self.batch
         return Observation(
             batch.gaps.astype(np.float16),
-            batch.bins[:, :, -BIN_COLUMNS:].astype(np.float16),
+            batch.bin_state.astype(np.float16),
             batch.plan.copy(),
             batch.edits.astype(np.int16),
         )

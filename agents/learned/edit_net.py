@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from agents.learned.checkpoint import read_weights
 from agents.learned.optimization import MASKED
 from agents.learned.structure2vec import neighbor_sum, sparse
-from envs.edit.batch import GAP_COLUMNS
+from envs.edit.columns import BIN, GAP, N_CHANGES, PLAN, n_columns
 from envs.edit.task import EditTask
-from envs.edit.walkers import BIN_COLUMNS, MODES, WHOLE_COLUMNS
 from simulator.moves.gap_graph import GapGraph
 
 EDGES = 4  # kinds of edges: next and previous gap of a tensor, along and against a recomputation chain
@@ -80,17 +79,17 @@ class EditNet(nn.Module):
         self.register_buffer("mean", torch.zeros(static))
         self.register_buffer("scale", torch.ones(static))
         self.gap_static = nn.Linear(static, w)
-        self.gap_state = nn.Linear(GAP_COLUMNS, w, bias=False)
+        self.gap_state = nn.Linear(n_columns(GAP), w, bias=False)
         self.bin_static = nn.Linear(bins, w)
-        self.bin_state = nn.Linear(BIN_COLUMNS, w, bias=False)
+        self.bin_state = nn.Linear(n_columns(BIN), w, bias=False)
         if rounds:
             self.along = nn.Linear(EDGES * w, w, bias=False)
             self.to_bin, self.to_gap, self.among = (nn.Linear(w, w, bias=False) for _ in range(3))
-        self.whole = nn.Linear(2 * w + WHOLE_COLUMNS, w)
+        self.whole = nn.Linear(2 * w + n_columns(PLAN), w)
         self.change_of_gap = nn.Linear(w, w)
         self.change_of_static = nn.Linear(static, w, bias=False)
-        self.change_of_state = nn.Linear(GAP_COLUMNS, w, bias=False)
-        self.change = nn.Linear(w, w * MODES)
+        self.change_of_state = nn.Linear(n_columns(GAP), w, bias=False)
+        self.change = nn.Linear(w, w * N_CHANGES)
         self.edit_of_whole = nn.Linear(w, w)
         self.edit = nn.Linear(w, w)
         self.out = nn.Linear(w, 3)  # advantage, effect, logit of an improvement
@@ -105,13 +104,13 @@ class EditNet(nn.Module):
     def encode(
         self, graph: EditGraph, gaps: Tensor, bins: Tensor, plan: Tensor, static_parts: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Encodes states: gaps (B, G, 32), bins (B, BINS, 7), plan (B, 6); ``static_parts`` from ``static_parts``.
+        """Encodes states: the columns of gaps (B, G, …), bins (B, BINS, …) and plan (B, …) of envs/edit/columns.py.
 
         Returns:
-            h (B, G * MODES, w), the term of each possible change, and the state of the whole plan (B, w).
+            h (B, G * N_CHANGES, w), the term of each possible change, and the state of the whole plan (B, w).
         """
         gap_part, change_part, bin_part = static_parts
-        x = gaps.transpose(0, 1)  # (G, B, 32): one sparse product sums over the neighbors in all states
+        x = gaps.transpose(0, 1)  # (G, B, columns): one sparse product sums over the neighbors in all states
         gap_x = gap_part[:, None] + self.gap_state(x)
         bin_x = bin_part[:, None] + self.bin_state(bins.transpose(0, 1))
         s = gap_x.relu()
@@ -124,14 +123,14 @@ class EditNet(nn.Module):
             s = (gap_x + self.to_gap((graph.gap_of_bin @ b.flatten(1)).view(n, batch, w)) + self.along(messages)).relu()
         plan_state = self.whole(torch.cat([s.mean(0), b.mean(0), plan], -1)).relu()
         z = (self.change_of_gap(s) + self.change_of_state(x) + change_part[:, None] + plan_state[None]).relu()
-        return self.change(z).transpose(0, 1).reshape(batch, n * MODES, w), plan_state
+        return self.change(z).transpose(0, 1).reshape(batch, n * N_CHANGES, w), plan_state
 
     def score(self, h: Tensor, plan_state: Tensor, edits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns Q, effect and logit of an improvement, (B, M) each.
 
         Args:
             h, plan_state: from ``encode``.
-            edits: (B, M, CHANGES) of gap * MODES + mode, padded with -1. Q is MASKED for edits without changes.
+            edits: (B, M, MAX_CHANGES) of gap * N_CHANGES + change, padded with -1. Q of edits without changes: MASKED.
         """
         is_change = edits >= 0
         change_index = edits.clamp(min=0).flatten(1)[:, :, None].expand(-1, -1, h.shape[2])

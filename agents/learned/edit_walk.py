@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from agents.learned.edit_net import EditNet, edit_graph
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask, Start
-from envs.edit.walkers import BIN_COLUMNS, apply_edit, close_trial, draw, open_trial, score_trial
+from envs.edit.walkers import apply_edit, close_trial, draw, open_trial, score_trial
 from simulator.compiled.jit import stage
 from simulator.moves.plan_moves import rows_in_use, uniform
 
@@ -78,7 +78,7 @@ def make_pool(neighbors: int) -> Pool:
 
 @stage
 def rank(h, base, head, codes, count, ranking):
-    """Returns the score of an edit from the encoding h (G * MODES, w) and base (w,) of the network."""
+    """Returns the score of an edit from the encoding h (G * N_CHANGES, w) and base (w,) of the network."""
     # ``EditNet.score`` of one edit, without the state's value and the mean advantage, which are equal for all edits.
     w = base.shape[0]
     first = head.hidden[0]
@@ -336,8 +336,6 @@ class EditWalk(EditBatch):
         self._finish(walker_mask)
         assert self.net is not None
         with torch.no_grad():
-            gaps, bins, plan = (
-                torch.from_numpy(x[i : i + 1]) for x in (self.gaps, self.bins[:, :, -BIN_COLUMNS:].copy(), self.plan)
-            )
+            gaps, bins, plan = (torch.from_numpy(x[i : i + 1]) for x in (self.gaps, self.bin_state.copy(), self.plan))
             h, plan_state = self.net.encode(self._graph, gaps, bins, plan, self._static_parts)
             self._bases[i] = h[0].numpy(), self.net.edit_of_whole(plan_state)[0].numpy()

@@ -31,11 +31,11 @@ from agents.learned.policy_net import PolicyNet, batch_of, data_of
 from agents.planner import MIB, Rows
 from agents.search.annealing import everything
 from agents.search.local_search import anneal
-from simulator.compiled.encoding import BEFORE, TENSOR, way_of
+from simulator.compiled.encoding import BEFORE, TENSOR, choice_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import KEPT
-from simulator.moves.gap_graph import STATE, UNDECIDED, GapGraph
+from simulator.modes import Choice
+from simulator.moves.gap_graph import UNDECIDED, GapGraph, GapState
 from simulator.moves.moves import Moves
 from simulator.program import Program
 
@@ -201,7 +201,7 @@ class Example:
         self.kinds = np.zeros((len(lesson.plans), len(self.graph)), np.int64)
         for kinds, (_, rows) in zip(self.kinds, lesson.plans, strict=True):
             for row in rows.tolist():
-                kinds[moves.index[row[TENSOR], row[BEFORE]]] = way_of(row)
+                kinds[moves.index[row[TENSOR], row[BEFORE]]] = choice_of(row)
         times = np.array([ns for ns, _ in lesson.plans], np.float64)
         weights = np.exp(-(times - times[0]) / (OPTIONS.spread * lesson.program.ideal_ns))
         self.shares: NDArray[np.float64] = weights / weights.sum()
@@ -216,7 +216,7 @@ class Example:
         """
         gaps = len(self.graph)
         decided = np.full(gaps, UNDECIDED)
-        target = np.zeros((gaps, KEPT + 1), np.float32)
+        target = np.zeros((gaps, len(Choice)), np.float32)
         if rng.random() < undecided:
             for share, kinds in zip(self.shares, self.kinds, strict=True):
                 target[np.arange(gaps), kinds] += share
@@ -248,7 +248,7 @@ def network(examples: Sequence[Example], settings: Training, seed: int) -> Polic
     items = [example.item(rng, settings.undecided) for example in examples]
     columns = torch.cat([item["gap"].x for item in items])
     net = PolicyNet(columns.shape[1], items[0]["bin"].x.shape[1], settings.width, settings.layers)
-    fixed = columns.shape[1] - STATE  # columns of decisions are not normalized
+    fixed = columns.shape[1] - len(GapState._fields)  # columns of decisions are not normalized
     net.mean[:fixed] = columns.mean(0)[:fixed]
     net.scale[:fixed] = columns.std(0).clamp(min=OPTIONS.min_scale)[:fixed]
     return net

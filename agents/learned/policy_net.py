@@ -28,11 +28,11 @@ from agents.planner import Rows
 from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
-from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
+from simulator.modes import Choice
 from simulator.moves.gap_graph import BINS, UNDECIDED, Choices, GapGraph
 from simulator.moves.plan_moves import add_between
 
-KINDS = KEPT + 1
+KINDS = len(Choice)
 
 Probabilities = NDArray[np.float32]  # (G, 4): probability of each eviction kind of each gap
 
@@ -49,7 +49,7 @@ def data_of(graph: GapGraph, decided: Choices) -> HeteroData:
     data = HeteroData()
     data["gap"].x = torch.cat([torch.from_numpy(graph.static), torch.from_numpy(gaps)], 1)
     data["gap"].cover = torch.from_numpy(graph.cover)
-    data["gap"].allowed = torch.from_numpy(graph.ways)
+    data["gap"].allowed = torch.from_numpy(graph.allowed)
     data["bin"].x = torch.cat([torch.from_numpy(graph.bins), torch.from_numpy(bins)], 1)
     data["gap", "next", "gap"].edge_index = torch.from_numpy(graph.next)
     data["gap", "chain", "gap"].edge_index = torch.from_numpy(graph.chain)
@@ -182,13 +182,15 @@ def fit(engine: Engine, graph: GapGraph, kinds: Choices, likely: Probabilities) 
     only the simulator knows, is subtracted from the limit, and the plan is fitted again.
     """
     fitted = kinds.copy()
-    eviction = 1 - likely[:, STAYS]
-    kind = likely[:, STAYS + 1 :].argmax(1) + 1
+    eviction = 1 - likely[:, Choice.RESIDENT]
+    kind = likely[:, Choice.RESIDENT + 1 :].argmax(1) + 1
     order = np.argsort(eviction, kind="stable")
     room = np.full(graph.count, graph.limit, np.int64)
     for _ in range(8):  # a refit changes the chains, and so their memory
-        load = graph.load(fitted > STAYS)
-        if not _repair(fitted, kind, graph.ways, eviction, order, graph.after, graph.before, graph.nbytes, load, room):
+        load = graph.load(fitted > Choice.RESIDENT)
+        if not _repair(
+            fitted, kind, graph.allowed, eviction, order, graph.after, graph.before, graph.nbytes, load, room
+        ):
             return None
         rows = rows_of_kinds(graph, fitted)
         chain_bytes = engine.residency(rows) - load  # memory of the chains
@@ -199,12 +201,12 @@ def fit(engine: Engine, graph: GapGraph, kinds: Choices, likely: Probabilities) 
 
 
 def rows_of_kinds(graph: GapGraph, kinds: Choices) -> Rows:
-    """Returns int64[k, 6], a row for each gap whose mode is not STAYS."""
+    """Returns int64[k, 6], a row for each gap that is not RESIDENT."""
     rows = np.empty((len(kinds), 6), np.int64)
-    for kind in (SWAPPED, RECOMPUTED, KEPT):
+    for kind in (Choice.SWAPPED, Choice.RECOMPUTED, Choice.CHAIN_KEPT):
         gaps = np.flatnonzero(kinds == kind)
         rows[gaps] = rows_for([graph.gaps[i] for i in gaps.tolist()], kind)
-    return rows[kinds > STAYS]
+    return rows[kinds > Choice.RESIDENT]
 
 
 @stage(entry=True)
@@ -222,7 +224,7 @@ def _repair(kinds, evict_kinds, allowed, evict_prob, order, after, before, nbyte
             break
         best = -1
         for g in range(kinds.shape[0]):
-            if kinds[g] != STAYS or not allowed[g, evict_kinds[g]]:
+            if kinds[g] != Choice.RESIDENT or not allowed[g, evict_kinds[g]]:
                 continue
             is_open = after[g] < k < before[g] if after[g] < before[g] else k > after[g] or k < before[g]
             if is_open and (best < 0 or evict_prob[g] > evict_prob[best]):
@@ -233,7 +235,7 @@ def _repair(kinds, evict_kinds, allowed, evict_prob, order, after, before, nbyte
         add_between(load, after[best], before[best], -nbytes[best])
     for i in range(order.shape[0]):
         g = order[i]
-        if kinds[g] == STAYS:
+        if kinds[g] == Choice.RESIDENT:
             continue
         k = after[g] + 1 if after[g] + 1 < n else 0
         fits = True
@@ -241,6 +243,6 @@ def _repair(kinds, evict_kinds, allowed, evict_prob, order, after, before, nbyte
             fits = load[k] + nbytes[g] <= limits[k]
             k = k + 1 if k + 1 < n else 0
         if fits:
-            kinds[g] = STAYS
+            kinds[g] = Choice.RESIDENT
             add_between(load, after[g], before[g], nbytes[g])
     return True

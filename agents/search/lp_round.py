@@ -29,7 +29,7 @@ from agents.search.local_search import anneal
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN, row_of
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
-from simulator.modes import MODES, RECOMPUTED, SWAPPED, spans, ways_to_empty
+from simulator.modes import MODES, Choice, evictions, spans
 from simulator.moves.moves import Moves, since_write
 from simulator.plan import Plan
 from simulator.program import Gap, Program
@@ -157,7 +157,7 @@ class LPRound(RowsPlanner):
             for part in (self.floor.swapped, self.floor.recomputed)
         )
         for i in np.flatnonzero(recomputed):  # the floor covers more eviction kinds
-            if RECOMPUTED not in ways_to_empty(program, gaps[i], self.mode):
+            if Choice.RECOMPUTED not in evictions(program, gaps[i], self.mode):
                 recomputed[i] = 0.0
         return gaps, swapped, recomputed
 
@@ -166,7 +166,7 @@ class LPRound(RowsPlanner):
         evicted = swapped + recomputed
         chosen = np.flatnonzero((recomputed > OPTIONS.drop) | ((evicted > 1e-3) & (self.mode != "recompute")))
         order = chosen[np.argsort(evicted[chosen], kind="stable")].tolist()
-        rows = [row_of(gaps[i], RECOMPUTED if recomputed[i] > OPTIONS.drop else SWAPPED) for i in order]
+        rows = [row_of(gaps[i], Choice.RECOMPUTED if recomputed[i] > OPTIONS.drop else Choice.SWAPPED) for i in order]
         return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
 
@@ -303,6 +303,6 @@ class _Repair:
         row = self.best[removed]
         i = self.moves[chain].index[int(row[TENSOR]), int(row[BEFORE])]
         weights = self.weights.copy()
-        swapped = np.arange(weights.shape[1]) == SWAPPED
+        swapped = np.arange(weights.shape[1]) == Choice.SWAPPED
         weights[i] = np.where(swapped == (row[KIND] == SWAP), 0.0, weights[i])
         return weights, np.delete(self.best, removed, 0), NEVER, OPTIONS.kick_hot

@@ -21,7 +21,7 @@ from agents.search.rerun_moves import Rule, Tables, anneal, pruned, tables
 from simulator.compiled.encoding import Ints, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import ways_to_empty
+from simulator.modes import evictions
 from simulator.plan import Plan, Rerun
 from simulator.program import Program
 from simulator.residency import recompute_ns
@@ -113,7 +113,7 @@ def relaxed(program: Program, table: Tables, limit: int) -> NDArray[np.float64]:
     from scipy.optimize import linprog
     from scipy.sparse import lil_array
 
-    gaps = [g for g in program.gaps() if table.worth[g.tensor] > 0 and ways_to_empty(program, g, "recompute")]
+    gaps = [g for g in program.gaps() if table.worth[g.tensor] > 0 and evictions(program, g, "recompute")]
     fractions = np.zeros(len(program.tensors))
     fractions[[g.tensor for g in gaps]] = 1.0
     heavy = [k for k, used in enumerate(program.live_bytes) if used > limit]

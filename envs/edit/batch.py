@@ -13,30 +13,24 @@ from numpy.typing import NDArray
 from envs.batch import one_of
 from envs.batch_env import EnvBatch, Observation
 from envs.edit import walkers as compiled
-from envs.edit.task import BOUND, EditTask, Start
-from envs.edit.walkers import BIN_COLUMNS, BINS, CHANGES, MODES, PLAN_COLUMNS, TRIAL_COLUMNS, WHOLE_COLUMNS
+from envs.edit.columns import BIN, BOUND, GAP, MAX_CHANGES, N_CHANGES, PLAN, by_name, n_columns
+from envs.edit.task import EditTask, Start
+from envs.edit.walkers import Accept
 from simulator.compiled.encoding import NEVER, decisions_of
+from simulator.moves.gap_graph import BINS
 from simulator.plan import Plan
-
-ACCEPT = ("metropolis", "better", "always")
-REWARDS = ("best", "log")
-EDITS = ("neighbors", "gap")
-# points added inside the logarithm of the reward; bound on the reward of one edit
-OFFSET = 0.3
-LARGEST = 1.0
-AGES = 1 << 14
-GAP_COLUMNS = PLAN_COLUMNS - 1 + 1 + TRIAL_COLUMNS * MODES
 
 
 class EditBatch(EnvBatch):
     """Vectorized edit environment: W walkers, each of which improves a plan of one task.
 
     Attributes, for W walkers, G gaps of the largest task, M candidate edits and A actions:
-        gaps: observation of the gaps, float32 (W, G, GAP_COLUMNS).
+        gaps: observation of the gaps, float32 (W, G, columns of columns.GAP).
         static: static features of the gaps, float32 (W, G, F).
-        bins: observation of the bins of time, float32 (W, BINS, 12 + BIN_COLUMNS).
-        plan: observation of the plan, float32 (W, 6).
-        edits: candidate edits, int32 (W, M, CHANGES).
+        bins: observation of the bins of time, float32 (W, BINS, 12 static columns and those of columns.BIN).
+        bin_state: view of the columns of columns.BIN.
+        plan: observation of the plan, float32 (W, columns of columns.PLAN).
+        edits: candidate edits, int32 (W, M, MAX_CHANGES), of gap * N_CHANGES + change, padded with -1.
         mask: valid actions, int8 (W, A).
         rewards, overhead, best_overhead, effect_ns, temperature: float64 (W,).
         accepted, feasible, terminated, truncated: bool (W,).
@@ -46,7 +40,7 @@ class EditBatch(EnvBatch):
         tasks: tasks from which episodes are sampled.
         count: number of walkers (W).
         neighbors: number of candidate edits (M).
-        edits: "neighbors" (an action selects a candidate edit) or "gap" (an action selects a gap and a mode).
+        edits: "neighbors" (an action selects a candidate edit) or "gap" (an action selects a gap and a change).
         budget: simulator calls per episode; a pair is a range, sampled log-uniformly; None means twice the gaps.
         accept, hot, cold, reward, shaping: see env.py.
         reference: points of overhead per task that reward="log" subtracts before the logarithm; None means 0.
@@ -68,8 +62,9 @@ class EditBatch(EnvBatch):
         shaping: float = 0.0,
         reference: Sequence[float] | None = None,
     ) -> None:
-        for name, value, choices in (("edits", edits, EDITS), ("accept", accept, ACCEPT), ("reward", reward, REWARDS)):
-            one_of(name, value, choices)
+        one_of("edits", edits, ("neighbors", "gap"))
+        one_of("accept", accept, [rule.name.lower() for rule in Accept])
+        one_of("reward", reward, ("best", "log"))
         min_budget = budget[0] if isinstance(budget, tuple) else budget
         if neighbors < 1 or (min_budget is not None and min_budget < 1):
             raise ValueError(f"neighbors, budget: expected at least 1, got {neighbors} and {budget}")
@@ -78,7 +73,7 @@ class EditBatch(EnvBatch):
         super().__init__(tasks, count)
         self.by_gap = edits == "gap"
         self.budget = budget
-        self.accept = ACCEPT.index(accept)
+        self.accept = int(Accept[accept.upper()])
         self.hot = hot
         self.cold = cold
         self.logarithmic = reward == "log"
@@ -86,16 +81,16 @@ class EditBatch(EnvBatch):
         self.reference = [0.0] * len(self.tasks) if reference is None else list(reference)
         max_gaps = max(len(task.graph) for task in self.tasks)
         slots = 1 if self.by_gap else neighbors
-        self.actions = MODES * max_gaps if self.by_gap else neighbors
+        self.actions = N_CHANGES * max_gaps if self.by_gap else neighbors
         shapes = [(count, len(t.graph), len(t.program.kernels), slots) for t in self.tasks]
         self._walkers = [compiled.make_walkers(*shape) for shape in shapes]
         self._moves = [task.moves.fork(0) for task in self.tasks]
-        self.gaps = np.zeros((count, max_gaps, GAP_COLUMNS), np.float32)
+        self.gaps = np.zeros((count, max_gaps, n_columns(GAP)), np.float32)
         self.static = np.zeros((count, max_gaps, self.tasks[0].static.shape[1]), np.float32)
         static_bins = self.tasks[0].static_bins.shape[1]
-        self.bins = np.zeros((count, BINS, static_bins + BIN_COLUMNS), np.float32)
-        self.plan = np.zeros((count, WHOLE_COLUMNS), np.float32)
-        self.edits = np.full((count, slots, CHANGES), -1, np.int32)
+        self.bins = np.zeros((count, BINS, static_bins + n_columns(BIN)), np.float32)
+        self.plan = np.zeros((count, n_columns(PLAN)), np.float32)
+        self.edits = np.full((count, slots, MAX_CHANGES), -1, np.int32)
         self.mask = np.zeros((count, self.actions), np.int8)
         self.task = np.zeros(count, np.int64)
         self.best_overhead, self.effect_ns, self.temperature = np.zeros((3, count))
@@ -104,8 +99,13 @@ class EditBatch(EnvBatch):
         self.has_ended = np.ones(count, np.bool_)
         self._state = np.zeros(count, compiled.STATE)  # copies of the walkers' current records
         self._random = [np.random.default_rng() for _ in range(count)]
-        self._ages = np.log1p(np.arange(AGES))
+        self._ages = np.log1p(np.arange(2**14))  # larger ages are observed as the last
         self._ideal = np.array([task.ideal_ns for task in self.tasks], np.float64)
+
+    @property
+    def bin_state(self) -> NDArray[np.float32]:
+        """Columns of the bins that edits change, (W, BINS, columns of columns.BIN)."""
+        return self.bins[:, :, -n_columns(BIN) :]
 
     def seed(self, i: int, seed: int) -> None:
         """Seeds the tasks, neighbors and acceptance decisions of walker i."""
@@ -146,8 +146,11 @@ class EditBatch(EnvBatch):
         walkers.load[i] = moves.load
         walkers.rng[i] = self._random[i].integers(1, 2**63, dtype=np.uint64)
         walkers.best[i, : len(start.rows)] = start.rows
-        ns = start.iteration_ns
-        walkers.state[i] = ns, ns, 0, 0, 0, len(start.rows), self._calls(i, task), ns, 0
+        walkers.state[i] = 0
+        state = walkers.state[i]
+        state["now_ns"] = state["best_ns"] = state["time_ns"] = start.iteration_ns
+        state["best_rows"] = len(start.rows)
+        state["budget"] = self._calls(i, task)
         walkers.effect[i] = 0
         walkers.tried_at[i] = -1
         walkers.accepted_at[i] = 0
@@ -246,6 +249,8 @@ class EditBatch(EnvBatch):
         task = self.tasks[t]
         walkers = self._walkers[t]
         moves = self._moves[t]
+        # The plan is simulated again, because trials are not logged: a log takes 2 to 6 times as long as a simulation
+        # without one, and most trials are rejected.
         log = task.engine.log(walkers.rows[i][walkers.on[i]])
         compiled.show_plan(
             log,
@@ -256,8 +261,8 @@ class EditBatch(EnvBatch):
             float(task.graph.excess),
             moves.arrays[2],
             float(task.ideal_ns),
-            self.gaps[i],
-            self.bins[i, :, -BIN_COLUMNS:],
+            by_name(self.gaps, GAP)[i],
+            by_name(self.bin_state, BIN)[i],
         )
         np.clip(self.gaps[i], -BOUND, BOUND, out=self.gaps[i])
 
@@ -266,7 +271,7 @@ class EditBatch(EnvBatch):
         for t, members in self._by_task(mask):
             walkers = self._walkers[t]
             moves = self._moves[t]
-            compiled.show_trials(walkers, members, self._ages, self.gaps[:, :, PLAN_COLUMNS - 1 :])
+            compiled.show_trials(walkers, members, self._ages, by_name(self.gaps, GAP))
             self._state[members] = walkers.state[members]
             if self.by_gap:
                 self.mask[members] = 0
@@ -285,15 +290,14 @@ class EditBatch(EnvBatch):
         self.best_overhead[mask] = best_overhead
         self.temperature[mask] = temperature
         self.calls[mask] = state["steps"]
-        columns = [
-            np.log1p(100 * overhead) / 2,
-            np.log1p(300 * (overhead - best_overhead)),
-            progress,
-            np.log(temperature / 3e-4) / math.log(10),
-            np.log1p(state["since"]) / 4,
-            np.log1p(state["accepted"]) / 4,
-        ]
-        self.plan[mask] = np.stack(columns, 1).clip(-BOUND, BOUND)
+        columns = np.empty(len(state), PLAN)
+        columns["overhead"] = np.log1p(100 * overhead) / 2
+        columns["distance_to_best"] = np.log1p(300 * (overhead - best_overhead))
+        columns["progress"] = progress
+        columns["temperature"] = np.log(temperature / 3e-4) / math.log(10)
+        columns["since_best"] = np.log1p(state["since"]) / 4
+        columns["accepted"] = np.log1p(state["accepted"]) / 4
+        self.plan[mask] = columns.view(np.float32).reshape(-1, n_columns(PLAN)).clip(-BOUND, BOUND)
 
     def _times(self) -> NDArray[np.float64]:
         """Returns the iteration times of the current and the best plan, (W, 2)."""
@@ -306,8 +310,9 @@ class EditBatch(EnvBatch):
         ideal = self._ideal[self.task][:, None]
         if self.logarithmic:
             reference = np.array(self.reference)[self.task][:, None]
-            old, new = (np.log(np.maximum(100 * (t / ideal - 1) - reference, 0) + OFFSET) for t in (old_times, times))
-            gain = np.clip(old - new, -LARGEST, LARGEST)
+            # 0.3 points bound the reward of the last steps to the reference, and 1 that of a single edit.
+            old, new = (np.log(np.maximum(100 * (t / ideal - 1) - reference, 0) + 0.3) for t in (old_times, times))
+            gain = np.clip(old - new, -1.0, 1.0)
         else:
             gain = 100 * (old_times - times) / ideal
         self.rewards[mask] = (gain[:, 1] + self.shaping * gain[:, 0])[mask]
@@ -346,10 +351,10 @@ class EditBatch(EnvBatch):
         return spaces.Discrete(self.actions), spaces.Dict(
             {
                 "static": spaces.Box(-BOUND, BOUND, (gaps, features), np.float32),
-                "gaps": spaces.Box(-BOUND, BOUND, (gaps, GAP_COLUMNS), np.float32),
+                "gaps": spaces.Box(-BOUND, BOUND, (gaps, n_columns(GAP)), np.float32),
                 "bins": spaces.Box(-BOUND, BOUND, (BINS, self.bins.shape[2]), np.float32),
-                "plan": spaces.Box(-BOUND, BOUND, (WHOLE_COLUMNS,), np.float32),
-                "edits": spaces.Box(-1, MODES * gaps - 1, (self.edits.shape[1], CHANGES), np.int32),
+                "plan": spaces.Box(-BOUND, BOUND, (n_columns(PLAN),), np.float32),
+                "edits": spaces.Box(-1, N_CHANGES * gaps - 1, (self.edits.shape[1], MAX_CHANGES), np.int32),
                 "action_mask": spaces.Box(0, 1, (self.actions,), np.int8),
                 "task": spaces.Discrete(len(self.tasks)),
             }

@@ -7,6 +7,7 @@ undone by another edit.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gymnasium.vector import AutoresetMode
@@ -17,6 +18,7 @@ from envs.edit.batch import EditBatch
 from envs.edit.starts import STARTS, floor_of
 from envs.edit.task import EditTask
 from envs.memory_env import Limit, MachineLike, OneOrMore, ProgramLike, each_task
+from envs.options import flat_options
 from simulator.plan import Plan
 
 __all__ = ["MemoryEditEnv", "MemoryEditVectorEnv", "make_edit_tasks"]
@@ -39,31 +41,60 @@ def make_edit_tasks(
     return [EditTask(*task_args, mode, min_bytes, maker) for task_args in each_task(program, machine, limit)]
 
 
-def _batch(tasks: list[EditTask], count: int, reward: str, reference: str, **options: Any) -> EditBatch:
-    """Returns a batch of walkers whose reward is relative to each task's reference."""
-    references = None
-    if reward == "log" and one_of("reference", reference, ("floor", "ideal")) == "floor":
-        references = [floor_of(task) for task in tasks]
-    return EditBatch(tasks, count, reward=reward, reference=references, **options)
+@dataclass(frozen=True)
+class EditOptions:
+    """Options of ``MemoryEditEnv``, which describes them, and of its vector form."""
+
+    program: OneOrMore[ProgramLike] | None = None
+    machine: OneOrMore[MachineLike] | None = None
+    limit: OneOrMore[Limit] = 0.7
+    min_bytes: int = 2**20
+    mode: str = "joint"
+    start: str | Plan = "heuristic"
+    edits: str = "neighbors"
+    neighbors: int = 64
+    budget: int | None = None
+    accept: str = "metropolis"
+    hot: float = 1e-3
+    cold: float = 3e-5
+    reward: str = "best"
+    shaping: float = 0.0
+    reference: str = "floor"
+    copy: bool = True
+
+    def batch(self, count: int) -> EditBatch:
+        """Returns a batch of ``count`` walkers; raises ValueError if an option is invalid."""
+        tasks = make_edit_tasks(self.program, self.machine, self.limit, self.min_bytes, self.mode, self.start)
+        references = None
+        if self.reward == "log" and one_of("reference", self.reference, ("floor", "ideal")) == "floor":
+            references = [floor_of(task) for task in tasks]
+        return EditBatch(
+            tasks,
+            count,
+            self.neighbors,
+            self.edits,
+            self.budget,
+            self.accept,
+            self.hot,
+            self.cold,
+            self.reward,
+            self.shaping,
+            references,
+        )
 
 
 class MemoryEditEnv(BatchEnv):
     """Edits one plan at a time.
 
-    Observation (G gaps of the largest task, M neighbors; floats are clipped to [-10, 10], sizes are relative to the
-    excess over the limit and times to the ideal iteration, so that no column depends on the program's size):
+    Observation (G gaps of the largest task, M neighbors). The float columns that edits change are listed in columns.py.
 
-    - ``static`` (G, F) float32: columns of a gap that no edit changes (gap_graph.py), and the log prior of its modes.
-    - ``gaps`` (G, 32) float32: mode (4, one-hot), shifted; stall at the next use, stalls for memory and for data
-      within, share of all stalls, least slack / size, whether it can be filled, share of its time without slack;
-      delay of the swap-out, lead of the swap-in at its end and start, recomputation; steps since its last change;
-      and for each of its 5 actions the effect of the last trial, steps and accepted edits since then.
-    - ``bins`` (64, 19) float32: 12 static columns of each bin of time; least and mean slack, stalls for data and
-      memory, load of both links, recomputation.
-    - ``plan`` (6,) float32: overhead, distance to the best plan, fraction of the budget used, temperature, trials since
-      the best plan, accepted edits.
-    - ``edits`` (M, 10) int32: the changes of each neighbor as gap * 5 + mode, padded with -1; modes: 0 fill, 1 swap,
-      2 recompute, 3 recompute and keep, 4 shift.
+    - ``static`` (G, F) float32: columns of a gap that no edit changes (gap_graph.py), and the log prior of its choices.
+    - ``gaps`` (G, columns) float32: the choice in each gap, stalls and free memory within it, copies and recomputation,
+      and results of the last trials of its changes.
+    - ``bins`` (64, 12 + columns) float32: static columns of each bin of time; then slack, stalls, load of the link and
+      recomputation.
+    - ``plan`` (columns,) float32: overhead, distance to the best plan, and the state of the search.
+    - ``edits`` (M, MAX_CHANGES) int32: the changes of each neighbor as gap * N_CHANGES + ``Change``, padded with -1.
     - ``action_mask`` (M,) int8. ``task`` int64: index into ``env.unwrapped.tasks``, which hold the static graph.
 
     Args:
@@ -76,7 +107,7 @@ class MemoryEditEnv(BatchEnv):
             and the best published heuristic's plan), "heuristic" (that plan only), "empty" (every gap emptied in its
             first mode) or a Plan. ``reset(options={"start": i})`` selects the i-th fastest instead of the fastest.
         edits: "neighbors": the action is one of ``neighbors`` edits, including their repair; "gap": the action is a
-            gap and a mode (gap * 5 + mode), and the repair is not observed in advance.
+            change (gap * N_CHANGES + ``Change``), and the repair is not observed in advance.
         neighbors: M.
         budget: simulator calls of an episode; None: twice the task's gaps.
         accept: "metropolis" (the temperature falls from ``hot`` to ``cold``, as fractions of the ideal time), "better"
@@ -96,42 +127,9 @@ class MemoryEditEnv(BatchEnv):
     _options: ClassVar[tuple[str, ...]] = ("task", "start")
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]
 
-    def __init__(
-        self,
-        program: OneOrMore[ProgramLike] | None = None,
-        machine: OneOrMore[MachineLike] | None = None,
-        limit: OneOrMore[Limit] = 0.7,
-        min_bytes: int = 2**20,
-        mode: str = "joint",
-        start: str | Plan = "heuristic",
-        edits: str = "neighbors",
-        neighbors: int = 64,
-        budget: int | None = None,
-        accept: str = "metropolis",
-        hot: float = 1e-3,
-        cold: float = 3e-5,
-        reward: str = "best",
-        shaping: float = 0.0,
-        reference: str = "floor",
-        copy: bool = True,
-    ) -> None:
-        tasks = make_edit_tasks(program, machine, limit, min_bytes, mode, start)
-        super().__init__(
-            _batch(
-                tasks,
-                1,
-                reward,
-                reference,
-                neighbors=neighbors,
-                edits=edits,
-                budget=budget,
-                accept=accept,
-                hot=hot,
-                cold=cold,
-                shaping=shaping,
-            ),
-            copy,
-        )
+    @flat_options
+    def __init__(self, options: EditOptions) -> None:
+        super().__init__(options.batch(1), options.copy)
 
     @property
     def best_plan(self) -> Plan:
@@ -148,48 +146,15 @@ class MemoryEditVectorEnv(BatchVectorEnv):
 
     _batch: EditBatch
 
+    @flat_options
     def __init__(
         self,
         num_envs: int,
-        program: OneOrMore[ProgramLike] | None = None,
-        machine: OneOrMore[MachineLike] | None = None,
-        limit: OneOrMore[Limit] = 0.7,
-        min_bytes: int = 2**20,
-        mode: str = "joint",
-        start: str | Plan = "heuristic",
-        edits: str = "neighbors",
-        neighbors: int = 64,
-        budget: int | None = None,
-        accept: str = "metropolis",
-        hot: float = 1e-3,
-        cold: float = 3e-5,
-        reward: str = "best",
-        shaping: float = 0.0,
-        reference: str = "floor",
-        copy: bool = True,
+        options: EditOptions,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         max_episode_steps: int | None = None,
     ) -> None:
-        tasks = make_edit_tasks(program, machine, limit, min_bytes, mode, start)
-        super().__init__(
-            num_envs,
-            _batch(
-                tasks,
-                num_envs,
-                reward,
-                reference,
-                neighbors=neighbors,
-                edits=edits,
-                budget=budget,
-                accept=accept,
-                hot=hot,
-                cold=cold,
-                shaping=shaping,
-            ),
-            copy,
-            autoreset_mode,
-            max_episode_steps,
-        )
+        super().__init__(num_envs, options.batch(num_envs), options.copy, autoreset_mode, max_episode_steps)
 
     def best_plan(self, i: int) -> Plan:
         """Returns the best plan of environment i's episode."""

@@ -6,9 +6,7 @@ import numpy as np
 
 from envs.edit.task import EditTask
 from simulator.compiled.encoding import Ints
-from simulator.modes import STAYS
-
-LEAST = 0.03  # added to every probability, so that every neighbor can be drawn
+from simulator.modes import Choice
 
 
 def empty(task: EditTask) -> list[Ints]:
@@ -43,13 +41,13 @@ def policy_plans(task: EditTask, samples: int | None = None, seed: int = 0, unti
         seed: seed of the samples.
         until: time.monotonic() after which sampling stops.
     """
-    from agents.learned.policy import SAMPLES, WEIGHTS, GuidedSearch, decode_plans
+    from agents.learned.policy import OPTIONS, SAMPLES, WEIGHTS, GuidedSearch, decode_plans
     from agents.learned.policy_net import trained
 
     search = GuidedSearch(task.engine, task.moves)
     decode_plans(trained(WEIGHTS), search, task.mode, SAMPLES if samples is None else samples, seed=seed, until=until)
-    task.priors = np.maximum(task.moves.weights - LEAST, 0.0)
-    task.priors[:, STAYS] = 1.0 - task.priors.sum(1)
+    task.priors = np.maximum(task.moves.weights - OPTIONS.min_smoothing, 0.0)  # without what lets the moves be unlikely
+    task.priors[:, Choice.RESIDENT] = 1.0 - task.priors.sum(1)
     return [rows for _, rows in search.plans]
 
 

@@ -8,20 +8,16 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.edit.walkers import BINS, Times
+from envs.edit.columns import BOUND
+from envs.edit.walkers import Times
 from simulator.compiled.encoding import NEVER, Ints, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import check_mode
-from simulator.moves.gap_graph import UNDECIDED, GapGraph
+from simulator.modes import Choice, check_mode
+from simulator.moves.gap_graph import BINS, UNDECIDED, GapGraph
 from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
-
-# least prior probability; divisor of its logarithm
-PRIOR_FLOOR = 1e-3
-PRIOR_SCALE = 3.0
-BOUND = 10.0  # observations are clipped to [-BOUND, BOUND]
 
 
 class Start(NamedTuple):
@@ -44,7 +40,7 @@ class EditTask:
         start: a plan, or a function from the task to the rows of plans (starts.py).
 
     Attributes:
-        static: (G, F) float32 columns of the gaps that no edit changes; the last four are the log prior of each mode.
+        static: (G, F) float32 columns of the gaps that no edit changes; the last four: log prior of each ``Choice``.
         static_bins: (BINS, 12) float32 columns of the bins of time that no edit changes.
         starts: feasible start plans, fastest first.
         start_calls: simulator calls spent on them.
@@ -69,7 +65,7 @@ class EditTask:
         self.min_bytes = min_bytes
         self.ideal_ns = max(program.ideal_ns, 1)
         self.graph = GapGraph(program, machine, self.limit, self.moves, mode)
-        self.priors = np.full((len(self.graph), 4), 0.25)
+        self.priors = np.full((len(self.graph), len(Choice)), 1 / len(Choice))
         self.starts = self._starts(start)
         self.start_calls = self.engine.calls
         self.static = self._static()
@@ -92,7 +88,8 @@ class EditTask:
         return sorted(feasible, key=lambda candidate: candidate.iteration_ns)
 
     def _static(self) -> NDArray[np.float32]:
-        prior = np.where(self.graph.ways, np.log(np.maximum(self.priors, PRIOR_FLOOR)) / PRIOR_SCALE, -PRIOR_SCALE)
+        # Scaled to the range of the other columns. A choice that the gap does not have is less likely than any other.
+        prior = np.where(self.graph.allowed, np.log(np.maximum(self.priors, 1e-3)) / 3, -3.0)
         columns = np.concatenate([self.graph.static, prior], 1).clip(-BOUND, BOUND)
         return columns.astype(np.float32)
 
@@ -102,4 +99,4 @@ class EditTask:
         begins = np.array(self.program.start_ns[:n], np.float64)
         bins = np.minimum((begins / self.ideal_ns * BINS).astype(np.int64), BINS - 1)
         duration = np.array([kernel.duration_ns for kernel in self.program.kernels], np.float64)
-        return Times(bins, duration, np.zeros((5, n)), np.zeros((4, m)), np.zeros(m, np.int64))
+        return Times(bins, duration, np.zeros(m, np.int64), *np.zeros((5, n)), *np.zeros((3, m)))

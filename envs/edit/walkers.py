@@ -1,18 +1,20 @@
 """Compiled steps of ``GpuMemoryEdit-v0``: neighbors of a plan, their trials, and features of the simulation log.
 
 A walker is a plan under edit. All walkers of a task share the arrays of ``Walkers``, one row each. A neighbor is a
-list of changes, each a gap and a mode (FILL to SHIFT), proposed, repaired and pruned by plan_moves.py.
+list of changes (columns.py), proposed, repaired and pruned by plan_moves.py.
 """
 
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.columns import integers
+from envs.edit.columns import MAX_CHANGES, N_CHANGES, Change
 from simulator.compiled.encoding import (
     AFTER,
     BEFORE,
@@ -25,22 +27,32 @@ from simulator.compiled.encoding import (
 )
 from simulator.compiled.jit import stage
 from simulator.compiled.scoring import score_one
-from simulator.modes import KEPT, RECOMPUTED, SWAPPED
-from simulator.moves.plan_moves import PlanArrays, _shifted, _start, propose, prune, put, repair, rows_in_use, uniform
+from simulator.modes import Choice
+from simulator.moves.gap_graph import BINS
+from simulator.moves.plan_moves import (
+    PlanArrays,
+    propose,
+    prune,
+    put,
+    repair,
+    rows_in_use,
+    shift_row,
+    start_proposal,
+    uniform,
+)
 
-# changes of a gap; 1 to 3 are SWAPPED, RECOMPUTED, KEPT
-FILL = 0
-SHIFT = 4
-MODES = 5
-CHANGES = 10  # maximum changes of a neighbor
-BINS = 64  # bins of time per iteration
-PLAN_COLUMNS = 17
-TRIAL_COLUMNS = 3
-BIN_COLUMNS = 7
-WHOLE_COLUMNS = 6
-METROPOLIS, BETTER, ALWAYS = range(3)
-LOOK = 0.02  # fraction of the ideal time by which a plan may be slower before its simulation is stopped
-FAILED = 2.0  # points: effect reported for an infeasible plan, or one slower by more than LOOK
+# Points to which effects are clipped: the simulation of a plan that is slower by more is stopped, and the plan counts
+# as infeasible.
+MAX_EFFECT = 2.0
+
+
+class Accept(IntEnum):
+    """Rule by which a trial's plan replaces the current one."""
+
+    METROPOLIS = 0
+    BETTER = 1
+    ALWAYS = 2
+
 
 # State of a walker: times of the current and the best plan; edits tried, accepted, and tried since the best plan; rows
 # of the best plan; the budget; result of the last trial: time_ns (NEVER: infeasible) and acceptance (``accept``).
@@ -56,12 +68,12 @@ class Walkers(NamedTuple):
     rng: NDArray[np.uint64]  # (W, 1)
     state: NDArray[Any]  # (W,) STATE
     best: NDArray[np.int64]  # (W, m, 6)
-    codes: NDArray[np.int64]  # (W, M, CHANGES) gap * MODES + mode, or -1
-    changed_rows: NDArray[np.int64]  # (W, M, CHANGES, 6)
+    codes: NDArray[np.int64]  # (W, M, MAX_CHANGES) gap * N_CHANGES + change, or -1
+    changed_rows: NDArray[np.int64]  # (W, M, MAX_CHANGES, 6)
     counts: NDArray[np.int64]  # (W, M) changes of each neighbor; 0: no neighbor found
-    effect: NDArray[np.float32]  # (W, m, MODES) effect of the last trial of each mode
-    tried_at: NDArray[np.int64]  # (W, m, MODES) state.steps at that trial, or -1
-    accepted_at: NDArray[np.int64]  # (W, m, MODES) state.accepted at that trial
+    effect: NDArray[np.float32]  # (W, m, N_CHANGES) effect of the last trial of each change
+    tried_at: NDArray[np.int64]  # (W, m, N_CHANGES) state.steps at that trial, or -1
+    accepted_at: NDArray[np.int64]  # (W, m, N_CHANGES) state.accepted at that trial
     changed_at: NDArray[np.int64]  # (W, m) state.steps at the gap's last change, or -1
 
 
@@ -74,18 +86,18 @@ def _log(x, scale):
 @stage(entry=True)
 def effect_of(ns, now_ns, ideal):
     """Returns the observed effect of a trial: log-scaled points of overhead in [-1.24, 1.24]."""
-    points = FAILED if ns >= NEVER else min(max(100.0 * (ns - now_ns) / ideal, -FAILED), FAILED)
+    points = MAX_EFFECT if ns >= NEVER else min(max(100.0 * (ns - now_ns) / ideal, -MAX_EFFECT), MAX_EFFECT)
     return _log(points, 20.0) / 3
 
 
 @stage
-def mode_of(on, rows, g):
-    """Returns the mode of gap g: FILL, SWAPPED, RECOMPUTED or KEPT."""
+def choice_in(on, rows, g):
+    """Returns the ``Choice`` of a plan in gap g."""
     if not on[g]:
-        return 0
+        return Choice.RESIDENT
     if rows[g, KIND] == RECOMPUTE:
-        return KEPT if rows[g, EXTRA] == 1 else RECOMPUTED
-    return SWAPPED
+        return Choice.CHAIN_KEPT if rows[g, EXTRA] == 1 else Choice.RECOMPUTED
+    return Choice.SWAPPED
 
 
 @stage
@@ -105,26 +117,29 @@ def plan_of(walkers, i):
 
 @stage
 def _read_changes(current, new, differ, codes, rows):
-    """Writes the changes from ``current`` to ``new`` and returns their number; 0 if there are more than CHANGES."""
+    """Writes the changes from ``current`` to ``new`` and returns their number; 0 if there are more than MAX_CHANGES."""
     count = 0
     codes[:] = -1
-    if differ[0] < 0:
+    if differ[0] < 0:  # too many gaps changed to be recorded
         return 0
     for j in range(differ[0]):
         g = differ[1 + j]
+        # A move and its repair may touch a gap several times; only the difference counts.
         seen = False
         for c in range(count):
-            seen = seen or codes[c] // MODES == g
+            seen = seen or codes[c] // N_CHANGES == g
         if seen:
             continue
-        old_mode = mode_of(current.on, current.rows, g)
-        new_mode = mode_of(new.on, new.rows, g)
-        if old_mode == new_mode and (new_mode == FILL or _equal_rows(new.rows[g], current.rows[g])):
+        old = choice_in(current.on, current.rows, g)
+        chosen = choice_in(new.on, new.rows, g)
+        if old == chosen and (chosen == Choice.RESIDENT or _equal_rows(new.rows[g], current.rows[g])):
             continue
-        if count == CHANGES:
+        if count == MAX_CHANGES:
             codes[:] = -1
             return 0
-        codes[count] = g * MODES + (SHIFT if old_mode == new_mode else new_mode)
+        codes[count] = g * N_CHANGES + chosen
+        if old == chosen:
+            codes[count] = g * N_CHANGES + Change.SHIFT
         for c in range(new.rows.shape[1]):
             rows[count, c] = new.rows[g, c]
         count += 1
@@ -156,33 +171,34 @@ def draw_all(walkers, members, limit, gaps, new, scratch):
 
 @stage(entry=True)
 def write_mask(walkers, members, gaps, mask):
-    """Writes to ``mask`` which (gap, mode) actions change the plan, (walkers, m * MODES)."""
+    """Writes to ``mask`` which (gap, change) actions change the plan, (walkers, m * N_CHANGES)."""
     for i in members:
         on = walkers.on[i]
         rows = walkers.rows[i]
         for g in range(on.shape[0]):
-            mode = mode_of(on, rows, g)
-            mask[i, g * MODES + FILL] = mask[i, g * MODES + SHIFT] = on[g]
-            for a in range(SWAPPED, SHIFT):
-                changes = gaps.weights[g, a] > 0.0 and not (mode == a and _equal_rows(rows[g], gaps.ways[g, a]))
-                mask[i, g * MODES + a] = changes
+            current = choice_in(on, rows, g)
+            actions = mask[i, g * N_CHANGES : (g + 1) * N_CHANGES]
+            actions[Change.FILL] = actions[Change.SHIFT] = on[g]
+            for choice in range(Choice.SWAPPED, gaps.weights.shape[1]):
+                is_same = current == choice and _equal_rows(rows[g], gaps.choice_rows[g, choice])
+                actions[choice] = gaps.weights[g, choice] > 0.0 and not is_same
 
 
 @stage
-def _change_gap(rng, limit, gaps, current, new, scratch, g, mode):
-    """Sets ``new`` to the plan with gap g in another mode, repaired and pruned as in ``propose``; False on failure."""
+def _change_gap(rng, limit, gaps, current, new, scratch, g, change):
+    """Sets ``new`` to the plan with gap g changed, repaired and pruned as in ``propose``; False on failure."""
     nbytes = gaps.nbytes
     differ = scratch.differ
     rows = current.rows
-    _start(current, new, differ)
-    if mode == FILL:
+    start_proposal(current, new, differ)
+    if change == Change.FILL:
         put(new, nbytes, differ, g, False, rows[g])
-    elif mode == SHIFT:
-        _shifted(rng, rows[g], gaps.opens[g], gaps.since[g], current.load.shape[0], scratch.row)
+    elif change == Change.SHIFT:
+        shift_row(rng, rows[g], gaps.opens[g], gaps.since[g], current.load.shape[0], scratch.row)
         put(new, nbytes, differ, g, True, scratch.row)
     else:
-        put(new, nbytes, differ, g, True, gaps.ways[g, mode])
-        if not current.on[g]:
+        put(new, nbytes, differ, g, True, gaps.choice_rows[g, change])
+        if not current.on[g]:  # the freed memory may let other gaps be filled
             prune(rng, limit, nbytes, new, differ, g)
     return repair(rng, limit, gaps, new, differ, g)
 
@@ -195,8 +211,9 @@ def open_trial(state, rng, accept, hot, cold, ideal):
     state.since += 1
     progress = min(state.steps / max(state.budget, 1), 1.0)
     temperature = hot * (cold / hot) ** progress * ideal
-    margin = -temperature * math.log(1.0 - uniform(rng)) if accept == METROPOLIS else 0.0
-    state.accept = NEVER - 1 if accept == ALWAYS else now_ns + 1 + int(min(margin, 4e18 - now_ns))
+    margin = -temperature * math.log(1.0 - uniform(rng)) if accept == Accept.METROPOLIS else 0.0
+    # The margin is drawn before the trial, so that the simulation can stop at the threshold. It must not overflow.
+    state.accept = NEVER - 1 if accept == Accept.ALWAYS else now_ns + 1 + int(min(margin, 4e18 - now_ns))
 
 
 @stage
@@ -204,15 +221,17 @@ def apply_edit(walkers, i, slot, gaps, new, scratch):
     """Sets ``new`` to neighbor ``slot`` of walker i."""
     codes = walkers.codes[i, slot]
     changed = walkers.changed_rows[i, slot]
-    _start(plan_of(walkers, i), new, scratch.differ)
+    start_proposal(plan_of(walkers, i), new, scratch.differ)
     for c in range(walkers.counts[i, slot]):
-        put(new, gaps.nbytes, scratch.differ, codes[c] // MODES, codes[c] % MODES > 0, changed[c])
+        put(new, gaps.nbytes, scratch.differ, codes[c] // N_CHANGES, codes[c] % N_CHANGES != Change.FILL, changed[c])
 
 
 @stage
 def score_trial(state, rows, ideal, scratch, engine):
     """Simulates the first ``rows`` rows of scratch.plan; returns -1 if ``Engine.score`` is needed."""
-    return score_one(engine, scratch.plan, rows, max(state.accept, state.now_ns + int(LOOK * ideal)))
+    # Effects up to MAX_EFFECT are observed even of plans that will be rejected.
+    cutoff_ns = max(state.accept, state.now_ns + int(MAX_EFFECT / 100 * ideal))
+    return score_one(engine, scratch.plan, rows, cutoff_ns)
 
 
 @stage
@@ -224,11 +243,11 @@ def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
     is_accepted = ns < min(state.accept, NEVER)
     effect = effect_of(ns, state.now_ns, ideal)
     for c in range(walkers.counts[i, slot]):
-        g = codes[c] // MODES
-        mode = codes[c] % MODES
-        walkers.effect[i, g, mode] = effect
-        walkers.tried_at[i, g, mode] = state.steps
-        walkers.accepted_at[i, g, mode] = state.accepted
+        g = codes[c] // N_CHANGES
+        change = codes[c] % N_CHANGES
+        walkers.effect[i, g, change] = effect
+        walkers.tried_at[i, g, change] = state.steps
+        walkers.accepted_at[i, g, change] = state.accepted
         if is_accepted:
             walkers.changed_at[i, g] = state.steps
     if is_accepted:
@@ -256,15 +275,15 @@ def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
 def step(
     walkers, members, begin, answer_ns, actions, by_gap, accept, hot, cold, ideal, limit, gaps, new, scratch, engine
 ):
-    """Tries the edit that each of the walkers ``which[begin:]`` chooses, and accepts or rejects it.
+    """Tries the edit that each of the walkers ``members[begin:]`` chooses, and accepts or rejects it.
 
     Args:
         walkers: arrays of the task's walkers.
         members: indices of the walkers to step.
         begin: first position in ``members``.
         answer_ns: iteration time of the first walker's plan from ``Engine.score``; -1 if not requested.
-        actions: (walkers,) index of a neighbor, or gap * MODES + mode if ``by_gap``.
-        accept: METROPOLIS, BETTER or ALWAYS.
+        actions: (walkers,) index of a neighbor, or gap * N_CHANGES + change if ``by_gap``.
+        accept: an ``Accept``.
         hot, cold: first and last temperature, as fractions of ``ideal``.
         ideal: ideal iteration time, ns.
         limit: memory limit in bytes.
@@ -273,7 +292,7 @@ def step(
 
     Returns:
         The position in ``members`` of a walker whose plan needs ``Engine.score`` (plan in scratch.plan, number of rows
-        in state.time_ns), or len(which) when all are done.
+        in state.time_ns), or len(members) when all are done.
     """
     for position in range(begin, members.shape[0]):
         i = members[position]
@@ -287,7 +306,7 @@ def step(
             scratch.differ[0] = -1
             if by_gap:
                 current = plan_of(walkers, i)
-                valid = _change_gap(walkers.rng[i], limit, gaps, current, new, scratch, a // MODES, a % MODES)
+                valid = _change_gap(walkers.rng[i], limit, gaps, current, new, scratch, a // N_CHANGES, a % N_CHANGES)
                 walkers.counts[i, 0] = 0
                 if valid:
                     walkers.counts[i, 0] = _read_changes(
@@ -306,6 +325,7 @@ def step(
                 return position
         is_accepted = close_trial(walkers, i, slot, ns, rows, ideal, new, scratch)
         if not by_gap:
+            # After a rejection the other neighbors are still neighbors of the same plan.
             scratch.differ[0] = -1
             if not is_accepted:
                 draw(walkers, i, a, limit, gaps, new, scratch)
@@ -317,7 +337,7 @@ def step(
 
 @stage(entry=True)
 def show_trials(walkers, members, ages, out):
-    """Writes the trial columns of each gap to ``out``, (walkers, m, >= 1 + 3 MODES).
+    """Writes the columns of each gap that depend on trials to ``out``, columns.GAP (walkers, >= m).
 
     Args:
         ages: (most,) log(1 + age) for each age in steps.
@@ -327,67 +347,81 @@ def show_trials(walkers, members, ages, out):
         step_no = walkers.state[i].steps
         accepted = walkers.state[i].accepted
         for g in range(walkers.on.shape[1]):
+            gap = out[i, g]
             changed_step = walkers.changed_at[i, g]
-            out[i, g, 0] = 3.0 if changed_step < 0 else ages[min(step_no - changed_step, max_age)] / 4
-            for a in range(MODES):
-                tried_step = walkers.tried_at[i, g, a]
-                out[i, g, 1 + a] = walkers.effect[i, g, a]
-                out[i, g, 1 + MODES + a] = 3.0 if tried_step < 0 else ages[min(step_no - tried_step, max_age)] / 4
-                accepted_since = accepted - walkers.accepted_at[i, g, a]
-                out[i, g, 1 + 2 * MODES + a] = 3.0 if tried_step < 0 else ages[min(accepted_since, max_age)] / 3
+            gap.change_age = 3.0 if changed_step < 0 else ages[min(step_no - changed_step, max_age)] / 4
+            for change in range(N_CHANGES):
+                tried_step = walkers.tried_at[i, g, change]
+                accepted_since = accepted - walkers.accepted_at[i, g, change]
+                gap.effect[change] = walkers.effect[i, g, change]
+                gap.trial_age[change] = 3.0 if tried_step < 0 else ages[min(step_no - tried_step, max_age)] / 4
+                gap.accepted_since[change] = 3.0 if tried_step < 0 else ages[min(accepted_since, max_age)] / 3
 
 
 class Times(NamedTuple):
-    """Kernel times of a task and scratch arrays for ``show_plan``."""
+    """Kernel times of a task, and scratch arrays for ``show_plan``; all but the first two are of one iteration."""
 
     bin_of: NDArray[np.int64]  # (n,)
     duration: NDArray[np.float64]  # (n,) ns
-    kernels: NDArray[np.float64]  # (5, n): start, stall for data, for memory, recomputation, slack
-    copies: NDArray[np.float64]  # (4, m): copy out and in, start and end
     gap_of: NDArray[np.int64]  # (m,) gap of each row in use
+    start: NDArray[np.float64]  # (n,) ns
+    data_stall: NDArray[np.float64]  # (n,) ns of waiting for data before the kernel
+    memory_stall: NDArray[np.float64]  # (n,) ns of waiting for memory before the kernel
+    rerun: NDArray[np.float64]  # (n,) ns of recomputation before the kernel
+    slack: NDArray[np.float64]  # (n,) free bytes
+    out_end: NDArray[np.float64]  # (m,) ns, -1: no copy; the next two likewise
+    in_start: NDArray[np.float64]
+    in_end: NDArray[np.float64]
+
+
+@stage
+def _last_iteration(log):
+    """Returns the entries of a log's last two boundaries; before the first: -1; len(log) if it has none."""
+    end_entry = -1
+    for e in range(log.shape[0] - 1, -1, -1):
+        if log[e].event == Event.BOUNDARY:
+            if end_entry >= 0:
+                return e, end_entry
+            end_entry = e
+    return -1, log.shape[0] if end_entry < 0 else end_entry
 
 
 @stage
 def _read_log(log, times, plan, ideal, bins):
     """Reads the last complete iteration of a log into ``times`` and the link columns of ``bins``; returns the stall."""
-    kernels = times.kernels
-    copies = times.copies
-    n = times.duration.shape[0]
-    kernels[:, :] = 0.0
-    copies[:, :] = -1.0
+    times.start[:] = 0.0
+    times.data_stall[:] = 0.0
+    times.memory_stall[:] = 0.0
+    times.rerun[:] = 0.0
+    times.out_end[:] = -1.0
+    times.in_start[:] = -1.0
+    times.in_end[:] = -1.0
+    # The log names rows in use, observations gaps.
     rows = 0
     for g in range(plan.on.shape[0]):
         if plan.on[g]:
             times.gap_of[rows] = g
             rows += 1
-    end_entry = -1
-    begin_entry = -1
-    for e in range(log.shape[0] - 1, -1, -1):
-        if log[e].event == Event.BOUNDARY:
-            if end_entry < 0:
-                end_entry = e
-            else:
-                begin_entry = e
-                break
+    begin_entry, end_entry = _last_iteration(log)
     begin_ns = log[begin_entry].end if begin_entry >= 0 else 0
-    end_entry = log.shape[0] if end_entry < 0 else end_entry
     kernel = 0
     data = 0.0
     memory = 0.0
     rerun = 0.0
-    stall = 1.0
+    stall = 1.0  # not 0, because shares divide by it
     for e in range(begin_entry + 1, end_entry):
         event = log[e].event
         index = log[e].index
         took_ns = log[e].end - log[e].start
         if event == Event.RECOMPUTE:
             rerun += took_ns
-        elif event == Event.KERNEL and index < n:
+        elif event == Event.KERNEL and index < times.start.shape[0]:
+            # Stalls and recomputations are logged before the kernel that they delay.
             kernel = index
-            kernels[0, kernel] = log[e].start - begin_ns
-            kernels[1, kernel] += data
-            kernels[2, kernel] += memory
-            kernels[3, kernel] += rerun
+            times.start[kernel] = log[e].start - begin_ns
+            times.data_stall[kernel] += data
+            times.memory_stall[kernel] += memory
+            times.rerun[kernel] += rerun
             data = memory = rerun = 0.0
         elif event == Event.STALL and index != Cause.ISSUE:  # edits do not affect host stalls
             stall += took_ns
@@ -396,16 +430,93 @@ def _read_log(log, times, plan, ideal, bins):
             else:
                 memory += took_ns
         elif (event == Event.OUT or event == Event.IN) and index < rows:
-            c, column = (0, 4) if event == Event.OUT else (2, 5)
-            copies[c, times.gap_of[index]] = log[e].start - begin_ns
-            copies[c + 1, times.gap_of[index]] = log[e].end - begin_ns
+            g = times.gap_of[index]
+            if event == Event.OUT:
+                times.out_end[g] = log[e].end - begin_ns
+            else:
+                times.in_start[g] = log[e].start - begin_ns
+                times.in_end[g] = log[e].end - begin_ns
             remaining = took_ns / ideal * BINS
             b = times.bin_of[kernel]
             while remaining > 0.0:  # the link is busy in this bin and the next ones
-                bins[b, column] += min(remaining, 1.0)
+                if event == Event.OUT:
+                    bins[b].out_load += min(remaining, 1.0)
+                else:
+                    bins[b].in_load += min(remaining, 1.0)
                 remaining -= 1.0
                 b = b + 1 if b + 1 < BINS else 0
     return stall
+
+
+@stage
+def _show_bins(times, plan, limit, excess, ideal, bins):
+    """Writes the slack of each kernel, and all columns of ``bins`` but the link's."""
+    for b in range(BINS):
+        bins[b].least_slack = 4.0
+        bins[b].mean_slack = bins[b].data_stall = bins[b].memory_stall = bins[b].recomputation = 0.0
+    for k in range(plan.load.shape[0]):
+        times.slack[k] = limit - plan.load[k]
+        slack = times.slack[k] / excess
+        seen = bins[times.bin_of[k]]
+        seen.least_slack = min(seen.least_slack, slack)
+        seen.mean_slack += slack * times.duration[k] / ideal * BINS
+        seen.data_stall += times.data_stall[k]
+        seen.memory_stall += times.memory_stall[k]
+        seen.recomputation += times.rerun[k]
+    for b in range(BINS):
+        seen = bins[b]
+        seen.mean_slack = min(seen.mean_slack, 4.0)
+        seen.data_stall = _log(seen.data_stall / ideal, 1000.0) / 3
+        seen.memory_stall = _log(seen.memory_stall / ideal, 1000.0) / 3
+        seen.recomputation = _log(seen.recomputation / ideal, 1000.0) / 3
+        seen.out_load = min(seen.out_load, 3.0)
+        seen.in_load = min(seen.in_load, 3.0)
+
+
+@stage(inline=True)
+def _show_gap(times, plan, gaps, g, stall, ideal, out):
+    """Writes the columns of gap g that depend on the plan; ``stall``: of the whole iteration, ns."""
+    n = plan.load.shape[0]
+    nbytes = gaps.nbytes[g]
+    choice = choice_in(plan.on, plan.rows, g)
+    out.choice[:] = 0.0
+    out.choice[choice] = 1.0
+    is_default = choice == Choice.RESIDENT or _equal_rows(plan.rows[g], gaps.choice_rows[g, choice])
+    out.is_shifted = 0.0 if is_default else 1.0
+    # The bounds of the gap, which the current row may have shifted.
+    default = gaps.choice_rows[g, Choice.SWAPPED if gaps.weights[g, Choice.SWAPPED] > 0.0 else Choice.RECOMPUTED]
+    after = default[AFTER]
+    closing = default[BEFORE]
+    opening = after + 1 if after + 1 < n else 0
+    wraps = closing < opening
+    min_slack = 4.0 * nbytes
+    memory = 0.0
+    data = 0.0
+    tight_ns = 0.0
+    span_ns = 1.0
+    for part in range(2 if wraps else 1):
+        for k in range(0 if part else opening, n if wraps and not part else closing):
+            min_slack = min(min_slack, times.slack[k])
+            data += times.data_stall[k]
+            memory += times.memory_stall[k]
+            span_ns += times.duration[k]
+            if times.slack[k] < nbytes:
+                tight_ns += times.duration[k]
+    out.stall_at_use = _log(times.data_stall[closing] / ideal, 1000.0)
+    out.memory_stall = _log(memory / ideal, 1000.0)
+    out.data_stall = _log(data / ideal, 1000.0)
+    out.stall_share = (memory + data) / stall
+    out.slack = min_slack / nbytes
+    out.can_fill = 1.0 if plan.on[g] and min_slack >= nbytes else 0.0
+    out.tight_share = tight_ns / span_ns
+    out.out_delay = out.in_lead = out.in_start_lead = out.recomputation = 0.0
+    if choice == Choice.SWAPPED and times.out_end[g] >= 0.0:
+        out.out_delay = _log((times.out_end[g] - times.start[opening]) / ideal, 100.0)
+    if choice == Choice.SWAPPED and times.in_end[g] >= 0.0:
+        out.in_lead = _log((times.start[closing] - times.in_end[g]) / ideal, 100.0)
+        out.in_start_lead = _log((times.start[closing] - times.in_start[g]) / ideal, 100.0)
+    if choice > Choice.SWAPPED:
+        out.recomputation = _log(times.rerun[closing] / ideal, 1000.0)
 
 
 @stage(entry=True)
@@ -419,92 +530,33 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
         limit: memory limit in bytes.
         excess: maximum load above the limit without a plan, bytes.
         ideal: ideal iteration time, ns.
-        gap_out: (m, >= PLAN_COLUMNS - 1) output.
-        bin_out: (BINS, BIN_COLUMNS) output.
+        gap_out: columns.GAP (>= m,) output.
+        bin_out: columns.BIN (BINS,) output.
     """
     plan = plan_of(walkers, i)
-    nbytes = gaps.nbytes
-    on = plan.on
-    rows = plan.rows
-    m = plan.on.shape[0]
-    n = plan.load.shape[0]
-    kernels = times.kernels
-    copies = times.copies
-    duration = times.duration
-    gap_out[:, : PLAN_COLUMNS - 1] = 0.0
-    bin_out[:, :] = 0.0
-    stall = _read_log(log, times, plan, ideal, bin_out)
-    bin_out[:, 0] = 4.0
-    for k in range(n):
-        kernels[4, k] = limit - plan.load[k]
-        b = times.bin_of[k]
-        slack = kernels[4, k] / excess
-        bin_out[b, 0] = min(bin_out[b, 0], slack)
-        bin_out[b, 1] += slack * duration[k] / ideal * BINS
-        bin_out[b, 2] += kernels[1, k]
-        bin_out[b, 3] += kernels[2, k]
-        bin_out[b, 6] += kernels[3, k]
     for b in range(BINS):
-        bin_out[b, 1] = min(bin_out[b, 1], 4.0)
-        for c in (2, 3, 6):
-            bin_out[b, c] = _log(bin_out[b, c] / ideal, 1000.0) / 3
-        for c in (4, 5):
-            bin_out[b, c] = min(bin_out[b, c], 3.0)
-    for g in range(m):
-        out = gap_out[g]
-        mode = mode_of(on, rows, g)
-        out[mode] = 1.0
-        if mode > 0 and not _equal_rows(rows[g], gaps.ways[g, mode]):
-            out[4] = 1.0  # shifted
-        kind = SWAPPED if gaps.weights[g, SWAPPED] > 0.0 else RECOMPUTED
-        after = gaps.ways[g, kind, AFTER]
-        closing = gaps.ways[g, kind, BEFORE]
-        out[5] = _log(kernels[1, closing] / ideal, 1000.0)
-        opening = after + 1 if after + 1 < n else 0
-        k = opening
-        min_slack = 4.0 * nbytes[g]
-        memory = 0.0
-        data = 0.0
-        tight_ns = 0.0
-        span_ns = 1.0
-        while k != closing:
-            min_slack = min(min_slack, kernels[4, k])
-            data += kernels[1, k]
-            memory += kernels[2, k]
-            span_ns += duration[k]
-            if kernels[4, k] < nbytes[g]:
-                tight_ns += duration[k]
-            k = k + 1 if k + 1 < n else 0
-        out[6] = _log(memory / ideal, 1000.0)
-        out[7] = _log(data / ideal, 1000.0)
-        out[8] = (memory + data) / stall
-        out[9] = min_slack / nbytes[g]
-        out[10] = 1.0 if on[g] and min_slack >= nbytes[g] else 0.0
-        out[11] = tight_ns / span_ns
-        if mode == SWAPPED and copies[1, g] >= 0.0:
-            out[12] = _log((copies[1, g] - kernels[0, opening]) / ideal, 100.0)
-        if mode == SWAPPED and copies[3, g] >= 0.0:
-            out[13] = _log((kernels[0, closing] - copies[3, g]) / ideal, 100.0)
-            out[14] = _log((kernels[0, closing] - copies[2, g]) / ideal, 100.0)
-        if mode > SWAPPED:
-            out[15] = _log(kernels[3, closing] / ideal, 1000.0)
+        bin_out[b].out_load = bin_out[b].in_load = 0.0
+    stall = _read_log(log, times, plan, ideal, bin_out)
+    _show_bins(times, plan, limit, excess, ideal, bin_out)
+    for g in range(plan.on.shape[0]):
+        _show_gap(times, plan, gaps, g, stall, ideal, gap_out[g])
 
 
 def make_walkers(walkers: int, gaps: int, kernels: int, neighbors: int) -> Walkers:
     """Allocates the arrays for the given numbers of walkers, gaps, kernels and neighbors."""
     shape: tuple[Any, ...] = (walkers, gaps)
     return Walkers(
-        np.zeros((*shape, 6), np.int64),
-        np.zeros(shape, np.bool_),
-        np.zeros((walkers, kernels), np.int64),
-        np.ones((walkers, 1), np.uint64),
-        np.zeros(walkers, STATE),
-        np.zeros((*shape, 6), np.int64),
-        np.full((walkers, neighbors, CHANGES), -1, np.int64),
-        np.zeros((walkers, neighbors, CHANGES, 6), np.int64),
-        np.zeros((walkers, neighbors), np.int64),
-        np.zeros((*shape, MODES), np.float32),
-        np.full((*shape, MODES), -1, np.int64),
-        np.zeros((*shape, MODES), np.int64),
-        np.full(shape, -1, np.int64),
+        rows=np.zeros((*shape, 6), np.int64),
+        on=np.zeros(shape, np.bool_),
+        load=np.zeros((walkers, kernels), np.int64),
+        rng=np.ones((walkers, 1), np.uint64),
+        state=np.zeros(walkers, STATE),
+        best=np.zeros((*shape, 6), np.int64),
+        codes=np.full((walkers, neighbors, MAX_CHANGES), -1, np.int64),
+        changed_rows=np.zeros((walkers, neighbors, MAX_CHANGES, 6), np.int64),
+        counts=np.zeros((walkers, neighbors), np.int64),
+        effect=np.zeros((*shape, N_CHANGES), np.float32),
+        tried_at=np.full((*shape, N_CHANGES), -1, np.int64),
+        accepted_at=np.zeros((*shape, N_CHANGES), np.int64),
+        changed_at=np.full(shape, -1, np.int64),
     )

@@ -26,7 +26,7 @@ from agents.heuristics.superneurons import STRATEGIES, evictable_gaps, layer_byt
 from experiments.figures import published
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
-from simulator.modes import RECOMPUTED, SWAPPED
+from simulator.modes import Choice
 from simulator.plan import Decision, Plan, Recompute, Swap
 from simulator.program import Gap, Kernel, KernelKind, Phase, Program, Tensor, TensorKind
 
@@ -208,12 +208,12 @@ def plan(program: Program, offload: bool = True, strategy: str | None = None, br
     decisions: list[Decision] = [
         Swap(*gap, prefetch=gap.before - 1 if branches else _prefetch(program, gap), sync=True)
         for gap, kind in kinds.items()
-        if kind == SWAPPED and offload and program.kernels[gap.before].phase == "backward"
+        if kind == Choice.SWAPPED and offload and program.kernels[gap.before].phase == "backward"
     ]
     recomputed: dict[int, list[Gap]] = {}
     segment = segments(program)
     for gap, kind in kinds.items():
-        if kind == RECOMPUTED and strategy:
+        if kind == Choice.RECOMPUTED and strategy:
             recomputed.setdefault(segment[gap.tensor], []).append(gap)
     l_peak = max(layer_bytes(program, k) for k in range(len(program.kernels)))
     for gaps in recomputed.values():

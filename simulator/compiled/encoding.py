@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.decisions import KINDS, Decision, Recompute, Rerun, Row as Row, Swap
-from simulator.modes import KEPT, RECOMPUTED, SWAPPED
+from simulator.modes import Choice
 from simulator.program import Gap
 from simulator.schedule import NEVER as NEVER, Schedule
 from simulator.timeline import CAUSES, BlockEvent, Span
@@ -368,26 +368,28 @@ def columns_of(gaps: Iterable[Gap]) -> Ints:
     return np.fromiter(chain.from_iterable(gaps), np.int64).reshape(-1, 3)
 
 
-def row_of(gap: Gap, way: int) -> Row:
-    """Returns the row that empties ``gap`` by SWAPPED (without ``prefetch``), RECOMPUTED or KEPT."""
-    return (SWAP, *gap, -1, -1) if way == SWAPPED else (RECOMPUTE, *gap, int(way == KEPT), -1)
+def row_of(gap: Gap, choice: int) -> Row:
+    """Returns the row without optional kernels that evicts the tensor of ``gap`` by ``choice``, not RESIDENT."""
+    if choice == Choice.SWAPPED:
+        return SWAP, *gap, -1, -1
+    return RECOMPUTE, *gap, int(choice == Choice.CHAIN_KEPT), -1
 
 
-def way_of(row: Sequence[int]) -> int:
-    """Returns the way in which a row empties its gap, the inverse of ``row_of``; raises ValueError for other kinds."""
+def choice_of(row: Sequence[int]) -> Choice:
+    """Returns the choice that a row makes in its gap, the inverse of ``row_of``; raises ValueError for other kinds."""
     if row[KIND] == SWAP:
-        return SWAPPED
+        return Choice.SWAPPED
     if row[KIND] == RECOMPUTE:
-        return KEPT if row[EXTRA] == 1 else RECOMPUTED
-    raise ValueError(f"a row of kind {row[KIND]} empties its gap in no way that a planner knows")
+        return Choice.CHAIN_KEPT if row[EXTRA] == 1 else Choice.RECOMPUTED
+    raise ValueError(f"a row of kind {row[KIND]} makes no choice for a single gap")
 
 
-def rows_for(gaps: Iterable[Gap], way: int) -> Ints:
+def rows_for(gaps: Iterable[Gap], choice: int) -> Ints:
     """Returns ``row_of`` each gap, int64 (m, 6)."""
     columns = columns_of(gaps)
     rows = np.empty((len(columns), 6), np.int64)
     rows[:, 1:4] = columns
-    rows[:, [0, 4, 5]] = [row_of(Gap(0, 0, 0), way)[i] for i in (0, 4, 5)]
+    rows[:, [0, 4, 5]] = [row_of(Gap(0, 0, 0), choice)[i] for i in (0, 4, 5)]
     return rows
 
 

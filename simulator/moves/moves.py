@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.compiled.encoding import AFTER, BEFORE, KIND, RECOMPUTE, SWAP, TENSOR, WHEN, Ints, rows_for
-from simulator.modes import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
+from simulator.modes import Choice, evictions
 from simulator.moves import plan_moves
 from simulator.moves.plan_moves import Gaps, PlanArrays, Scratch
 from simulator.program import Gap, Program
@@ -22,8 +22,8 @@ class Moves:
     """Candidate gaps of a program, the current plan of the search, and the proposed plan.
 
     Args:
-        weights: float64 (m, 4), relative probability of each choice (SWAPPED, RECOMPUTED, KEPT) for each of the m gaps
-            of ``program.gaps(min_bytes)``; None: uniform.
+        weights: float64 (m, 4), relative probability of each ``Choice`` in each of the m gaps of
+            ``program.gaps(min_bytes)``; None: uniform.
 
     Attributes:
         gaps: Gaps that can be emptied in at least one way.
@@ -35,25 +35,25 @@ class Moves:
         self, program: Program, limit: int, mode: str, min_bytes: int, seed: int, weights: Floats | None = None
     ) -> None:
         gaps = program.gaps(min_bytes)
-        ways = [ways_to_empty(program, gap, mode) for gap in gaps]
-        usable = [i for i, w in enumerate(ways) if w]
+        choices = [evictions(program, gap, mode) for gap in gaps]
+        usable = [i for i in range(len(gaps)) if choices[i]]
         self.gaps = [gaps[i] for i in usable]
         self.index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
         m = len(usable)
         self._live_bytes = np.array(program.live_bytes, np.int64)
         self._gaps = Gaps(
             np.array([program.tensors[g.tensor].nbytes for g in self.gaps], np.int64),
-            np.zeros((m, KEPT + 1, 6), np.int64),
-            np.zeros((m, KEPT + 1)),
+            np.zeros((m, len(Choice), 6), np.int64),
+            np.zeros((m, len(Choice))),
             np.array([g.after for g in self.gaps], np.int64),
             np.array([since_write(program, g) for g in self.gaps], np.int64),
             _earlier(program, self.gaps),
         )
         self.weights = self._gaps.weights
-        for way in (SWAPPED, RECOMPUTED, KEPT):
-            allowed = [i for i, j in enumerate(usable) if way in ways[j]]
-            self._gaps.ways[allowed, way] = rows_for([self.gaps[i] for i in allowed], way)
-            self.weights[allowed, way] = 1.0 if weights is None else weights[[usable[i] for i in allowed], way]
+        for choice in Choice:
+            allowed = [i for i, j in enumerate(usable) if choice in choices[j]]
+            self._gaps.choice_rows[allowed, choice] = rows_for([self.gaps[i] for i in allowed], choice)
+            self.weights[allowed, choice] = 1.0 if weights is None else weights[[usable[i] for i in allowed], choice]
         self.limit = limit
         self._init_private(seed)
 
@@ -61,13 +61,13 @@ class Moves:
         """Creates the attributes that searches do not share."""
         self._rng = np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
         self._current, self._proposal = self._empty(), self._empty()
-        capacity = len(self.gaps) + 2 * plan_moves.PRUNE + 8
+        capacity = len(self.gaps) + 2 * plan_moves.OPTIONS.prunes + 8
         self._scratch = Scratch(np.full(capacity, -1, np.int64), np.empty(6, np.int64), np.empty_like(self.rows))
 
     def _empty(self) -> PlanArrays:
         first = self.weights.argmax(1)
         m = len(self.gaps)
-        return PlanArrays(self._gaps.ways[np.arange(m), first], np.zeros(m, np.bool_), self._live_bytes.copy())
+        return PlanArrays(self._gaps.choice_rows[np.arange(m), first], np.zeros(m, np.bool_), self._live_bytes.copy())
 
     @property
     def rows(self) -> Ints:
@@ -120,7 +120,7 @@ class Moves:
         return self._rng, self.limit, gaps, self._current, self._proposal, self._scratch
 
     def propose(self) -> Ints | None:
-        """Returns a copy of a neighbor plan that fits, int64 (k, 6); None after ``TRIES`` moves without one."""
+        """Returns a copy of a neighbor plan that fits, int64 (k, 6); None if no move leads to one."""
         rows = plan_moves.propose(*self.arrays)
         return self.proposed(rows).copy() if rows >= 0 else None
 

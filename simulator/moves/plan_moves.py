@@ -7,7 +7,7 @@ repaired by emptying random gaps that are open where the load is largest. Moves:
 - fill: an emptied gap is filled, then the plan is repaired;
 - empty: a gap is emptied, then random emptied gaps are filled while the limit holds;
 - shift: ``after``, ``copy`` or ``prefetch`` of a swap changes, or ``at`` of a recomputation;
-- way: an emptied gap changes between swap, recompute, and recompute with ``keep``.
+- choice: an emptied gap changes between swap, recompute, and recompute with ``keep``.
 """
 
 from __future__ import annotations
@@ -20,23 +20,30 @@ from numpy.typing import NDArray
 
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, RECOMPUTE, SWAP, WHEN
 from simulator.compiled.jit import stage
-from simulator.modes import KEPT, RECOMPUTED, SWAPPED
+from simulator.modes import Choice
 
-# probabilities of moves; the rest are shifts and ways
-FILL = 0.4
-EMPTY = 0.4
-PRUNE = 3  # gaps that an empty move tries to fill
-SHIFT = 8.0  # mean of a shift, in kernels
-EARLY = 0.2  # probability that a recomputed gap picked for a shift is shifted
-TRIES = 100  # moves tried before giving up
+
+class MoveOptions(NamedTuple):
+    """Tuning of the moves; a change alters the plans of every search."""
+
+    fill_prob: float = 0.4
+    empty_prob: float = 0.4  # otherwise an emptied gap is shifted or changes its choice
+    choice_prob: float = 0.5  # of another choice in place of a shift, if the gap has several
+    early_prob: float = 0.2  # that a recomputation picked for a shift is shifted
+    mean_shift: float = 8.0  # kernels
+    prunes: int = 3  # gaps that an empty move tries to fill
+    tries: int = 100  # moves tried before giving up
+
+
+OPTIONS = MoveOptions()
 
 
 class Gaps(NamedTuple):
     """The m candidate gaps of a program with n kernels."""
 
     nbytes: NDArray[np.int64]  # (m,)
-    ways: NDArray[np.int64]  # (m, 4, 6) row of each way to empty a gap
-    weights: NDArray[np.float64]  # (m, 4) relative probability of each way
+    choice_rows: NDArray[np.int64]  # (m, 4, 6) row of each ``Choice``; of RESIDENT: unused
+    weights: NDArray[np.float64]  # (m, 4) relative probability of each ``Choice``; of RESIDENT: 0
     opens: NDArray[np.int64]  # (m,) kernel after which a gap is open
     since: NDArray[np.int64]  # (m,) kernels from the last write to ``opens``
     earlier: NDArray[np.int64]  # (m,) previous gap of the same tensor, or -1
@@ -87,13 +94,13 @@ def add_between(load, after, before, nbytes):
 
 
 @stage
-def _back(row):
+def _restored_before(row):
     """Returns the kernel before which the tensor is resident again."""
     return row[WHEN] if row[KIND] == RECOMPUTE and row[WHEN] >= 0 else row[BEFORE]
 
 
 @stage
-def _differs(differ, i):
+def _record_change(differ, i):
     """Records that gap i of the proposed plan may differ from the current one."""
     count = differ[0]
     if 0 <= count < differ.shape[0] - 1:
@@ -104,8 +111,9 @@ def _differs(differ, i):
 
 
 @stage
-def _start(now, new, differ):
+def start_proposal(now, new, differ):
     """Copies the current plan to the proposed one."""
+    # A rejected proposal differs from the current plan in few gaps: only these are copied back.
     count = differ[0]
     for j in range(count if count >= 0 else now.on.shape[0]):
         i = differ[1 + j] if count >= 0 else j
@@ -120,12 +128,12 @@ def _start(now, new, differ):
 @stage(entry=True)
 def put(plan, nbytes, differ, i, empty, row):
     """Empties gap i of a plan as ``row`` specifies, or fills it."""
-    _differs(differ, i)
+    _record_change(differ, i)
     rows = plan.rows
     if plan.on[i]:
-        add_between(plan.load, rows[i, AFTER], _back(rows[i]), nbytes[i])
+        add_between(plan.load, rows[i, AFTER], _restored_before(rows[i]), nbytes[i])
     if empty:
-        add_between(plan.load, row[AFTER], _back(row), -nbytes[i])
+        add_between(plan.load, row[AFTER], _restored_before(row), -nbytes[i])
     plan.on[i] = empty
     for c in range(rows.shape[1]):
         rows[i, c] = row[c]
@@ -144,8 +152,8 @@ def _fits(load, after, before, room):
 
 
 @stage
-def _pick(rng, on, is_on):
-    """Returns a random gap that is on (or off); -1 if none is."""
+def _sample_gap(rng, on, is_on):
+    """Returns a random gap that is emptied (or filled, if not ``is_on``); -1 if none is."""
     count = 0
     for i in range(on.shape[0]):
         count += on[i] == is_on
@@ -161,69 +169,77 @@ def _pick(rng, on, is_on):
 
 
 @stage
-def _weighted_off(rng, on, weights, rows, moved, k):
+def _total_weight(weights, i):
+    """Returns the weight of all choices that empty gap i."""
+    return weights[i, Choice.SWAPPED] + weights[i, Choice.RECOMPUTED] + weights[i, Choice.CHAIN_KEPT]
+
+
+@stage
+def _sample_filled_gap(rng, on, weights, rows, moved, k):
     """Returns a random filled gap, by weight; with k >= 0, one that is open at kernel k and not ``moved``."""
     total = 0.0
-    for pass_index in range(2):
-        threshold = uniform(rng) * total if pass_index else 0.0
+    for is_draw in range(2):  # the first pass sums the weights
+        threshold = uniform(rng) * total if is_draw else 0.0
         for i in range(on.shape[0]):
             if on[i] or i == moved:
                 continue
             if k >= 0:
                 after = rows[i, AFTER]
                 before = rows[i, BEFORE]
-                inside = after < k < before if after < before else k > after or k < before
-                if not inside:
+                is_open = after < k < before if after < before else k > after or k < before
+                if not is_open:
                     continue
-            w = weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT]
-            if pass_index:
-                threshold -= w
+            weight = _total_weight(weights, i)
+            if is_draw:
+                threshold -= weight
                 if threshold < 0.0:
                     return i
             else:
-                total += w
+                total += weight
     return -1
 
 
 @stage
-def _way(rng, weights, i):
-    """Returns a random way to empty gap i, by weight."""
-    threshold = uniform(rng) * (weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT])
-    for way in range(SWAPPED, KEPT):
-        threshold -= weights[i, way]
+def _sample_choice(rng, weights, i):
+    """Returns a random choice that empties gap i, by weight."""
+    threshold = uniform(rng) * _total_weight(weights, i)
+    last: int = Choice.SWAPPED
+    for choice in range(Choice.SWAPPED, weights.shape[1]):
+        threshold -= weights[i, choice]
         if threshold < 0.0:
-            return way
-    for way in range(KEPT, SWAPPED, -1):  # only reached by rounding: the last way
-        if weights[i, way] > 0.0:
-            return way
-    return SWAPPED
+            return choice
+        if weights[i, choice] > 0.0:
+            last = choice
+    return last  # rounding may leave a remainder after the last choice
 
 
 @stage
-def _shifted(rng, row, opens, since, n, out):
+def shift_row(rng, row, opens, since, n, out):
     """Writes a swap with other optional kernels, or a recomputation with another ``at``, into ``out`` (see Gaps)."""
     for c in range(row.shape[0]):
         out[c] = row[c]
-    shift = int(-SHIFT * math.log(1.0 - uniform(rng)))
+    # Exponential distances: most useful kernels are close to the gap's ends.
+    shift = int(-OPTIONS.mean_shift * math.log(1.0 - uniform(rng)))
     if row[KIND] == RECOMPUTE:
         shift = min(shift, row[BEFORE] - row[AFTER] - 1)
         out[WHEN] = row[BEFORE] - shift if shift else -1
         return
-    choice = uniform(rng)
-    if choice < 0.25 and since:
+    kind = uniform(rng)  # cumulative probabilities: 0.25 copy, 0.6 after, 0.85 prefetch, 1 none
+    if kind < 0.25 and since:
+        # The copy must follow the last write; it is combined with the earliest eviction, when the gap opens.
         shift = min(shift, since)
         out[WHEN] = (opens - shift) % n if shift else -1
         out[AFTER] = opens if shift else row[AFTER]
         return
     out[EXTRA] = out[WHEN] = -1
-    if choice < 0.6:
+    if kind < 0.6:
         out[AFTER] = (opens + min(shift, (row[BEFORE] - opens - 2) % n)) % n
-    elif choice < 0.85:
+    elif kind < 0.85:
         out[EXTRA] = (row[BEFORE] - 1 - min(shift, (row[BEFORE] - row[AFTER] - 1) % n)) % n
 
 
 @stage
-def _settle(plan, earlier, differ):
+def _reset_early_copies(plan, earlier, differ):
     """Resets early copies that would be issued while an earlier gap of the tensor is open."""
     rows = plan.rows
     on = plan.on
@@ -232,12 +248,14 @@ def _settle(plan, earlier, differ):
         if not on[i] or rows[i, KIND] == RECOMPUTE or rows[i, WHEN] < 0:
             continue
         lead = (rows[i, AFTER] - rows[i, WHEN]) % n
+        # Gaps of a tensor are linked backwards, over the boundary to itself; those further away than ``lead`` cannot
+        # be open when the copy is issued.
         j = earlier[i]
         while j >= 0:
             distance = (rows[i, AFTER] - rows[j, BEFORE]) % n
-            if j != i and on[j] and (rows[i, AFTER] - _back(rows[j])) % n < lead:
+            if j != i and on[j] and (rows[i, AFTER] - _restored_before(rows[j])) % n < lead:
                 rows[i, WHEN] = -1
-                _differs(differ, i)
+                _record_change(differ, i)
                 break
             j = earlier[j] if distance < lead and j != i else -1
 
@@ -247,6 +265,7 @@ def _fullest(load, limit):
     """Returns the first kernel of the largest load; -1 if that fits."""
     peak = 0
     k = -1
+    # Two passes: the maximum alone vectorizes, and most plans fit.
     for j in range(load.shape[0]):
         peak = max(peak, load[j])
     if peak > limit:
@@ -259,8 +278,8 @@ def _fullest(load, limit):
 @stage
 def prune(rng, limit, nbytes, new, differ, i):
     """Fills random emptied gaps other than gap i while the limit holds."""
-    for _ in range(PRUNE):
-        j = _pick(rng, new.on, True)
+    for _ in range(OPTIONS.prunes):
+        j = _sample_gap(rng, new.on, True)
         if j != i and _fits(new.load, new.rows[j, AFTER], new.rows[j, BEFORE], limit - nbytes[j]):
             put(new, nbytes, differ, j, False, new.rows[j])
 
@@ -271,12 +290,12 @@ def repair(rng, limit, gaps, new, differ, i):
     for _ in range(new.on.shape[0]):
         k = _fullest(new.load, limit)
         if k < 0:
-            _settle(new, gaps.earlier, differ)
+            _reset_early_copies(new, gaps.earlier, differ)
             return True
-        j = _weighted_off(rng, new.on, gaps.weights, new.rows, i, k)
+        j = _sample_filled_gap(rng, new.on, gaps.weights, new.rows, i, k)
         if j < 0:
             return False
-        put(new, gaps.nbytes, differ, j, True, gaps.ways[j, _way(rng, gaps.weights, j)])
+        put(new, gaps.nbytes, differ, j, True, gaps.choice_rows[j, _sample_choice(rng, gaps.weights, j)])
     return False
 
 
@@ -300,34 +319,32 @@ def propose(rng, limit, gaps, now, new, scratch):
         The number of rows, or -1 if no move was found.
     """
     nbytes = gaps.nbytes
-    ways = gaps.ways
     weights = gaps.weights
     (differ, row, plan) = scratch
     rows = now.rows
     on = now.on
-    n = now.load.shape[0]
-    for _ in range(TRIES):
-        _start(now, new, differ)
+    for _ in range(OPTIONS.tries):
+        start_proposal(now, new, differ)
         kind = uniform(rng)
-        if FILL <= kind < FILL + EMPTY:
-            i = _weighted_off(rng, on, weights, rows, -1, -1)
+        if OPTIONS.fill_prob <= kind < OPTIONS.fill_prob + OPTIONS.empty_prob:
+            i = _sample_filled_gap(rng, on, weights, rows, -1, -1)
             if i < 0:
                 continue
-            put(new, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
+            put(new, nbytes, differ, i, True, gaps.choice_rows[i, _sample_choice(rng, weights, i)])
             prune(rng, limit, nbytes, new, differ, i)
         else:
-            i = _pick(rng, on, True)
+            i = _sample_gap(rng, on, True)
             if i < 0:
                 continue
-            n_ways = 0
-            for way in range(weights.shape[1]):
-                n_ways += weights[i, way] > 0.0
-            if kind < FILL:
+            n_choices = 0
+            for choice in range(weights.shape[1]):
+                n_choices += weights[i, choice] > 0.0
+            if kind < OPTIONS.fill_prob:
                 put(new, nbytes, differ, i, False, rows[i])
-            elif n_ways > 1 and uniform(rng) < 0.5:
-                put(new, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
-            elif rows[i, KIND] == SWAP or uniform(rng) < EARLY:
-                _shifted(rng, rows[i], gaps.opens[i], gaps.since[i], n, row)
+            elif n_choices > 1 and uniform(rng) < OPTIONS.choice_prob:
+                put(new, nbytes, differ, i, True, gaps.choice_rows[i, _sample_choice(rng, weights, i)])
+            elif rows[i, KIND] == SWAP or uniform(rng) < OPTIONS.early_prob:
+                shift_row(rng, rows[i], gaps.opens[i], gaps.since[i], now.load.shape[0], row)
                 put(new, nbytes, differ, i, True, row)
             else:
                 continue

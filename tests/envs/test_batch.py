@@ -10,10 +10,11 @@ from hypothesis import given, strategies as st
 
 import envs
 from envs.batch import Batch
-from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
+from envs.graph import OBSERVED, STATIC
 from envs.memory_env import small_task
 from envs.task import ACTIONS, Task
 from simulator import OutOfMemory, simulate
+from simulator.modes import Choice
 from tests.envs import random_actions
 from tests.oracle.walk import Walk, current_node, dynamic_features
 from tests.strategies import machines, networks, programs, reachable_limits
@@ -24,7 +25,11 @@ def assert_walks_equal(batch: Batch, i: int, walk: Walk, actions: str) -> None:
     n = len(walk.task.graph)
     masks = walk.form_masks()[: batch.forms]
     kind = walk.task.graph.action_kind
-    allowed = {"copy": [kind == OFFLOAD, False], "keep": [kind == REMOVE, False], "at": [False, kind == REMOVE]}
+    allowed = {
+        "copy": [kind == Choice.SWAPPED, False],
+        "keep": [kind == Choice.RECOMPUTED, False],
+        "at": [False, kind == Choice.RECOMPUTED],
+    }
     for form in range(1, len(masks)) if actions != "full" else ():
         masks[form] &= allowed[actions][form - 1]
     mask = batch.mask[i].reshape(batch.forms, batch.size)

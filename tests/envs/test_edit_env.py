@@ -1,17 +1,20 @@
 """Tests that times, plans and observations of ``GpuMemoryEdit-v0`` agree with the simulator."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
 from agents.search import annealing
 from envs.edit import starts
 from envs.edit.batch import EditBatch
-from envs.edit.env import MemoryEditEnv
+from envs.edit.columns import GAP, N_CHANGES, PLAN, by_name
+from envs.edit.env import MemoryEditEnv, MemoryEditVectorEnv
 from envs.edit.task import EditTask
-from envs.edit.walkers import FAILED, MODES, PLAN_COLUMNS
+from envs.edit.walkers import MAX_EFFECT
 from envs.memory_env import small_task
 from simulator import Plan, simulate
 from simulator.compiled.encoding import decisions_of
@@ -62,18 +65,17 @@ def test_observations_follow_the_plan() -> None:
     for seed in SEEDS:
         for observation, *_, info in episode(env, seed):
             assert env.observation_space.contains(observation)
-            modes = observation["gaps"][:, :4]
-            assert (modes.sum(1) == 1).all()
+            assert (by_name(observation["gaps"], GAP)["choice"].sum(1) == 1).all()
             counts = (observation["edits"] >= 0).sum(1)
             assert ((counts > 0) == observation["action_mask"]).all() or not counts.any()
             assert (info["action_mask"] == observation["action_mask"]).all()
-    # Trial columns of the changed gap are set for the mode that it was changed to.
+    # Trial columns are set for the gap and its change, and for no other gap.
     observation, _ = env.reset(seed=0)
     code = observation["edits"][0, 0]
     next_obs, *_ = env.step(np.int64(0))
-    gap, mode = divmod(int(code), 5)
-    tried = next_obs["gaps"][gap, 22:27] < 3  # steps since the last trial of each mode
-    assert tried[mode] and not next_obs["gaps"][:, 22:27][np.arange(len(next_obs["gaps"])) != gap].min() < 0
+    gap, change = divmod(int(code), N_CHANGES)
+    trial_age = by_name(next_obs["gaps"], GAP)["trial_age"]
+    assert trial_age[gap, change] < 3 and not trial_age[np.arange(len(trial_age)) != gap].min() < 0
 
 
 def test_where_plans_start() -> None:
@@ -114,6 +116,29 @@ def test_refusals_name_the_option(option: str, value: Any) -> None:
     assert type(caught.value).__name__ in ("ValueError", "PlanError")
 
 
+FORMER_OPTIONS = {"limit": 0.6, "neighbours": 8, "edits": "neighbours"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(MemoryEditEnv, **FORMER_OPTIONS),
+        partial(MemoryEditVectorEnv, 2, **FORMER_OPTIONS),
+        partial(gymnasium.make, "GpuMemoryEdit-v0", **FORMER_OPTIONS),
+        partial(gymnasium.make_vec, "GpuMemoryEdit-v0", 2, vectorization_mode="vector_entry_point", **FORMER_OPTIONS),
+    ],
+    ids=["env", "vector", "make", "make_vec"],
+)
+def test_the_former_spelling_is_accepted_with_a_warning(make: Callable[[], Any]) -> None:
+    with pytest.warns(DeprecationWarning, match="'neighbours' is now spelled 'neighbors'") as warned:
+        env = make()
+    assert len([w for w in warned if w.category is DeprecationWarning]) == 2  # the option and the value
+    observation, _ = env.reset(seed=0)
+    assert observation["action_mask"].shape[-1] == 8
+    with pytest.raises(TypeError, match="neighbours"):
+        MemoryEditEnv(neighbors=8, neighbours=8)
+
+
 def batch(count: int, **options: Any) -> EditBatch:
     """Returns walkers of the small task at the start of an episode."""
     program, machine = small_task()
@@ -126,9 +151,9 @@ def batch(count: int, **options: Any) -> EditBatch:
 
 
 def budgets(walkers: EditBatch) -> np.ndarray:
-    """Returns the episode budgets from column 2 of ``plan``, the fraction used, after one call."""
+    """Returns the episode budgets from the fraction used after one call."""
     walkers.step(np.argmax(walkers.mask, 1))
-    return np.round(1 / walkers.plan[:, 2]).astype(int)
+    return np.round(1 / by_name(walkers.plan, PLAN)["progress"]).astype(int)
 
 
 def test_a_budget_is_drawn_from_a_range() -> None:
@@ -167,7 +192,7 @@ def test_redraw_changes_the_neighbors_and_nothing_else() -> None:
             np.testing.assert_array_equal(new, old)
     assert (walkers.edits[mask] != prev["edits"][mask]).any(axis=(1, 2)).all()
     assert ((walkers.edits[:, :, 0] >= 0) == (walkers.mask > 0)).all()
-    assert walkers.edits.max() < MODES * walkers.gaps.shape[1]
+    assert walkers.edits.max() < N_CHANGES * walkers.gaps.shape[1]
     walkers.step(np.argmax(walkers.mask, 1))  # a redrawn edit can be tried
 
 
@@ -181,11 +206,11 @@ def test_effects_are_those_that_the_observation_shows() -> None:
         codes = walkers.edits[np.arange(4), actions]
         walkers.step(actions)
         for i, effect in enumerate(walkers.effects().tolist()):
-            gap, mode = divmod(int(codes[i, 0]), MODES)
-            assert effect == pytest.approx(walkers.gaps[i, gap, PLAN_COLUMNS + mode], abs=1e-6)
-            assert np.isfinite(walkers.effect_ns[i]) or effect == pytest.approx(np.log1p(20 * FAILED) / 3)
+            gap, change = divmod(int(codes[i, 0]), N_CHANGES)
+            assert effect == pytest.approx(by_name(walkers.gaps, GAP)["effect"][i, gap, change], abs=1e-6)
+            assert np.isfinite(walkers.effect_ns[i]) or effect == pytest.approx(np.log1p(20 * MAX_EFFECT) / 3)
             seen.append(effect)
-    assert min(seen) < -0.1 and max(seen) > 0.1 and np.abs(seen).max() <= np.log1p(20 * FAILED) / 3 + 1e-6
+    assert min(seen) < -0.1 and max(seen) > 0.1 and np.abs(seen).max() <= np.log1p(20 * MAX_EFFECT) / 3 + 1e-6
 
 
 def test_a_start_that_is_a_function() -> None:

@@ -8,8 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from envs.graph import NOTHING, OFFLOAD, REMOVE, Feature, OperationGraph, build_graph
+from envs.graph import Feature, OperationGraph, build_graph
 from simulator import Gap, Kernel, Program, Tensor
+from simulator.modes import Choice
 from tests.programs import activations, parameter, straight
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
@@ -40,8 +41,8 @@ def test_nodes_and_actions() -> None:
     for mode, kinds in (("joint", (offload, remove)), ("swap", (offload, {})), ("recompute", ({}, remove))):
         kind = np.full(16, -1)
         gap = np.full(16, -1)
-        kind[0] = NOTHING
-        for action, nodes in zip((OFFLOAD, REMOVE), kinds, strict=True):
+        kind[0] = Choice.RESIDENT
+        for action, nodes in zip((Choice.SWAPPED, Choice.RECOMPUTED), kinds, strict=True):
             for node, g in nodes.items():
                 kind[node] = action
                 gap[node] = g
@@ -96,14 +97,14 @@ def test_no_node_is_more_than_one_action() -> None:
     # Gaps 0 and 1 close at 3 and 4, which are taken: the malloc and the free represent them. Gap 2 closes at 5; gap 3
     # opens at the same kernel, but at node 6.
     assert actions == {
-        2: (OFFLOAD, 0),
-        3: (OFFLOAD, 1),
-        4: (OFFLOAD, 2),
-        6: (OFFLOAD, 3),
-        1: (REMOVE, 0),
-        8: (REMOVE, 1),
-        5: (REMOVE, 2),
-        7: (REMOVE, 3),
+        2: (Choice.SWAPPED, 0),
+        3: (Choice.SWAPPED, 1),
+        4: (Choice.SWAPPED, 2),
+        6: (Choice.SWAPPED, 3),
+        1: (Choice.RECOMPUTED, 0),
+        8: (Choice.RECOMPUTED, 1),
+        5: (Choice.RECOMPUTED, 2),
+        7: (Choice.RECOMPUTED, 3),
     }
     # Recomputing k0 takes 10 ns; the last gap needs k6 as well. k1, k3, k5, k7: 10 to 13 ns; the iteration takes 96 ns.
     assert graph.features[:, 2] * 96 == pytest.approx([0, 10, 10, 10, 10, 10, 20, 20, 10], rel=1e-6)
@@ -111,7 +112,7 @@ def test_no_node_is_more_than_one_action() -> None:
     # With k6 reading only, gap 2 closes at 5, which is taken, as are the malloc and the free: it has no removal.
     read_only = (*kernels[:6], replace(kernels[6], outputs=()), *kernels[7:-1])
     graph = build_graph(replace(program, kernels=read_only), MACHINE, 100, 1, "joint")
-    assert graph.action_gap[graph.action_kind == REMOVE].tolist() == [0, 3, 1]
+    assert graph.action_gap[graph.action_kind == Choice.RECOMPUTED].tolist() == [0, 3, 1]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_the_boundary_is_in_a_gap_of_one_kernel() -> None:
     program = straight([parameter(2)], ((), (), 10, 3), ((0,), (), 10), ((), (), 10))
     assert build_graph(program, MACHINE, 4, 1, "joint").gaps == (Gap(0, 1, 1),)
     assert build_graph(program, MACHINE, 5, 1, "joint").gaps == ()
-    assert (build_graph(program, MACHINE, 4, 1, "joint").action_kind == REMOVE).sum() == 0
+    assert (build_graph(program, MACHINE, 4, 1, "joint").action_kind == Choice.RECOMPUTED).sum() == 0
 
 
 def test_a_program_without_duration() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envs.graph import NOTHING, OFFLOAD
 from envs.task import DEAD_END_REWARD, Task
 from simulator import Plan, Program, Swap, Tensor
 from simulator.compiled.engine import rows_of
+from simulator.modes import Choice
 from tests.oracle.walk import Walk
 from tests.programs import straight
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
@@ -20,7 +20,7 @@ def walk_of(program: Program = PROGRAM, limit: int = LIMIT, mode: str = "swap", 
 
 def node(walk: Walk, kind: int, tensor: int = 0, before: int | None = None) -> int:
     """Returns the node of an action on a tensor (in the gap that ends at ``before``)."""
-    if kind == NOTHING:
+    if kind == Choice.RESIDENT:
         return 0
     graph = walk.task.graph
     (index,) = [
@@ -32,10 +32,10 @@ def node(walk: Walk, kind: int, tensor: int = 0, before: int | None = None) -> i
 
 
 def valid_actions(walk: Walk) -> set[tuple[int, ...]]:
-    """Returns the valid actions as (kind, tensor), or (NOTHING,)."""
+    """Returns the valid actions as (kind, tensor), or (RESIDENT,)."""
     graph = walk.task.graph
     return {
-        (int(graph.action_kind[n]), graph.gaps[graph.action_gap[n]].tensor) if n else (NOTHING,)
+        (int(graph.action_kind[n]), graph.gaps[graph.action_gap[n]].tensor) if n else (Choice.RESIDENT,)
         for n in np.flatnonzero(walk.mask())
     }
 
@@ -52,19 +52,27 @@ def do_nothing(walk: Walk) -> int:
 def test_doing_nothing_moves_to_the_next_gap_or_blocked_kernel() -> None:
     """The gaps of w, a1 and a2 open when kernels 0, 1 and 2 have ended. Kernel 3 needs 170 bytes of 150."""
     walk = walk_of()
-    assert (walk.position, walk.done, walk.overhead, valid_actions(walk)) == (0, False, 0.0, {(NOTHING,)})
-    assert do_nothing(walk) == 1 and valid_actions(walk) == {(NOTHING,), (OFFLOAD, W)}
-    assert do_nothing(walk) == 2 and valid_actions(walk) == {(NOTHING,), (OFFLOAD, W), (OFFLOAD, A1)}
-    assert do_nothing(walk) == 3 and valid_actions(walk) == {(OFFLOAD, W), (OFFLOAD, A1), (OFFLOAD, A2)}
+    assert (walk.position, walk.done, walk.overhead, valid_actions(walk)) == (0, False, 0.0, {(Choice.RESIDENT,)})
+    assert do_nothing(walk) == 1 and valid_actions(walk) == {(Choice.RESIDENT,), (Choice.SWAPPED, W)}
+    assert do_nothing(walk) == 2 and valid_actions(walk) == {
+        (Choice.RESIDENT,),
+        (Choice.SWAPPED, W),
+        (Choice.SWAPPED, A1),
+    }
+    assert do_nothing(walk) == 3 and valid_actions(walk) == {
+        (Choice.SWAPPED, W),
+        (Choice.SWAPPED, A1),
+        (Choice.SWAPPED, A2),
+    }
     with pytest.raises(ValueError, match="node 0 is not a valid action now"):
         walk.step(0)
     # With a2 swapped out, kernels 3 and 4 need 130 and 140 bytes. It is copied out [30, 70) and f4 waits for 40 ns; it
     # is copied in after b4, [100, 140), and b3 waits as long: 80 ns.
-    step = walk.step(node(walk, OFFLOAD, A2))
+    step = walk.step(node(walk, Choice.SWAPPED, A2))
     assert step == (pytest.approx(-80 / 120), True, False)
     assert (walk.position, walk.overhead) == (3, pytest.approx(80 / 120))
     assert walk.plan("me") == Plan((Swap(A2, 2, 5),), PROGRAM.fingerprint, "me", LIMIT, "tiny")
-    assert valid_actions(walk) == {(NOTHING,)}
+    assert valid_actions(walk) == {(Choice.RESIDENT,)}
     with pytest.raises(ValueError, match="not a valid action"):  # the episode has ended
         walk.step(0)
 
@@ -72,12 +80,12 @@ def test_doing_nothing_moves_to_the_next_gap_or_blocked_kernel() -> None:
 def test_a_dead_end() -> None:
     """Under 79 bytes kernel 1 needs 80 even with w swapped out, and no other tensor can be evicted."""
     walk = walk_of(limit=79)
-    assert do_nothing(walk) == 1 and valid_actions(walk) == {(OFFLOAD, W)}
-    assert walk.step(node(walk, OFFLOAD, W)) == (DEAD_END_REWARD, True, True) == (-10.0, True, True)
-    assert walk.done and walk.dead_end and valid_actions(walk) == {(NOTHING,)}
+    assert do_nothing(walk) == 1 and valid_actions(walk) == {(Choice.SWAPPED, W)}
+    assert walk.step(node(walk, Choice.SWAPPED, W)) == (DEAD_END_REWARD, True, True) == (-10.0, True, True)
+    assert walk.done and walk.dead_end and valid_actions(walk) == {(Choice.RESIDENT,)}
     walk.reset()
     assert (walk.position, walk.count, walk.done, walk.dead_end, len(walk.rows)) == (0, 0, False, False, 0)
-    assert walk.taken.tolist() == [-1, -1, -1] and walk.overhead == 0 and valid_actions(walk) == {(NOTHING,)}
+    assert walk.taken.tolist() == [-1, -1, -1] and walk.overhead == 0 and valid_actions(walk) == {(Choice.RESIDENT,)}
 
 
 # ------------------------------------------------------------------------------------------------ over the boundary
@@ -102,23 +110,23 @@ def test_gaps_over_the_boundary_are_open_at_first_and_do_not_hold() -> None:
     """
     assert RING.live_bytes == (60, 60, 60, 110, 100)
     walk = walk_of(RING, 50)
-    assert walk.position == 0 and valid_actions(walk) == {(OFFLOAD, V), (OFFLOAD, U)}
+    assert walk.position == 0 and valid_actions(walk) == {(Choice.SWAPPED, V), (Choice.SWAPPED, U)}
     # Above 50 bytes are 10 in each of k0, k1 and k2, 60 in k3 and 50 in k4: 1400 byte-ns. The gap of v covers all but
     # k1, that of w all but k2, that of x k1 to k3.
     assert walk.relief() == pytest.approx([130 / 140, 130 / 140, 80 / 140])
-    walk.step(node(walk, OFFLOAD, V))
+    walk.step(node(walk, Choice.SWAPPED, V))
     assert (walk.position, walk.free_ns) == (0, -10)
-    walk.step(node(walk, OFFLOAD, U))
+    walk.step(node(walk, Choice.SWAPPED, U))
     assert (walk.position, walk.free_ns) == (0, 20)
-    assert walk.need.tolist() == [10, 30, 40, 60, 50] and valid_actions(walk) == {(NOTHING,)}
+    assert walk.need.tolist() == [10, 30, 40, 60, 50] and valid_actions(walk) == {(Choice.RESIDENT,)}
     # x's gap opens when k0 has ended; the engine is free at 20.
-    assert do_nothing(walk) == 1 and valid_actions(walk) == {(NOTHING,), (OFFLOAD, X)}
-    walk.step(node(walk, OFFLOAD, X))
+    assert do_nothing(walk) == 1 and valid_actions(walk) == {(Choice.RESIDENT,), (Choice.SWAPPED, X)}
+    walk.step(node(walk, Choice.SWAPPED, X))
     assert walk.done and walk.plan().decisions == (Swap(V, 1, 1), Swap(U, 2, 2), Swap(X, 0, 4))
     assert walk.rows.tolist() == rows_of(walk.plan().decisions).tolist()
     # In the other order: w [-20, 10), then v, whose gap opened at -30.
     walk.reset()
-    walk.step(node(walk, OFFLOAD, U))
+    walk.step(node(walk, Choice.SWAPPED, U))
     assert walk.free_ns == 10
-    walk.step(node(walk, OFFLOAD, V))
+    walk.step(node(walk, Choice.SWAPPED, V))
     assert walk.free_ns == 30

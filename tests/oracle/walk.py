@@ -13,11 +13,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.graph import FEATURES, NOTHING, OFFLOAD, REMOVE, Feature
+from envs.graph import FEATURES, Feature
 from envs.task import COPY, DEAD_END_REWARD, EARLY, KEEP, PLAIN, REWARDS, Task
 from envs.walk import Step
 from simulator import Plan
 from simulator.compiled.encoding import RECOMPUTE, SWAP, decisions_of
+from simulator.modes import Choice
 from simulator.schedule import lower
 
 
@@ -201,22 +202,22 @@ class Walk:
         p = self.position
         kind = int(task.graph.action_kind[node])
         g = int(task.graph.action_gap[node])
-        if kind == NOTHING:
+        if kind == Choice.RESIDENT:
             self.position = min(int(task.next_opening[p]), self.stuck_at)
-        elif kind == OFFLOAD:
+        elif kind == Choice.SWAPPED:
             self._offload(g, int(task.copy_at[g]) if form == COPY else -1)
         else:
             self._remove(g, int(form == KEEP), self._early(g) if form == EARLY else -1)
-        if kind != NOTHING:
+        if kind != Choice.RESIDENT:
             self.taken[g] = kind
             if task.host_is_short:
                 self.host_left = task.machine.host_bytes - task.engine.on_host(self.rows)
             self.need = task.engine.residency(self.rows)
         self.done = bool((self.need <= task.limit).all())
         if self._causal:
-            self.clock.run(p, self.position, self.need, self.taken == OFFLOAD)
-            if kind != NOTHING:
-                again = lower(task.program, self.plan()).steps if (self.taken == REMOVE).any() else ()
+            self.clock.run(p, self.position, self.need, self.taken == Choice.SWAPPED)
+            if kind != Choice.RESIDENT:
+                again = lower(task.program, self.plan()).steps if (self.taken == Choice.RECOMPUTED).any() else ()
                 self.rerun_ns = sum(step.duration_ns for step in again if step.is_recomputation)
         reward = 0.0
         if self._causal and not self.done:

@@ -8,8 +8,8 @@ from hypothesis import assume, given, strategies as st
 
 from agents.planner import Candidates
 from simulator import Machine, Program
-from simulator.modes import MODES, STAYS, SWAPPED
-from simulator.moves.gap_graph import BIN_STATE, BIN_STATIC, BINS, STATE, UNDECIDED, GapGraph
+from simulator.modes import MODES, Choice
+from simulator.moves.gap_graph import BINS, UNDECIDED, BinColumns, BinState, GapGraph, GapState
 from simulator.moves.moves import Moves
 from tests.strategies import networks, programs
 from tests.tiny import LIMIT, MACHINE, PROGRAM
@@ -33,14 +33,15 @@ def open_kernels(graph: GapGraph, gap: int) -> list[int]:
 def test_columns_by_brute_force(program: Program, mode: str, seed: int) -> None:
     graph = graph_of(program, mode=mode)
     rng = np.random.default_rng(seed)
-    decided = np.array([rng.choice(np.flatnonzero(ways)) for ways in graph.ways], np.int64).reshape(-1)
+    decided = np.array([rng.choice(np.flatnonzero(allowed)) for allowed in graph.allowed], np.int64).reshape(-1)
     decided[rng.random(len(graph)) < 0.5] = UNDECIDED
     gaps, bins = graph.state(decided)
-    assert gaps.shape == (len(graph), STATE) and bins.shape == (BINS, BIN_STATE)
-    assert graph.bins.shape == (BINS, BIN_STATIC)
+    assert gaps.shape == (len(graph), len(GapState._fields)) and bins.shape == (BINS, len(BinState._fields))
+    assert graph.bins.shape == (BINS, len(BinColumns._fields))
+    assert graph.static.shape == (len(graph), len(graph.columns))
     for columns in (graph.static, graph.bins, graph.cover, gaps, bins):
         assert np.isfinite(columns).all() and columns.dtype == np.float32
-    emptied = decided > STAYS
+    emptied = decided > Choice.RESIDENT
     kept = Candidates(program, graph.gaps)
     assert (graph.load(emptied) == kept.residency(emptied)).all()
     assume(program.ideal_ns > 0)  # otherwise the bins are empty
@@ -65,7 +66,7 @@ def test_the_same_task_in_other_units(times: int) -> None:
     first = GapGraph(PROGRAM, MACHINE, LIMIT, Moves(PROGRAM, LIMIT, "joint", 1, 0), "joint")
     wider = GapGraph(wide, fast, LIMIT * times, Moves(wide, LIMIT * times, "joint", 1, 0), "joint")
     longer = GapGraph(long, slow, LIMIT, Moves(long, LIMIT, "joint", 1, 0), "joint")
-    decided = np.array([SWAPPED] + [UNDECIDED] * (len(first) - 1))
+    decided = np.array([Choice.SWAPPED] + [UNDECIDED] * (len(first) - 1))
     for other in (wider, longer):
         assert np.allclose(first.static, other.static, atol=1e-3) and np.allclose(first.bins, other.bins, atol=1e-5)
         for mine, theirs in zip(first.state(decided), other.state(decided), strict=True):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from agents.planner import Rows, is_open
 from simulator.compiled.encoding import SWAP, Row, row_of
 from simulator.compiled.engine import Engine
-from simulator.modes import RECOMPUTED, ways_to_empty
+from simulator.modes import Choice, evictions
 from simulator.program import Gap
 from simulator.residency import recompute_ns
 
@@ -212,14 +212,14 @@ class Schedule:
     def droppable(self) -> list[tuple[float, Gap]]:
         """Returns the gaps at the peak that may be recomputed, each with 1 / MSPS, best first (section 4.4)."""
         touched = {g.tensor for g in self.scheduled}
-        gaps = [g for g in self._peak_gaps() if g.tensor not in touched and ways_to_empty(self.program, g, "recompute")]
+        gaps = [g for g in self._peak_gaps() if g.tensor not in touched and evictions(self.program, g, "recompute")]
         cost = ((recompute_ns(self.program, gap) / self.nbytes(gap), gap) for gap in gaps)
         return sorted(cost, key=lambda entry: entry[0])
 
     def drop(self, gap: Gap) -> bool:
         """Recomputes a tensor of the peak; returns False if that does not lower the peak."""
         k = self._peak_kernel
-        row = row_of(gap, RECOMPUTED)
+        row = row_of(gap, Choice.RECOMPUTED)
         footprint = self._footprint([*self.rows, row])
         if footprint.max() > self.peak or footprint[k] >= self.footprint[k]:
             return False

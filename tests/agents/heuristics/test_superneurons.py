@@ -9,7 +9,7 @@ import agents
 from agents.heuristics.superneurons import evictable_gaps, layer_bytes, prefetch, segment_bytes, segments, tensor_cache
 from experiments import figures
 from simulator import Gap, Kernel, Program, Recompute, Swap, Tensor, simulate
-from simulator.modes import MODES, RECOMPUTED, SWAPPED
+from simulator.modes import MODES, Choice
 from tests.agents.planned import planned
 from tests.programs import BYTE_PER_NS as MACHINE
 
@@ -38,8 +38,8 @@ NET = network([("conv", 10), ("norm", 10), ("activation", 10), ("conv", 10), ("a
 
 def test_conv_outputs_are_swapped_and_cheap_ones_recomputed() -> None:
     # 5 is used by neighboring kernels (matmul and its backward), 6 is an FC layer's.
-    conv = dict.fromkeys([Gap(1, 1, 10), Gap(4, 4, 7)], SWAPPED)
-    cheap = dict.fromkeys([Gap(2, 2, 9), Gap(3, 3, 8)], RECOMPUTED)
+    conv = dict.fromkeys([Gap(1, 1, 10), Gap(4, 4, 7)], Choice.SWAPPED)
+    cheap = dict.fromkeys([Gap(2, 2, 9), Gap(3, 3, 8)], Choice.RECOMPUTED)
     assert evictable_gaps(NET, "joint", 1) == conv | cheap
     assert evictable_gaps(NET, "swap", 1) == conv
     assert evictable_gaps(NET, "recompute", 1) == cheap

@@ -12,8 +12,8 @@ from agents.learned import expert_iteration as learning
 from agents.learned.policy_net import batch_of, rows_of_kinds
 from simulator import Machine
 from simulator.compiled.engine import Engine
-from simulator.modes import MODES, RECOMPUTED, STAYS, SWAPPED
-from simulator.moves.gap_graph import UNDECIDED
+from simulator.modes import MODES, Choice
+from simulator.moves.gap_graph import GapState
 from tests.experiments.conftest import chain
 
 MACHINE = Machine("link of 10 GB/s", 2**40, 10**10, 10**10)
@@ -63,7 +63,8 @@ def test_examples_have_targets_and_counts_per_gap() -> None:
     undecided = example.item(rng, 1.0)["gap"]
     partial = example.item(rng, 1e-9)["gap"]
     assert torch.allclose(undecided.target.sum(1), torch.ones(len(example.graph))) and (undecided.count > 0).all()
-    decided = partial.x[:, -learning.STATE :][:, STAYS - UNDECIDED : RECOMPUTED - UNDECIDED + 1].any(1)
+    state = GapState(*partial.x[:, -len(GapState._fields) :].T)
+    decided = torch.stack([state.resident, state.swapped, state.recomputed]).any(0)
     assert decided.any() and (partial.count[decided] == 0).all()
     assert (partial.target.max(1).values == 1).all()
 
@@ -102,7 +103,7 @@ def test_the_loss_weights_tasks_equally_and_gaps_by_their_count() -> None:
         torch.nn.init.zeros_(weight)
     item = example.item(np.random.default_rng(0), 1.0)
     counts = item["gap"].count.numpy()
-    want = float(counts @ np.log(example.graph.ways.sum(1)) / counts.sum())
+    want = float(counts @ np.log(example.graph.allowed.sum(1)) / counts.sum())
     for batch in ([item], [item, item]):
         assert learning.loss(net, batch_of(batch)).item() == pytest.approx(want, rel=1e-5)
-    assert SWAPPED in example.kinds or RECOMPUTED in example.kinds
+    assert Choice.SWAPPED in example.kinds or Choice.RECOMPUTED in example.kinds

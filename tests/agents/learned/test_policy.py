@@ -18,8 +18,8 @@ from experiments.figures import program as bundled
 from simulator import Machine, Program, simulate
 from simulator.compiled.engine import Engine
 from simulator.files import FormatError
-from simulator.modes import STAYS
-from simulator.moves.gap_graph import BIN_STATE, BIN_STATIC, STATE, UNDECIDED, GapGraph
+from simulator.modes import Choice
+from simulator.moves.gap_graph import UNDECIDED, BinColumns, BinState, GapGraph, GapState
 from simulator.moves.moves import Moves
 from tests.agents.planned import planned
 from tests.agents.search.test_search import MACHINE, pyramid
@@ -34,7 +34,8 @@ def graph_of(program: Program, fraction: float, mode: str = "joint") -> GapGraph
 def random_net(graph: GapGraph, seed: int = 0) -> PolicyNet:
     """Returns a network with all weights random, because weights initialized to 0 would hide errors."""
     torch.manual_seed(seed)
-    net = PolicyNet(graph.static.shape[1] + STATE, BIN_STATIC + BIN_STATE, 16, 2).eval()
+    gap_columns = len(graph.columns) + len(GapState._fields)
+    net = PolicyNet(gap_columns, len(BinColumns._fields) + len(BinState._fields), 16, 2).eval()
     for weight in net.parameters():
         torch.nn.init.normal_(weight, std=0.2)
     return net
@@ -43,14 +44,14 @@ def random_net(graph: GapGraph, seed: int = 0) -> PolicyNet:
 def test_batched_outputs_equal_single_outputs() -> None:
     rng = np.random.default_rng(0)
     graphs = [graph_of(pyramid(n, n), 0.6) for n in (4, 9, 6)]
-    decided = [np.where(rng.random(len(g)) < 0.5, STAYS, UNDECIDED) for g in graphs]
+    decided = [np.where(rng.random(len(g)) < 0.5, Choice.RESIDENT, UNDECIDED) for g in graphs]
     net = random_net(graphs[0])
     data = [data_of(g, d) for g, d in zip(graphs, decided, strict=True)]
     with torch.no_grad():
         batched = net(batch_of(data))
         single = torch.cat([net(batch_of([item])) for item in data])
     assert torch.allclose(batched, single, atol=1e-4)
-    allowed = torch.cat([torch.from_numpy(g.ways) for g in graphs])
+    allowed = torch.cat([torch.from_numpy(g.allowed) for g in graphs])
     assert (batched[~allowed] == MASKED).all() and (batched[allowed].abs() < 1e3).all()
 
 
@@ -60,7 +61,7 @@ def test_a_decision_changes_the_probabilities_of_other_gaps() -> None:
     decided = np.full(len(graph), UNDECIDED)
     with torch.no_grad():
         nothing = net(batch_of([data_of(graph, decided)]))
-        decided[0] = STAYS
+        decided[0] = Choice.RESIDENT
         assert (nothing[1:] - net(batch_of([data_of(graph, decided)]))[1:]).abs().max() > 1e-4
 
 
@@ -71,10 +72,10 @@ def test_decoded_plans_fit(program: Program, fraction: float, seed: int, mode: s
         return
     engine = Engine(program, MACHINE, graph.limit)
     kinds, initial, at_decision = decode(random_net(graph, seed), graph, 3)
-    assert graph.ways[np.arange(len(graph)), kinds].all()
+    assert graph.allowed[np.arange(len(graph)), kinds].all()
     assert np.allclose(initial.sum(1), 1, atol=1e-5) and np.allclose(at_decision.sum(1), 1, atol=1e-5)
     sampled, resampled = (sample(initial, np.random.default_rng(seed)) for _ in range(2))
-    assert (sampled == resampled).all() and graph.ways[np.arange(len(graph)), sampled].all()
+    assert (sampled == resampled).all() and graph.allowed[np.arange(len(graph)), sampled].all()
     rows = fit(engine, graph, kinds, at_decision)
     if rows is not None:
         assert engine.score(rows).feasible
@@ -85,7 +86,7 @@ def test_decoded_plans_fit(program: Program, fraction: float, seed: int, mode: s
 
 def test_nothing_is_evicted_if_the_program_fits() -> None:
     graph = graph_of(pyramid(8, 0), 1.0)
-    all_evicted = np.where(graph.ways[:, 1:].any(1), graph.ways[:, 1:].argmax(1) + 1, STAYS)
+    all_evicted = np.where(graph.allowed[:, 1:].any(1), graph.allowed[:, 1:].argmax(1) + 1, Choice.RESIDENT)
     assert len(rows_of_kinds(graph, all_evicted)) == len(graph)
     likely = np.full((len(graph), 4), 0.25, np.float32)
     rows = fit(Engine(pyramid(8, 0), MACHINE, graph.limit), graph, all_evicted, likely)

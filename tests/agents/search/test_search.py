@@ -14,7 +14,7 @@ from agents.search import annealing, local_search
 from simulator import Kernel, Program, Tensor, simulate
 from simulator.compiled.encoding import RECOMPUTE, SWAP
 from simulator.compiled.engine import NEVER, Engine, rows_of
-from simulator.modes import KEPT, MODES, SWAPPED
+from simulator.modes import MODES, Choice
 from simulator.moves.moves import Moves
 from tests import tiny
 from tests.agents.planned import planned
@@ -159,8 +159,8 @@ def test_annealing_starts_from_the_best_heuristic(mode: str) -> None:
 
 def test_weights_decide_what_is_picked() -> None:
     program = pyramid(8, 2)
-    weights = np.zeros((len(program.gaps(1)), KEPT + 1))
-    weights[:5, SWAPPED] = 1.0
+    weights = np.zeros((len(program.gaps(1)), len(Choice)))
+    weights[:5, Choice.SWAPPED] = 1.0
     moves = Moves(program, program.peak_bytes, "joint", 1, seed=0, weights=weights)
     seen = set()
     for _ in range(200):
