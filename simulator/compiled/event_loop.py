@@ -277,7 +277,7 @@ def _next_copy_ns(links):
 
 @stage(inline=True)
 def _advance(clock, links, compute, kernels, by_kernel, gate, host, pass_ns, max_delay, log):
-    """Advances to the next completion; returns whether the simulation goes on.
+    """Advances to the next completion; returns whether the simulation continues.
 
     Args:
         pass_ns: Duration of all recomputed kernels.

@@ -128,13 +128,14 @@ class Trace:
         """
         operators = tuple(read_operators(path))
         header = path.with_suffix(".yaml")
-        keys = ("format", "source", "license", "device", "machine", "torch", "optimizer")
+        keys = ("format", "source", "licence", "device", "machine", "torch", "optimizer")
         try:
             data = yaml.safe_load(header.read_text())
             top = fields(data, "trace", {**dict.fromkeys(keys, str), "network": dict, "precision": dict}, {})
             if top.pop("format") != "trace/1":
                 raise FormatError(f"trace.format: expected 'trace/1', got {data['format']!r}")
             top["precision"] = Precision(**top["precision"])
+            top["license"] = top.pop("licence")  # the spelling of the file format
         except (OSError, TypeError, FormatError) as error:
             raise FormatError(f"{header}: {error}") from None
         return cls(path.stem, operators=operators, **top)
