@@ -28,6 +28,7 @@ from executor.capture.captured import Captured
 from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.profile import Profile, with_profile
 from executor.capture.profiler import measure
+from executor.capture.python_values import preserve_random_states
 from executor.device_memory import Loop, card_peak
 from executor.memory.pinned import available
 from executor.training.bindings import device_of
@@ -453,7 +454,8 @@ def _invoke(
         accepted = agents.options(planner)
         registered = agents.make(planner, **{k: v for k, v in options.items() if k in accepted and v is not None})
     try:
-        plan = registered.plan(program, machine, limit) if registered is not None else planner(program, machine, limit)
+        with preserve_random_states():  # planning must not change what the training draws
+            plan = (registered.plan if registered is not None else planner)(program, machine, limit)
     except agents.Infeasible as error:
         raise FitError(f"no plan was found, although plans may exist from {least:,} bytes: {error}") from error
     except ImportError as error:

@@ -88,7 +88,8 @@ def read_weights(path: Path, kind: type[Net], description: str) -> Net:
     """
     try:
         state = _load(path)
-        net = kind(**state["settings"])
+        with torch.random.fork_rng(devices=[]):  # the initial weights, which are replaced, are drawn
+            net = kind(**state["settings"])
         net.load_state_dict(state["weights"])
     except FormatError as error:
         raise FormatError(f"weights: {error}") from None

@@ -235,9 +235,13 @@ class DQNPaper(RowsPlanner):
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Trains on the program and returns the best plan found; raises Infeasible if it found none."""
+        import torch
+
         from agents.learned import dqn_paper
+        from agents.learned.optimization import on_one_thread
         from agents.learned.training import train
 
-        result = train(dqn_paper.Trainer(program, machine, limit, self.config, self.seed))
+        with on_one_thread(), torch.random.fork_rng(devices=[]):  # the trainer seeds the global generator
+            result = train(dqn_paper.Trainer(program, machine, limit, self.config, self.seed))
         self.simulator_calls = result.simulator_calls
         return result.best

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import agents
+from agents.learned import edit_net, policy_net
 from executor import Captured, FitError, capture, fit
 from executor.capture.profiler import measure
 from simulator import FormatError, Machine, Plan, Program
@@ -20,6 +21,7 @@ from simulator.modes import least_residency
 from tests.executor.conftest import Tiny
 from tests.executor.networks import CLASSES, Batch, ResNet, adamw, images, sgd
 from tests.executor.training.programs import Loop, Twins, standard
+from tests.process_state import process_state
 
 MODULE = sys.modules["executor.fit"]  # executor.fit is the function
 CAPTURE = "executor.training.planned_steps.capture"
@@ -109,6 +111,19 @@ def test_what_fits_needs_no_plan(memory: int | str, tiny_mlp: Tiny) -> None:
     assert step.plan.decisions == () and step.floor_ns is None and step.limit in (tiny_mlp.program.peak_bytes, 2**30)
     assert "the step fits without a plan" in str(step.report())
     step(*rows(256))
+
+
+def test_a_fit_and_its_first_plan_leave_the_process_as_it_was(tiny_mlp: Tiny) -> None:
+    for load in (edit_net.trained, policy_net.trained):  # the first use in a process constructs a network
+        load.cache_clear()
+
+    def drawing(program: Program, machine: Machine, limit: int) -> Plan:
+        torch.rand(())
+        return agents.make("best", seconds=0.5, min_bytes=0).plan(program, machine, limit)
+
+    before = process_state()
+    step = fit(*tiny_mlp.parts(), memory=0.9, planner=drawing)
+    assert step.plan.decisions and process_state() == before
 
 
 def test_any_planner(tiny_mlp: Tiny) -> None:
