@@ -1,6 +1,6 @@
 """Intercepts PyTorch calls of a traced step that are not operators.
 
-These are optimizer steps, ``zero_grad``, GradScaler, and reads and writes of random states.
+These are optimizer steps, ``zero_grad``, GradScaler, assignments to ``data``, and reads and writes of random states.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.grad_scaler import GradScaler
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -30,8 +32,7 @@ def traced_calls(
 ) -> Iterator[None]:
     """Intercepts PyTorch calls that are not operators while a step is traced, and reports them to the recorder.
 
-    These are optimizer steps, which get the captured form, ``zero_grad``, GradScaler, and reads and writes of random
-    states.
+    Optimizer steps get the captured form.
 
     Args:
         groups: Options of each optimizer at capture time.
@@ -62,8 +63,8 @@ def traced_calls(
         stack.pop()[0].close()
         recorder.is_stepping = False
 
+    changes = (*_scalers(recorder), *_zero_grads(recorder), *_random_states(recorder), *_eager_answers(), *_data())
     hooks = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
-    changes = (*_scalers(recorder), *_zero_grads(recorder), *_random_states(recorder), *_eager_answers())
     try:
         with patch_attrs(*changes):
             yield
@@ -117,6 +118,21 @@ def _scalers(recorder: Recorder) -> Iterator[Change]:
 
     yield GradScaler, "_maybe_opt_step", take_step
     yield GradScaler, "update", torch.no_grad()(update)  # no_grad, as in optimizers
+
+
+def _data() -> Iterator[Change]:
+    """Lets a tensor to whose ``data`` another is assigned stand for that tensor's node from then on."""
+    data = torch._C.TensorBase.data
+
+    def assign(tensor: Tensor, value: Tensor) -> None:
+        data.__set__(tensor, value)
+        mode = get_proxy_mode()
+        assert mode is not None
+        if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
+            set_proxy_slot(tensor, mode.tracer, get_proxy_slot(value, mode.tracer))
+            tensor.constant = tensor.item_memo = None
+
+    yield Tensor, "data", property(data.__get__, assign)
 
 
 def _random_states(recorder: Recorder) -> Iterator[Change]:
