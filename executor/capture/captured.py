@@ -106,7 +106,7 @@ class HostRead:
     graph is valid only for batches with the same number, so each step computes and compares it first.
 
     Attributes:
-        nodes: Graph nodes that compute it, in order; the last one is the tensor that is read.
+        nodes: Graph nodes that compute it, in order; the last one is the tensor that is read (or its placeholder).
         constants: Constant tensors of the graph, by node.
         value: Its value at capture time.
         where: The line of the user's code that reads it.
@@ -120,7 +120,7 @@ class HostRead:
     @cached_property
     def inputs(self) -> set[fx.Node]:
         """Placeholders of the tensors that it depends on."""
-        return {n for node in self.nodes for n in node.all_input_nodes if n.op == "placeholder"}
+        return {n for node in self.nodes for n in (node, *node.all_input_nodes) if n.op == "placeholder"}
 
     def evaluate(self, batch: Mapping[fx.Node, Tensor]) -> Any:
         """Returns the number for a batch, given as tensors by placeholder."""
@@ -139,6 +139,9 @@ def evaluate_number(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> 
     last: Any = None
     with torch.no_grad():
         for node in nodes:
+            if node in values:  # a tensor of the batch itself
+                last = table[node]
+                continue
             assert isinstance(node.target, Callable)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), table.__getitem__)
             last = table[node] = node.target(*args, **kwargs)

@@ -198,7 +198,7 @@ class StepState:
         for i, leaf in zip(part.leaves, leaves, strict=True):
             expected = captured.leaves[i]
             if not isinstance(expected, fx.Node):
-                if leaf is not expected and leaf != expected:
+                if leaf is not expected and (type(leaf) is not type(expected) or leaf != expected):
                     raise StepError(f"argument {i} of the step is {leaf!r}, but was {expected!r} at the capture")
                 continue
             compare(f"tensor {i} of the batch", leaf, expected, *self.layouts[expected])
