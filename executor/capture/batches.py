@@ -49,6 +49,11 @@ def path_of(spec: TreeSpec, leaf: int) -> list[Any]:
     return path
 
 
+def constant_key(value: Any) -> tuple[type, Any]:
+    """Returns a key of a constant: 1, 1.0 and True are different constants, as are 0.0 and -0.0; NaN is one."""
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
 def arguments(batch: Any) -> tuple[Any, ...]:
     """Returns a batch as the arguments of a step: the elements of a tuple or list, or the single object."""
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)

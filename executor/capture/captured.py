@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.algorithms import convolution_of, with_algorithms
-from executor.capture.batches import flatten
+from executor.capture.batches import constant_key, flatten
 from executor.capture.durations import Precision, compute_dtype, kernel_ns
 from executor.capture.effects import Effect
 from executor.capture.optimizers import Numbers
@@ -194,10 +194,10 @@ class Captured:
         return Origins(self.places, self.owners)
 
     def numbers_of(self, args: Any) -> tuple[Any, ...]:
-        """Returns the numbers that the step's Python code would read from these arguments (``reads``)."""
+        """Returns the keys of the numbers that the step's Python code would read from these arguments (``reads``)."""
         leaves, _ = flatten(args)
         batch = {leaf: value for leaf, value in zip(self.leaves, leaves, strict=True) if isinstance(leaf, fx.Node)}
-        return tuple(read.evaluate(batch) for read in self.reads)
+        return tuple(constant_key(read.evaluate(batch)) for read in self.reads)
 
     def on(self, machine: Machine, iteration_ns: int | None = None, algorithms: bool = False) -> Captured:
         """Returns this capture with durations for another machine (see ``kernel_ns``).

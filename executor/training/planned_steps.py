@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
-from executor.capture.batches import Loss, arguments, flatten, path_of, structure, tensors_in
+from executor.capture.batches import Loss, arguments, constant_key, flatten, path_of, structure, tensors_in
 from executor.capture.capture import StepOptions, capture, capture_step
 from executor.capture.captured import Captured
 from executor.capture.python_values import is_scalar
@@ -223,7 +223,7 @@ class PlannedSteps:
                 step = self._make(pairs)
                 self.limit = step.limit
                 self._structures.update(map(structure, pairs))
-                key = key._replace(numbers=tuple(read.value for read in step.captured.reads))
+                key = key._replace(numbers=tuple(constant_key(read.value) for read in step.captured.reads))
                 self._count_capture(key, step.captured)
                 while len(self.steps) >= self.keep:
                     del self.steps[next(iter(self.steps))]
@@ -260,7 +260,11 @@ class PlannedSteps:
     def _changed_number(self, old: StepKey, new: StepKey, captured: Captured) -> str:
         """Returns the name of a number of the batch if two steps differ only in numbers, else ""."""
         if old.forms == new.forms:
-            reads = (read for read, number in zip(captured.reads, old.numbers, strict=False) if read.value != number)
+            reads = (
+                read
+                for read, number in zip(captured.reads, old.numbers, strict=False)
+                if constant_key(read.value) != number
+            )
             return next((f"a number of the batch ({read.where})" for read in reads), "")
         kinds = ([form._replace(leaves=()) for form in key.forms] for key in (old, new))
         if operator.ne(*kinds):
@@ -272,7 +276,7 @@ class PlannedSteps:
                     continue
                 if a[0] not in NUMBERS or b[0] not in NUMBERS:
                     return ""
-                name = name or f"the number {b[1]!r} in the batch (argument {self._argument(now.spec, i)})"
+                name = name or f"the number {b[1]} in the batch (argument {self._argument(now.spec, i)})"
         return name
 
     def _argument(self, spec: TreeSpec, leaf: int) -> str:
@@ -391,4 +395,4 @@ def _constant(value: Any) -> tuple[type, Any]:
             f"the batch has a {type(value).__name__}, whose tensors cannot be found: pass a dict of them, or register "
             "the type with torch.utils._pytree.register_pytree_node"
         )
-    return type(value), value  # 1, 1.0 and True are equal
+    return constant_key(value)

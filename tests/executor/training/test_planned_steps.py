@@ -16,7 +16,7 @@ from executor import PlannedSteps, StepError
 from executor.memory.pinned import HOST
 from simulator import Machine, Plan, Program, Recompute, Swap
 from tests.executor.networks import adamw, images, sgd
-from tests.executor.training.programs import GPU, Twins, random_plan, required, standard
+from tests.executor.training.programs import GPU, Twins, bit_identical, random_plan, required, standard
 from tests.executor.training.test_faults import break_kernel, once
 
 
@@ -120,7 +120,7 @@ class Numbers:
     def train(self, weight: Any, rows: int = 3) -> int:
         """Trains a step and returns the number of plans made so far."""
         x = torch.randn(rows, 8)
-        assert torch.equal(self.steps(x, weight), self.eager(x, weight=weight))
+        assert bit_identical(self.steps(x, weight), self.eager(x, weight=weight))
         return self.plans
 
 
@@ -139,9 +139,14 @@ def test_steps_for_numbers_are_kept_until_they_are_the_least_recently_used(read)
     assert len(numbers.steps.steps) == 2
 
 
-def test_equal_numbers_of_other_types_are_captured_apart():
-    numbers = Numbers(4, lambda weight: torch.ones(2, dtype=torch.int64).mul(weight).sum())
-    assert [numbers.train(weight) for weight in (1, 1.0, True, 1)] == [1, 2, 3, 3]
+@pytest.mark.filterwarnings("ignore:.*captures in a row")
+def test_equal_numbers_that_compute_something_else_are_captured_apart():
+    numbers = Numbers(9, lambda weight: torch.ones(2, dtype=torch.int64).mul(weight).sum())
+    weights = (1, 1.0, True, 1, 0.0, -0.0, 0.0, float("nan"), float("nan"))
+    assert [numbers.train(weight) for weight in weights] == [1, 2, 3, 3, 4, 5, 5, 6, 6]
+    numbers = Numbers(9, float)
+    weights = map(torch.tensor, (0.0, -0.0, 0.0, float("nan"), float("nan")))
+    assert [numbers.train(weight) for weight in weights] == [1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(
