@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from executor.capture.optimizers import captured_form, changed_number, numbers_of, patch_attrs, split_groups
+from executor.capture.reach import CaptureError
 from executor.capture.recorder import Recorder
 
 Change = tuple[Any, str, Any]  # of ``patch_attrs``
@@ -63,7 +64,13 @@ def traced_calls(
         stack.pop()[0].close()
         recorder.is_stepping = False
 
-    changes = (*_scalers(recorder), *_zero_grads(recorder), *_random_states(recorder), *_eager_answers(), *_data())
+    changes = (
+        *_scalers(recorder),
+        *_zero_grads(recorder),
+        *_random_states(recorder),
+        *_eager_answers(),
+        *_data(recorder),
+    )
     hooks = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
     try:
         with patch_attrs(*changes):
@@ -120,15 +127,20 @@ def _scalers(recorder: Recorder) -> Iterator[Change]:
     yield GradScaler, "update", torch.no_grad()(update)  # no_grad, as in optimizers
 
 
-def _data() -> Iterator[Change]:
+def _data(recorder: Recorder) -> Iterator[Change]:
     """Lets a tensor to whose ``data`` another is assigned stand for that tensor's node from then on."""
     data = torch._C.TensorBase.data
 
     def assign(tensor: Tensor, value: Tensor) -> None:
+        if isinstance(tensor, FakeTensor) and not isinstance(value, FakeTensor):
+            raise CaptureError(
+                "the step assigns to data a tensor that is not in its arguments, modules, optimizers or closure "
+                f"({recorder.places.line()}): make it a buffer (register_buffer), or pass it to the step"
+            )
         data.__set__(tensor, value)
-        mode = get_proxy_mode()
-        assert mode is not None
-        if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
+        if isinstance(tensor, FakeTensor):
+            mode = get_proxy_mode()
+            assert mode is not None
             set_proxy_slot(tensor, mode.tracer, get_proxy_slot(value, mode.tracer))
             tensor.constant = tensor.item_memo = None
 

@@ -269,6 +269,7 @@ class Reach:
             )
         self._items(vars(optimizer), [k for k, v in fields.items() if not is_scalar(v)], name, "optimizer_state", depth)
         self.code.add_class(type(optimizer))
+        self._class(type(optimizer), "optimizer_state", depth)
         self.register(vars(optimizer), name)
         self.register(optimizer.state, f"{name}.state")
         self.register(optimizer.param_groups, f"{name}.param_groups")

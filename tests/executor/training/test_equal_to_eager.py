@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -387,6 +387,23 @@ def state_and_batch_returned() -> Loop:
     """The step returns a clone of swapped state and a view of the batch."""
     model = net(8, 32)
     return trained(model, [adamw(model)], lambda x, y: [F.cross_entropy(model(x), y), model[0].weight.clone(), x[1:]])
+
+
+@case
+def list_of_an_optimizers_class() -> Loop:
+    """The optimizer decays its rate by a tensor in a list that its class holds."""
+
+    class Decaying(torch.optim.SGD):
+        steps: ClassVar = [torch.zeros(())]
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            self.steps[0].add_(1)
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad * (0.1 / self.steps[0]))
+
+    model = net(8, 32)
+    return trained(model, [Decaying(model.parameters(), 0.1)], others=lambda: Decaying.steps[0].item())
 
 
 @case

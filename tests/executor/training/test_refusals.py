@@ -266,6 +266,11 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         rf"Scaled\.rate, a tensor of a class, .*{HERE}: make it an attribute of the object",
         lambda: step_of(model := net(8), Scaled(model.parameters(), 0.1)),
     ),
+    "data that is nowhere": (
+        CaptureError,
+        r"assigns to data a tensor that is not in .*\(.*test_refusals\.py:\d+\): make it a buffer",
+        lambda: step_of(Acts(lambda layer, out: setattr(out, "data", next(iter(layer._scales))) or out)),
+    ),
     "other data for an input": (
         CaptureError,
         r"gives input0 other memory \(\.data = …\)",
