@@ -253,7 +253,7 @@ class PlannedSteps:
             self._number_captures = None
             warnings.warn(
                 f"{number} has caused {MANY_CAPTURES} captures in a row: each of its values is captured and planned "
-                f"anew, and at most {self.keep} are kept; make it a tensor that the step does not read as a number",
+                f"again, and at most {self.keep} are kept; make it a tensor that the step does not read as a number",
                 stacklevel=4,
             )
 
