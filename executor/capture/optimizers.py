@@ -34,7 +34,10 @@ STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 @contextmanager
 def patch_attrs(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Sets attributes (object, name, value) and restores them on exit."""
-    before = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in changes]
+    before = [
+        (owner, name, vars(owner).get(name, _MISSING) if isinstance(owner, type) else getattr(owner, name, _MISSING))
+        for owner, name, _ in changes
+    ]
     try:
         for owner, name, value in changes:
             setattr(owner, name, value)
