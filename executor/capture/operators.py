@@ -6,6 +6,7 @@ import functools
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -115,13 +116,17 @@ def bind_arguments(func: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def flops_of(func: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
-    """Returns the FLOPs of a matrix product, convolution or attention operator, and 0 for any other.
+    """Returns the FLOPs of a matrix product, convolution, attention or cuDNN's recurrent operator, and 0 for any other.
 
     It corrects PyTorch's formulas, which omit the CPU's fused attention and count the half of causal attention that
     kernels skip.
     """
     bound = bind_arguments(func, args, kwargs)
-    if func._overloadpacket in _CPU_ATTENTION:
+    if func._overloadpacket in (aten._cudnn_rnn, aten._cudnn_rnn_backward):
+        rows = prod(bound["input"].shape[:-1])
+        passes = 1 if func._overloadpacket is aten._cudnn_rnn else 2
+        flops = 2 * passes * rows * sum(weight.numel() for weight in bound["weight"] if weight.dim() == 2)
+    elif func._overloadpacket in _CPU_ATTENTION:
         shapes = [bound[name].shape for name in ("grad_out", "query", "key", "value") if name in bound]
         flops = int((sdpa_backward_flop_count if "grad_out" in bound else sdpa_flop_count)(*shapes))
     else:

@@ -205,12 +205,14 @@ class Recorder(TorchDispatchMode):
         reads = [s for s in reads if s not in statistics]
         writes = [self._storage(x) for x in written_tensors(func, args, kwargs) + outs] + statistics
         nodes = []
+        values: dict[fx.Node, Any] = {}
         for node in list(islice(reversed(self.graph.nodes), len(self.graph.nodes) - before))[::-1]:
             node.meta.pop("val", None)  # an alias, which would keep the storage alive
             if node.op == "call_function":
                 nodes.append(node)
                 is_item = node.target is operator.getitem
-                value = out[node.args[1]] if is_item else out
+                value = values.get(node.args[0], out)[node.args[1]] if is_item else out
+                values[node] = value
                 if isinstance(value, Tensor):
                     self.values[node] = self._storage(value)
                 if is_item and node.args[1] in widened:
