@@ -141,6 +141,32 @@ _CPU_ATTENTION = (
 )
 
 
+def mixed_dtypes(func: OpOverload, args: Any, kwargs: Any) -> str:
+    """Returns the dtypes that a call mixes although PyTorch's kernels need one, as "float32 and float64", or "".
+
+    Fake tensors do not check them. Normalizations accept half precision beside float32.
+    """
+    is_norm = func in _ONE_NORM_DTYPE
+    if func not in _ONE_DTYPE and not is_norm:
+        return ""
+    dtypes = {x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype.is_floating_point}
+    if len(dtypes) < 2 or (is_norm and torch.float64 not in dtypes):
+        return ""
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+_ONE_DTYPE = frozenset(
+    getattr(aten, name).default
+    for name in (
+        "mm addmm bmm baddbmm mv addmv dot vdot binary_cross_entropy huber_loss_backward index_add index_add_"
+    ).split()
+)
+_ONE_NORM_DTYPE = frozenset(
+    getattr(aten, name).default
+    for name in "native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm".split()
+)
+
+
 def written_tensors(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the tensor arguments that the schema declares as written."""
     if not func._schema.is_mutable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -435,3 +436,63 @@ def test_cudnn_has_no_backward_pass_of_a_layer_in_eval_mode() -> None:
     batch = SEQUENCES, SEQUENCES
     step = capture(model, lambda out, _: out.sum(), None, batch, machine=H200, as_cuda=True)
     assert outputs(step, "_cudnn_rnn")[-2:] == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------- types
+
+
+class Call(nn.Module):
+    """Calls a function on the input and a float32 weight of eight by eight."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8, 8))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+DOUBLE_ROWS = torch.rand(8, 8, dtype=torch.float64)
+DOUBLE_IMAGES = torch.rand(2, 8, 4, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("as_cuda", [False, True])
+@pytest.mark.parametrize(
+    ("model", "x", "is_accepted"),
+    [
+        (nn.Linear(8, 8), DOUBLE_ROWS, False),
+        (nn.Linear(8, 8), DOUBLE_ROWS.bfloat16(), False),
+        (nn.LSTM(8, 8), DOUBLE_ROWS, False),
+        (nn.Conv2d(8, 8, 3), DOUBLE_IMAGES, False),
+        (nn.BatchNorm2d(8), DOUBLE_IMAGES, False),
+        (nn.LayerNorm(8), DOUBLE_ROWS, False),
+        (nn.GroupNorm(2, 8), DOUBLE_IMAGES, False),
+        (Call(torch.matmul), DOUBLE_ROWS, False),
+        (Call(lambda x, w: w.index_add(0, torch.arange(8), x)), DOUBLE_ROWS, False),
+        (Call(lambda x, w: F.huber_loss(w, x)), DOUBLE_ROWS, False),
+        (Call(lambda x, w: F.binary_cross_entropy(w, x)), DOUBLE_ROWS, False),
+        (Call(lambda x, w: F.mse_loss(w, x)), DOUBLE_ROWS, True),
+        (Call(torch.mul), DOUBLE_ROWS, True),
+        (nn.RMSNorm(8), DOUBLE_ROWS, True),
+    ],
+)
+def test_types_that_do_not_mix_are_refused_as_in_eager_mode(
+    model: nn.Module, x: Tensor, is_accepted: bool, as_cuda: bool
+) -> None:
+    def loss_fn(out: Any, _: Tensor) -> Tensor:
+        loss: Tensor = (out[0] if isinstance(out, tuple) else out).sum()
+        return loss
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nullcontext() if is_accepted else pytest.raises((RuntimeError, ValueError)):
+        loss_fn(model(x), x).backward()
+    model.zero_grad()
+    with nullcontext() if is_accepted else pytest.raises(CaptureError, match=r"float(32|64)|double"):
+        capture(model, loss_fn, optimizer, (x, x), machine=H200, as_cuda=as_cuda, check=False)
+
+
+def test_a_refused_mix_of_types_names_operator_place_and_way_out() -> None:
+    message = r"aten\.addmm\.default does not take tensors of float32 and float64 together \(0\): .*x\.float\(\)"
+    with pytest.raises(CaptureError, match=message):
+        captured(nn.Sequential(nn.Linear(8, 8)), DOUBLE_ROWS)
