@@ -326,7 +326,7 @@ def test_cpu_captures_are_unaffected() -> None:
 class Recurrent(nn.Module):
     """Two recurrent layers of 32 units, or (with cells) the same layers unrolled."""
 
-    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+    def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
         super().__init__()
         self.layers = kind(32, 32, 2, **options)
 
@@ -338,7 +338,7 @@ class Recurrent(nn.Module):
 class Cells(nn.Module):
     """Two layers of cells of 32 units, unrolled."""
 
-    def __init__(self, kind: type[nn.RNNCellBase]) -> None:
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.cells = nn.ModuleList(kind(32, 32) for _ in range(2))
 
@@ -373,7 +373,7 @@ def test_the_reserve_space_is_the_published_one(mode: str, nbytes: int) -> None:
     [(nn.LSTM, nn.LSTMCell, 5), (nn.GRU, nn.GRUCell, 3), (nn.RNN, nn.RNNCell, 1)],
 )
 def test_recurrent_layers_keep_what_their_backward_pass_needs(
-    kind: type[nn.RNNBase], cell: type[nn.RNNCellBase], saved: int
+    kind: Callable[..., nn.Module], cell: Callable[..., nn.Module], saved: int
 ) -> None:
     """The reserve space has room for ``saved`` gates and cell states per unit; the cells of PyTorch keep more."""
     step = captured(Recurrent(kind), SEQUENCES)
