@@ -132,7 +132,7 @@ def kernel_ns(
 def estimated_flops(kernel: Kernel, nodes: Sequence[fx.Node]) -> int:
     """Returns the FLOPs of a matrix product for which ``flops_of`` has no formula, from its shapes; 0 for others.
 
-    A grouped product (``_grouped_mm``) is counted as if its groups filled the dimension that they divide.
+    A grouped product is counted as if its groups filled the dimension that they divide.
     """
     if (
         kernel.kind != "matmul"

@@ -4,8 +4,8 @@ On CUDA, PyTorch runs LSTM, GRU and RNN as one ``_cudnn_rnn`` for all layers. It
 forward pass for the backward pass. Without cuDNN each time step is a cell of several operators, as on the CPU without
 oneDNN. Not counted: cuDNN's workspace, the masks and the state of dropout between layers, and packing.
 
-Sources: ``_cudnn_impl``, ``_cudnn_rnn`` and ``_cudnn_rnn_backward`` in aten/src/ATen/native/cudnn/RNN.cpp, and
-aten/src/ATen/cudnn/AutocastRNN.cpp, which casts to float16 whatever autocast's dtype is.
+Sources: PyTorch's aten/src/ATen/native/cudnn/RNN.cpp, and aten/src/ATen/cudnn/AutocastRNN.cpp, which casts to float16
+whatever autocast's dtype is.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def reserve_bytes(
 ) -> int:
     """Returns the bytes that cuDNN's reserve space needs at least.
 
-    It holds ``KEPT`` values per hidden unit (an LSTM's four gates and its cell state, a GRU's gates and their parts, an
-    RNN's activation) and the outputs between layers. cuDNN may reserve more, for example for dropout.
+    It holds ``KEPT`` values per hidden unit (an LSTM's four gates and its cell state, six of a GRU, an RNN's
+    activation) and the outputs between layers. cuDNN may reserve more, for example for dropout or in other versions.
 
     Args:
         mode: Index in ``MODES``.
@@ -44,9 +44,9 @@ def reserve_bytes(
         output_size: Width of a layer's output per direction: ``hidden_size``, or the size of an LSTM's projection.
         itemsize: Bytes per value.
 
-    Source: sizes that cuDNN returned for four layers of 320 units (github.com/pytorch/pytorch/issues/2895): 736,000,000
-    bytes for an LSTM and 864,000,000 for a GRU. Their ratio is 23 to 27, as 4 * 5 + 3 and 4 * 6 + 3 are. An RNN's size
-    is not published. Its activations count once, as those of an LSTM's gates do.
+    Source: sizes that cuDNN returned for an LSTM (736,000,000 bytes) and a GRU (864,000,000), by their parameter counts
+    of four layers of 320 units (github.com/pytorch/pytorch/issues/2895). Their ratio is 23 to 27 for any number of
+    rows, as 4 * 5 + 3 and 4 * 6 + 3 are. An RNN's size is not published: its activations are counted once.
     """
     return itemsize * rows * directions * (layers * KEPT[mode] * hidden_size + (layers - 1) * output_size)
 

@@ -364,7 +364,7 @@ def outputs(step: Captured, name: str) -> list[int]:
 
 @pytest.mark.parametrize(("mode", "nbytes"), [("lstm", 736_000_000), ("gru", 864_000_000)])
 def test_the_reserve_space_is_the_published_one(mode: str, nbytes: int) -> None:
-    """Of four float32 layers of 320 units; 25,000 rows give both sizes."""
+    """Of four float32 layers of 320 units; one number of rows, 25,000, gives both sizes."""
     assert reserve_bytes(MODES.index(mode), 25_000, 320, 320, layers=4, directions=1, itemsize=4) == nbytes
 
 
