@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.batches import constant_key, flatten
-from executor.capture.durations import Precision, compute_dtype, kernel_ns
+from executor.capture.durations import Precision, compute_dtype, estimated_flops, kernel_ns
 from executor.capture.effects import Effect
 from executor.capture.optimizers import Numbers
 from executor.capture.python_values import PythonValues
@@ -227,7 +227,7 @@ class Captured:
         return tuple(compute_dtype(kernel, nodes, machine, self.precision) for kernel, nodes in pairs)
 
     def arithmetic(self, machine: Machine) -> str:
-        """Returns a sentence about the dtypes in which convolutions and matrix products are timed, or ""."""
+        """Returns a sentence about the dtypes and estimates with which convolutions and products are timed, or ""."""
         dtypes: dict[str, set[str]] = {}
         for kernel, name in zip(self.program.kernels, self.dtypes(machine), strict=True):
             if kernel.flops and name:
@@ -235,7 +235,12 @@ class Captured:
                 dtypes.setdefault(kind, set()).add(name.replace("tf32", "TF32"))
         parts = [f"{kind} in {' and '.join(sorted(names, key=str.lower))}" for kind, names in sorted(dtypes.items())]
         listing = ", ".join(parts)
-        return f"They are timed with {listing}, as the step's types and PyTorch's flags have it." if parts else ""
+        sentence = f"They are timed with {listing}, as the step's types and PyTorch's flags have it." if parts else ""
+        estimated = {
+            k.name for k, nodes in zip(self.program.kernels, self.nodes, strict=True) if estimated_flops(k, nodes)
+        }
+        note = f"FLOPs of {', '.join(sorted(estimated))} are estimated from shapes." if estimated else ""
+        return " ".join(filter(None, (sentence, note)))
 
     @property
     def _is_multi_tensor(self) -> bool:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from executor.capture.operators import bind_arguments
 from executor.capture.optimizers import patch_attrs
 from executor.capture.reach import CaptureError
+from executor.capture.recurrent import register as register_recurrent
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -73,6 +74,7 @@ def cuda_operators(capability: str) -> Iterator[None]:
             library.impl(name, kernel, "AutogradCPU")
         # PyTorch selects the fused operator if the device has a kernel for it. Fake tensors never call the kernel.
         library.impl("_fused_rms_norm", partial(_composite, aten._fused_rms_norm.default), "CPU")
+        register_recurrent(library)
         stack.enter_context(_cuda_autocast(library))
         yield
 

@@ -87,7 +87,8 @@ def kernel_ns(
         return launch_ns + round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
     is_backward = "backward" in name
     tensor_cores = dtype in ("tf32", "bfloat16", "float16")
-    rate = _rate(machine, dtype) if kernel.flops else 0
+    flops = kernel.flops or estimated_flops(kernel, nodes)
+    rate = _rate(machine, dtype) if flops or kernel.kind == "conv" else 0
     matmul_share = times.matmul if tensor_cores else times.matmul_float32
     if kernel.kind == "conv":
         seconds = _convolution(kernel, node, times, rate, bandwidth, tensor_cores)
@@ -100,7 +101,9 @@ def kernel_ns(
             share *= _occupancy(node, times, tile)
             if times.unaligned and tensor_cores and not _has_aligned_rows(node):
                 share *= times.unaligned
-        seconds = max(kernel.flops / (rate * share), kernel.bytes / (bandwidth * times.elementwise))
+        seconds = kernel.bytes / (bandwidth * times.elementwise)
+        if flops:
+            seconds = max(seconds, flops / (rate * share))
     elif kernel.kind == "norm":
         seconds = _norm(kernel, node, times, bandwidth, is_backward)
     # PyTorch's softmax keeps rows of up to 1,024 elements in registers and reads them once.
@@ -124,6 +127,29 @@ def kernel_ns(
         if kernel.flops:
             seconds = max(seconds, kernel.flops / (rate * matmul_share))
     return times.launch_ns + round(seconds * 1e9)
+
+
+def estimated_flops(kernel: Kernel, nodes: Sequence[fx.Node]) -> int:
+    """Returns the FLOPs of a matrix product for which ``flops_of`` has no formula, from its shapes; 0 for others.
+
+    A grouped product is counted as if its groups filled the dimension that they divide.
+    """
+    if (
+        kernel.kind != "matmul"
+        or kernel.flops
+        or not nodes
+        or not nodes[0].target._overloadpacket.__name__.endswith("mm")
+    ):
+        return 0
+    bound = _bound_arguments(nodes[0])
+    names = ("mat1", "batch1", "self"), ("mat2", "batch2")
+    operands = (next((bound[name] for name in aliases if name in bound), None) for aliases in names)
+    first, second = (getattr(operand, "meta", {}).get("tensor_meta") for operand in operands)
+    if first is None or second is None:
+        return 0
+    # Groups of the first operand alone divide the columns of the second: each multiplies a part of them.
+    rows = first.shape[-2:] if len(first.shape) > len(second.shape) else first.shape
+    return 2 * prod(rows) * second.shape[-1]
 
 
 def with_roofline(
@@ -247,7 +273,7 @@ def _keeps_contiguous(node: fx.Node) -> bool:
     """Returns whether a reduction keeps the dimension in which its input is contiguous."""
     source = _metas(node)[0]
     dims = _bound_arguments(node).get("dim")
-    if not isinstance(dims, (list, tuple)) or not dims:
+    if not isinstance(dims, (list, tuple)) or not dims or not source.shape:
         return False
     reduced = {dim % len(source.shape) for dim in dims}
     sizes = enumerate(zip(source.shape, source.stride, strict=True))

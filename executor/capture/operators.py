@@ -6,6 +6,7 @@ import functools
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -115,13 +116,17 @@ def bind_arguments(func: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def flops_of(func: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
-    """Returns the FLOPs of a matrix product, convolution or attention operator, and 0 for any other.
+    """Returns the FLOPs of a matrix product, convolution, attention or cuDNN's recurrent operator, and 0 for any other.
 
     It corrects PyTorch's formulas, which omit the CPU's fused attention and count the half of causal attention that
     kernels skip.
     """
     bound = bind_arguments(func, args, kwargs)
-    if func._overloadpacket in _CPU_ATTENTION:
+    if func._overloadpacket in (aten._cudnn_rnn, aten._cudnn_rnn_backward):
+        rows = prod(bound["input"].shape[:-1])
+        passes = 1 if func._overloadpacket is aten._cudnn_rnn else 2
+        flops = 2 * passes * rows * sum(weight.numel() for weight in bound["weight"] if weight.dim() == 2)
+    elif func._overloadpacket in _CPU_ATTENTION:
         shapes = [bound[name].shape for name in ("grad_out", "query", "key", "value") if name in bound]
         flops = int((sdpa_backward_flop_count if "grad_out" in bound else sdpa_flop_count)(*shapes))
     else:
@@ -133,6 +138,32 @@ def flops_of(func: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
 _CPU_ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+
+
+def mixed_dtypes(func: OpOverload, args: Any, kwargs: Any) -> str:
+    """Returns the dtypes that a call mixes although PyTorch's kernels need one, as "float32 and float64", or "".
+
+    Fake tensors do not check them. Normalizations accept half precision beside float32.
+    """
+    is_norm = func in _ONE_NORM_DTYPE
+    if func not in _ONE_DTYPE and not is_norm:
+        return ""
+    dtypes = {x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype.is_floating_point}
+    if len(dtypes) < 2 or (is_norm and torch.float64 not in dtypes):
+        return ""
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+_ONE_DTYPE = frozenset(
+    getattr(aten, name).default
+    for name in (
+        "mm addmm bmm baddbmm mv addmv dot vdot binary_cross_entropy huber_loss_backward index_add index_add_"
+    ).split()
+)
+_ONE_NORM_DTYPE = frozenset(
+    getattr(aten, name).default
+    for name in "native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm".split()
 )
 
 

@@ -43,6 +43,7 @@ from executor.capture.operators import (
     flops_of,
     half_statistics,
     kind_of,
+    mixed_dtypes,
     running_statistics,
     touched_bytes,
     written_tensors,
@@ -189,6 +190,13 @@ class Recorder(TorchDispatchMode):
         self.reap()
         phase = self._phase(func)
         place = self.places.locate(phase)
+        if dtypes := mixed_dtypes(func, args, kwargs):
+            source = place.line or place.module
+            where = f" ({source})" if source else ""
+            raise CaptureError(
+                f"{func} does not take tensors of {dtypes} together{where}: convert the batch to the model's type "
+                "(x.float()), or the model to the batch's (model.double())"
+            )
         # A host constant is not on the device until it is copied there.
         is_host_constant = func._overloadpacket in (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)
         tensors = [] if is_host_constant else [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -205,12 +213,14 @@ class Recorder(TorchDispatchMode):
         reads = [s for s in reads if s not in statistics]
         writes = [self._storage(x) for x in written_tensors(func, args, kwargs) + outs] + statistics
         nodes = []
+        values: dict[fx.Node, Any] = {}
         for node in list(islice(reversed(self.graph.nodes), len(self.graph.nodes) - before))[::-1]:
             node.meta.pop("val", None)  # an alias, which would keep the storage alive
             if node.op == "call_function":
                 nodes.append(node)
                 is_item = node.target is operator.getitem
-                value = out[node.args[1]] if is_item else out
+                value = values.get(node.args[0], out)[node.args[1]] if is_item else out
+                values[node] = value
                 if isinstance(value, Tensor):
                     self.values[node] = self._storage(value)
                 if is_item and node.args[1] in widened:

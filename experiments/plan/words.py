@@ -89,8 +89,11 @@ def card(a: Answer) -> list[str]:
         total = size.steps(sum(n for _, n in parts[: i + 1]))
         terms += [f"{name} {size.text(total - printed)}"] if total != printed else []
         printed = total
+    is_recurrent = any(kernel.name.startswith("aten._cudnn_rnn") for kernel in a.program.kernels)
+    precision = "at least this, as cuDNN may reserve more for recurrent layers" if is_recurrent else "exact"
     lines = [
-        f"The peak of the tensors, {size(peak.tensors)}, is exact. Estimated device memory, as nvidia-smi reports it: "
+        f"The peak of the tensors, {size(peak.tensors)}, is {precision}. Estimated device memory, "
+        "as nvidia-smi reports it: "
     ]
     if a.page.without.modules:
         low, high = (size(round(peak.nbytes * (1 + sign * ERROR))) for sign in (-1, 1))

@@ -204,6 +204,16 @@ def test_parts_of_device_memory_share_a_unit_and_add_up() -> None:
     assert a.size(card.nbytes + MB) in words.verdict(holes) and "seconds=10" in words.verdict(holes)
 
 
+def test_the_peak_of_recurrent_layers_is_a_lower_bound() -> None:
+    program = slow(chain(10))
+    card = DevicePeak(program.peak_bytes, 0, 0, 0, 0, program.peak_bytes, False)
+    a = replace(answered(program, program.peak_bytes // 2), card=card)
+    assert "is exact. Estimated" in words.card(a)[0]
+    recurrent = replace(a.program.kernels[0], name="aten._cudnn_rnn.default")
+    a = replace(a, program=replace(a.program, kernels=(recurrent, *a.program.kernels[1:])))
+    assert "is at least this, as cuDNN may reserve more for recurrent layers. Estimated" in words.card(a)[0]
+
+
 def test_a_stopped_search_reports_how_to_continue() -> None:
     program = slow(chain())
     a = replace(answered(program, program.peak_bytes * 8 // 10), budget=3.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from executor.capture.captured import Captured
 from executor.capture.cuda_semantics import Attention, select_backend
 from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.reach import CaptureError
+from executor.capture.recurrent import MODES, reserve_bytes
 from experiments.measure.networks import build
 from simulator.machine import Machine
 from simulator.program import Program
@@ -316,3 +318,181 @@ def test_cpu_captures_are_unaffected() -> None:
     out = real(torch.ones(2, 16, requires_grad=True))
     out.sum().backward()
     assert "NativeDropout" not in type(out.grad_fn).__name__
+
+
+# ------------------------------------------------------------------------------------------- recurrent layers
+
+
+class Recurrent(nn.Module):
+    """Two recurrent layers of 32 units, or (with cells) the same layers unrolled."""
+
+    def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.layers = kind(32, 32, 2, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)[0]
+        return out
+
+
+class Cells(nn.Module):
+    """Two layers of cells of 32 units, unrolled."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(kind(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cell in self.cells:
+            state = None
+            rows = []
+            for row in x:
+                state = cell(row, state)
+                rows.append(state[0] if isinstance(state, tuple) else state)
+            x = torch.stack(rows)
+        return x
+
+
+SEQUENCES = torch.empty(8, 25, 32, device="meta")  # 200 rows
+
+
+def outputs(step: Captured, name: str) -> list[int]:
+    """Returns the bytes of the results of the step's only kernel with this name."""
+    (kernel,) = (k for k in step.program.kernels if k.name == f"aten.{name}.default")
+    return [step.program.tensors[t].nbytes for t in kernel.outputs]
+
+
+@pytest.mark.parametrize(("mode", "nbytes"), [("lstm", 736_000_000), ("gru", 864_000_000)])
+def test_the_reserve_space_is_the_published_one(mode: str, nbytes: int) -> None:
+    """Of four float32 layers of 320 units; one number of rows, 25,000, gives both sizes."""
+    assert reserve_bytes(MODES.index(mode), 25_000, 320, 320, layers=4, directions=1, itemsize=4) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "cell", "saved"),
+    [(nn.LSTM, nn.LSTMCell, 5), (nn.GRU, nn.GRUCell, 3), (nn.RNN, nn.RNNCell, 1)],
+)
+def test_recurrent_layers_keep_what_their_backward_pass_needs(
+    kind: Callable[..., nn.Module], cell: Callable[..., nn.Module], saved: int
+) -> None:
+    """The reserve space has room for ``saved`` gates and cell states per unit; the cells of PyTorch keep more."""
+    step = captured(Recurrent(kind), SEQUENCES)
+    reserve = max(outputs(step, "_cudnn_rnn"))
+    assert reserve >= 2 * 200 * 32 * saved * 4
+    assert step.program.peak_bytes > reserve
+    cells = captured(Cells(cell), SEQUENCES)
+    assert cells.program.peak_bytes > 2 * 200 * 32 * saved * 4
+    assert sum(k.flops for k in step.program.kernels) == pytest.approx(sum(k.flops for k in cells.program.kernels), 0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        ({}, 2 * 5 * 32 + 32),
+        ({"batch_first": True, "bias": False}, 2 * 5 * 32 + 32),
+        ({"bidirectional": True}, 2 * (2 * 5 * 32 + 32)),
+        ({"proj_size": 8}, 2 * 5 * 32 + 8),
+        ({"dropout": 0.5}, 2 * 5 * 32 + 32),
+    ],
+)
+def test_the_reserve_space_of_the_variants_of_an_lstm(options: dict[str, Any], values: int) -> None:
+    """Compares the results and their gradients with PyTorch's shapes."""
+    model = Recurrent(nn.LSTM, **options)
+    step = captured(model, SEQUENCES)
+    expected = model(SEQUENCES).nbytes
+    output, *_, reserve, flat_weights = outputs(step, "_cudnn_rnn")
+    assert (output, reserve, flat_weights) == (expected, 200 * values * 4, 0)
+    *_, gradients = outputs(step, "_cudnn_rnn_backward")
+    assert gradients == sum(p.nbytes for p in model.parameters())
+
+
+def test_autocast_runs_recurrent_layers_in_half_precision() -> None:
+    model = Recurrent(nn.GRU).to("meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = SEQUENCES, SEQUENCES
+    step = capture(
+        model,
+        lambda out, _: out.float().sum(),
+        optimizer,
+        batch,
+        machine=H200,
+        as_cuda=True,
+        autocast=torch.bfloat16,
+    )
+    assert max(outputs(step, "_cudnn_rnn")) == 200 * (2 * 6 + 1) * 32 * 2
+
+
+def test_without_cudnn_recurrent_layers_are_cells() -> None:
+    with torch.backends.cudnn.flags(enabled=False):
+        step = captured(Recurrent(nn.LSTM), SEQUENCES)
+    assert not any("rnn" in name for name in names(step))
+    assert step.program.peak_bytes > 2 * 200 * 32 * 5 * 4
+
+
+def test_cudnn_has_no_backward_pass_of_a_layer_in_eval_mode() -> None:
+    with pytest.raises(CaptureError, match=r"lstm.*train\(\).*cudnn\.enabled = False"):
+        captured(Recurrent(nn.LSTM).eval(), SEQUENCES)
+    model = Recurrent(nn.LSTM).eval().to("meta")
+    batch = SEQUENCES, SEQUENCES
+    step = capture(model, lambda out, _: out.sum(), None, batch, machine=H200, as_cuda=True)
+    assert outputs(step, "_cudnn_rnn")[-2:] == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------- types
+
+
+class Call(nn.Module):
+    """Calls a function on the input and a float32 weight of eight by eight."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8, 8))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+DOUBLE_ROWS = torch.rand(8, 8, dtype=torch.float64)
+DOUBLE_IMAGES = torch.rand(2, 8, 4, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("as_cuda", [False, True])
+@pytest.mark.parametrize(
+    ("model", "x", "is_accepted"),
+    [
+        (nn.Linear(8, 8), DOUBLE_ROWS, False),
+        (nn.Linear(8, 8), DOUBLE_ROWS.bfloat16(), False),
+        (nn.LSTM(8, 8), DOUBLE_ROWS, False),
+        (nn.Conv2d(8, 8, 3), DOUBLE_IMAGES, False),
+        (nn.BatchNorm2d(8), DOUBLE_IMAGES, False),
+        (nn.LayerNorm(8), DOUBLE_ROWS, False),
+        (nn.GroupNorm(2, 8), DOUBLE_IMAGES, False),
+        (Call(torch.matmul), DOUBLE_ROWS, False),
+        (Call(lambda x, w: w.index_add(0, torch.arange(8), x)), DOUBLE_ROWS, False),
+        (Call(lambda x, w: F.huber_loss(w, x)), DOUBLE_ROWS, False),
+        (Call(lambda x, w: F.binary_cross_entropy(w, x)), DOUBLE_ROWS, False),
+        (Call(lambda x, w: F.mse_loss(w, x)), DOUBLE_ROWS, True),
+        (Call(torch.mul), DOUBLE_ROWS, True),
+        (nn.RMSNorm(8), DOUBLE_ROWS, True),
+    ],
+)
+def test_types_that_do_not_mix_are_refused_as_in_eager_mode(
+    model: nn.Module, x: Tensor, is_accepted: bool, as_cuda: bool
+) -> None:
+    def loss_fn(out: Any, _: Tensor) -> Tensor:
+        loss: Tensor = (out[0] if isinstance(out, tuple) else out).sum()
+        return loss
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nullcontext() if is_accepted else pytest.raises((RuntimeError, ValueError)):
+        loss_fn(model(x), x).backward()
+    model.zero_grad()
+    with nullcontext() if is_accepted else pytest.raises(CaptureError, match=r"float(32|64)|double"):
+        capture(model, loss_fn, optimizer, (x, x), machine=H200, as_cuda=as_cuda, check=False)
+
+
+def test_a_refused_mix_of_types_names_operator_place_and_way_out() -> None:
+    message = r"aten\.addmm\.default does not take tensors of float32 and float64 together \(0\): .*x\.float\(\)"
+    with pytest.raises(CaptureError, match=message):
+        captured(nn.Sequential(nn.Linear(8, 8)), DOUBLE_ROWS)

@@ -328,3 +328,61 @@ def test_files_without_a_trace_are_refused(tmp_path, text, message):
     (tmp_path / "trace.csv").write_text(text)
     with pytest.raises(FormatError, match=message):
         steps.read_operators(tmp_path / "trace.csv")
+
+
+def grouped(experts: int, hidden: int) -> nn.Module:
+    """Returns square layers of experts that share the rows of their input, as in a mixture of experts."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(experts, hidden, hidden, dtype=torch.bfloat16))
+            self.register_buffer("ends", torch.empty(experts, dtype=torch.int32))
+
+        def forward(self, x):
+            return torch._grouped_mm(x, self.weight, offs=self.ends).pow(2)
+
+    return Experts()
+
+
+def test_a_product_without_a_formula_is_estimated_from_its_shapes():
+    """The products of the result and of the weights' gradient use each row with the weights of one expert."""
+    x = meta(4096, 2048, dtype=torch.bfloat16)
+    times = durations(partial(grouped, 4, 2048), x, backward=True)["_grouped_mm"]
+    assert times == pytest.approx([2 * 4096 * 2048**2 / (0.5 * 2e14)] * 2, rel=1e-3)
+
+
+def test_the_report_says_what_is_estimated():
+    with torch.device("meta"):
+        model = grouped(4, 64)
+        batch = torch.empty(128, 64, dtype=torch.bfloat16), torch.empty(())
+    captured = capture(model, lambda y, _: y.sum(), None, batch, machine=GPU)
+    assert captured.arithmetic(GPU) == "FLOPs of aten._grouped_mm.default are estimated from shapes."
+    assert not any(kernel.flops for kernel in captured.program.kernels)
+
+
+SQUARE = meta(8, 8)
+IMAGE = meta(1, 2, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda x: x @ x[0], SQUARE),
+        (lambda x: x[0] @ x[0], SQUARE),
+        (lambda x: torch.addbmm(x, x[None], x[None]), SQUARE),
+        (lambda x: torch.igamma(x, x), SQUARE),
+        (lambda x: x.lgamma() + x.digamma(), SQUARE),
+        (lambda x: x.cummax(0)[0], SQUARE),
+        (lambda x: x.sum().logsumexp(0), SQUARE),
+        (lambda x: nn.functional.linear(x[:0], x), SQUARE),
+        (lambda x: nn.functional.interpolate(x, scale_factor=2, mode="bilinear"), IMAGE),
+        (lambda x: nn.functional.conv3d(x[:0, :, None], x.new_empty(2, 2, 1, 1, 1)), IMAGE),
+    ],
+)
+def test_operators_without_products_take_the_time_of_their_bytes(function, x):
+    """Their names resemble those of matrix products, or they have no elements to divide by."""
+    with torch.device("meta"):
+        captured = capture(Calls(function, x.dtype), lambda y, _: y.sum(), None, (x, torch.empty(())), machine=MEASURED)
+    for kernel in captured.program.kernels:
+        assert kernel.flops or kernel.duration_ns <= 8 * kernel.bytes / BW * 1e9 + 1
