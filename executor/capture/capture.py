@@ -37,7 +37,7 @@ from executor.capture.interception import traced_calls
 from executor.capture.operators import Places, is_user_file
 from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, constant_options, options
 from executor.capture.python_values import PythonValues, compare_constants, preserve_random_states
-from executor.capture.reach import CaptureError, hooks_of
+from executor.capture.reach import CaptureError
 from executor.capture.recorder import Recorder, report_outputs
 from executor.capture.state import StepState, copy_batch
 from simulator.machine import Machine
@@ -337,7 +337,7 @@ class _Call:
                 warnings.simplefilter("ignore")
                 tracer.add_state()
                 modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
-                hooks = sum(map(len, hooks_of(state.modules)))
+                hooks = state.hooks()
                 with state.installed():
                     traced = tracer.trace_effects()
                 unrepeatable = _unrepeatable(state, drawn_from())

@@ -17,6 +17,7 @@ from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.batches import flatten
 from executor.capture.durations import Precision, compute_dtype, kernel_ns
 from executor.capture.effects import Effect
+from executor.capture.hooks import Hooks
 from executor.capture.optimizers import Numbers
 from executor.capture.python_values import PythonValues
 from executor.capture.state import Home
@@ -180,7 +181,7 @@ class Captured:
     micro: tuple[MicroBatch, ...]  # with gradient accumulation
     holds: UserHolds
     python: PythonValues
-    hooks: int  # number of hooks of modules and their parameters
+    hooks: Hooks
     returned: Returned
     source: Source
     reads: tuple[HostRead, ...]  # numbers of the batch on which the step branches
