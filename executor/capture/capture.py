@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from executor.capture.ambient import ambient_modes
 from executor.capture.batches import BatchError, Loss, arguments, compute_loss, flatten, structure
 from executor.capture.captured import Captured, Returned, Source
 from executor.capture.cuda_semantics import cuda_operators
@@ -366,6 +367,7 @@ class _Call:
             modules=modules,
             python=PythonValues(state.watched, unrepeatable, state.first_run_values),
             hooks=hooks,
+            modes=ambient_modes(),
             returned=traced.returned,
             source=Source(
                 self.step, self.args, tuple((v, label) for v, label in self.roots if v is not self.args), self.recapture
@@ -578,6 +580,11 @@ def _explain(error: Exception, state: StepState) -> str:
         return (
             f"the step uses a tensor in {operator} that is not in its arguments, modules, optimizers or closure"
             f"{place}: make it a buffer (register_buffer), or pass it to the step"
+        )
+    if "does not require grad" in text and not torch.is_grad_enabled():
+        return (
+            f"the step's backward pass{place} needs gradients, which torch.no_grad or torch.inference_mode around the "
+            "step turns off: call it outside of them"
         )
     if "SparseTensorImpl" in text:
         names = [state.paths[id(m)] for m in state.modules if getattr(m, "sparse", False)]

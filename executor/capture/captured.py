@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.algorithms import convolution_of, with_algorithms
+from executor.capture.ambient import Modes
 from executor.capture.batches import flatten
 from executor.capture.durations import Precision, compute_dtype, kernel_ns
 from executor.capture.effects import Effect
@@ -138,7 +139,7 @@ def evaluate_number(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> 
         for operand in {n for node in nodes for n in node.all_input_nodes} & table.keys():
             table[operand] = table[operand].clone() if isinstance(table[operand], Tensor) else table[operand]
     last: Any = None
-    with torch.no_grad():
+    with torch.no_grad(), torch._C._DisableAutocast():  # the nodes contain its casts
         for node in nodes:
             assert isinstance(node.target, Callable)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), table.__getitem__)
@@ -182,6 +183,7 @@ class Captured:
     holds: UserHolds
     python: PythonValues
     hooks: Hooks
+    modes: Modes  # PyTorch's ambient modes at the capture
     returned: Returned
     source: Source
     reads: tuple[HostRead, ...]  # numbers of the batch on which the step branches

@@ -15,6 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from executor.capture.ambient import CastWeights, ambient_modes, mode_change
 from executor.capture.capture import Captured
 from executor.capture.optimizers import step_without_hooks
 from executor.capture.state import Home
@@ -91,6 +92,20 @@ def inputs_of(captured: Captured) -> set[int]:
     return {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
 
 
+def cast_weights(captured: Captured) -> CastWeights | None:
+    """Returns the parameters that autocast around the step casts and keeps, or None."""
+    device = device_of(captured)
+    cast = {
+        captured.values[node]: source
+        for node, source in zip(captured.placeholders, captured.sources, strict=True)
+        if isinstance(source, nn.Parameter) and any(u.target is torch.ops.aten._to_copy.default for u in node.users)
+    }
+    if not cast or all(device.type != name for name, _ in captured.modes[0]):
+        return None
+    written = {t for kernel in captured.program.kernels for t in kernel.outputs}
+    return CastWeights(device, set(map(id, cast.values())), {id(p) for t, p in cast.items() if t in written})
+
+
 def layout_of(captured: Captured, i: int) -> tuple[torch.device, int | None]:
     """Returns the expected device of a placeholder's tensor, and its storage offset if the graph depends on it."""
     node = captured.placeholders[i]
@@ -135,7 +150,10 @@ def check_model(captured: Captured, parameters: list[Binding]) -> None:
 
 
 def check_settings(captured: Captured) -> None:
-    """Raises StepError if Python values or optimizer options have changed that the capture treated as constants."""
+    """Raises StepError if modes, Python values or optimizer options differ that the capture treated as constants."""
+    modes = ambient_modes()
+    if modes != captured.modes:
+        raise StepError(mode_change(captured.modes, modes))
     if change := captured.python.change():
         raise StepError(
             f"{change.name} was {change.old!r} at the capture and is {change.new!r} now; capture the step again "

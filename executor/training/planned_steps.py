@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
+from executor.capture.ambient import Modes, ambient_modes
 from executor.capture.batches import Loss, arguments, flatten, structure, tensors_in
 from executor.capture.capture import StepOptions, capture, capture_step
 from executor.capture.captured import Captured
@@ -37,7 +38,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-Form = Hashable  # structure and shapes of a (micro-)batch
+Form = Hashable  # ambient modes, and structure and shapes of a (micro-)batch
 
 
 class PlannedSteps:
@@ -104,6 +105,7 @@ class PlannedSteps:
             self.options = {name: value for name, value in options.items() if name not in own}
         self._open = False
         self._is_announced = False  # whether ``begin`` has announced the step's micro-batches
+        self._modes: set[Modes] = set()  # ambient modes whose first form was captured, and checked
         self._structures: set[TreeSpec] = set()  # structures of (micro-)batches seen so far
 
     def __call__(self, *batch: Any) -> Any:
@@ -136,8 +138,8 @@ class PlannedSteps:
             if form == forms[done]:
                 raise
             raise StepError(
-                f"micro-batch {done + 1} of {len(forms)} differs in shape from the step's first call: {error}; "
-                "announce all shapes with begin(*pairs), or undo the step with finish()"
+                f"micro-batch {done + 1} of {len(forms)} has another form than the step's first call: {error}; "
+                "announce all forms with begin(*pairs), or undo the step with finish()"
             ) from error
         self._is_announced = was_announced and step.done > 0
         return loss
@@ -216,7 +218,8 @@ class PlannedSteps:
         return step
 
     def _capture(self, pairs: tuple[Any, ...]) -> Captured:
-        options = {**self.options, "check": self.options.get("check", True) and self.limit is None}
+        modes = ambient_modes()
+        options = {**self.options, "check": self.options.get("check", True) and modes not in self._modes}
         if self._is_custom:
             captured = capture_step(self.parts[0], *pairs[0], machine=self.machine, **options)
         else:
@@ -224,6 +227,7 @@ class PlannedSteps:
             captured = capture(*self.parts, pairs[0], machine=self.machine, **settings)
         if captured.python.unrepeatable:  # raised before planning
             raise StepError(captured.python.unrepeatable)
+        self._modes.add(modes)
         return captured
 
     def _make(self, pairs: tuple[Any, ...]) -> PlannedStep:
@@ -291,6 +295,7 @@ def _form(batch: tuple[Any, ...]) -> Form:
             check_dense(value, f"tensor {i} of the batch")
     seen: dict[int, int] = {}  # repeated tensors and shared storages are part of the form
     form = (
+        ambient_modes(),
         spec,
         tuple(
             (
