@@ -6,7 +6,8 @@ called before every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import call
 from typing import Any, ClassVar
 
@@ -60,6 +61,23 @@ def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d))
 
 
+@contextmanager
+def default_modes() -> Iterator[None]:
+    """Shields planners, which may run networks of their own, from the modes around the user's step."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch._C._DisableAutocast(),
+            _BINDINGS.DisableTorchFunction(),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def mode_change(captured: Modes, current: Modes) -> str:
     """Returns a sentence about the first mode that differs, or ""."""
     for name, old, new in zip(_NAMES, captured, current, strict=True):
@@ -94,7 +112,8 @@ class CastWeights:
     _updates: ClassVar[list[tuple[StorageWeakRef, set[int]]]] = []  # of all steps, with the probe's copy
 
     def __init__(self, device: torch.device, cast: set[int], updated: set[int]) -> None:
-        self._probe = torch.zeros(1, 1, device=device, requires_grad=True)
+        with torch.inference_mode(False):
+            self._probe = torch.zeros(1, 1, device=device, requires_grad=True)
         self._cast = cast
         self._updated = updated
 
@@ -105,7 +124,9 @@ class CastWeights:
 
     def record(self) -> None:
         """Records the step's update."""
-        with torch.enable_grad():
+        if not self._updated:
+            return
+        with torch.inference_mode(False):  # with gradients, which keep the copy that the product reads
             product: Any = torch.mm(self._probe, self._probe)
         cast: Tensor = product.grad_fn._saved_mat2
         self._updates.append((StorageWeakRef(cast.untyped_storage()), self._updated))

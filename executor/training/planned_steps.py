@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
-from executor.capture.ambient import Modes, ambient_modes
+from executor.capture.ambient import Modes, ambient_modes, default_modes
 from executor.capture.batches import Loss, arguments, flatten, structure, tensors_in
 from executor.capture.capture import StepOptions, capture, capture_step
 from executor.capture.captured import Captured
@@ -234,7 +234,8 @@ class PlannedSteps:
         """Captures and plans a step of these micro-batches."""
         captured = self._capture(pairs)
         limit = self.limit or limit_bytes(self._requested_limit, captured.program)
-        plan = self.planner(captured.program, self.machine, limit)
+        with default_modes():
+            plan = self.planner(captured.program, self.machine, limit)
         return PlannedStep(captured, plan, self.machine, limit, self.undo)
 
     def finish(self) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from executor import CaptureError, PlannedStep, PlannedSteps, StepError, fit
 from executor.training.bindings import check_settings
 from simulator import Plan
+from simulator.schedule import OutOfMemory
 from tests.executor.networks import sgd
 from tests.executor.training.programs import GPU, Loop, Twins, equal
 from tests.executor.training.test_equal_to_eager import trained
@@ -127,14 +128,16 @@ def test_evaluation_without_gradients(name: str) -> None:
     model = nn.Linear(8, 4)
 
     def evaluate(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss = F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
         return loss if torch.is_grad_enabled() else 100 * loss.detach()
 
     steps = fit(evaluate, example_batch=batch(), memory=1.0)
-    with MODES[name][0]():
-        for _ in range(2):
-            values = batch()
-            equal(steps(*values), evaluate(*values))
+    for autocast in (nullcontext, bfloat16):
+        with MODES[name][0](), autocast():
+            for _ in range(2):
+                values = batch()
+                equal(steps(*values), evaluate(*values))
+    assert len(steps.steps) == 3
 
 
 def test_the_first_form_of_each_mode_is_compared_with_eager() -> None:
@@ -183,6 +186,24 @@ def test_steps_of_one_model_share_what_autocast_keeps() -> None:
         twins.train(second)
 
 
+def test_weights_that_a_step_updates_without_gradients() -> None:
+    model = nn.Linear(8, 4)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            out = model(x)
+            model.weight.mul_(0.5)
+        return out
+
+    x = torch.randn(3, 8)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context(), bfloat16():
+            steps = fit(step, example_batch=(x,), memory=1.0)
+            steps(x)
+            with pytest.raises(StepError, match="autocast keeps the weights"):
+                steps(x)
+
+
 def test_micro_batches_have_one_mode() -> None:
     model = nn.Linear(8, 4)
     steps = PlannedSteps(model, F.cross_entropy, sgd(model), GPU, 2**30, lambda *_: Plan(), accumulate=2)
@@ -193,6 +214,29 @@ def test_micro_batches_have_one_mode() -> None:
     assert steps.in_progress
     steps(x, y)
     assert not steps.in_progress
+
+
+def test_planners_run_in_default_modes() -> None:
+    model = nn.Linear(8, 4)
+    seen: list[torch.dtype] = []
+
+    def planner(*_: Any) -> Plan:
+        product = nn.Linear(2, 2)(torch.ones(1, 2))
+        product.sum().backward()
+        seen.append(product.dtype)
+        return Plan()
+
+    def step(x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    x = torch.randn(3, 8)
+    steps = PlannedSteps(step, None, None, GPU, 2**30, planner, check=False)
+    for name in ("autocast", "inference_mode", "default dtype"):
+        with MODES[name][0](), torch.device("meta"):
+            steps.step_for(x)
+            with pytest.raises(OutOfMemory):  # after the planner was called
+                fit(step, example_batch=(x,), memory=0.99, planner=planner, check=False)
+    assert seen == [torch.float32] * 6
 
 
 def test_a_number_of_the_batch_is_computed_without_the_ambient_autocast() -> None:
