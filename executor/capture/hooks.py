@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, call, itemgetter
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 MODULE_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-_READ_TENSOR = tuple(map(attrgetter, TENSOR_HOOKS))
+_READ_GRADIENT_HOOKS, _READ_ACCUMULATED_HOOKS = map(attrgetter, TENSOR_HOOKS)
 _GLOBAL_MODULE_HOOKS = tuple(f"_global{name}" for name in MODULE_HOOKS)
 _GLOBAL_STEP_HOOKS = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
 
@@ -76,11 +76,9 @@ class Hooks:
             )
         )
         # Tables of most objects are read from their attributes' dictionary, which is faster.
-        self._readers = [
-            (itemgetter(*tables), [vars(owner) for owner in owners])
-            for owners, _, tables in self._groups
-            if tables is not TENSOR_HOOKS
-        ]
+        others = [(owner, tables) for owners, _, tables in self._groups for owner in owners if tables != TENSOR_HOOKS]
+        self._readers = [itemgetter(*tables) for _, tables in others]
+        self._attributes = [vars(owner) for owner, _ in others]
         self._tensors = [tensor for tensor, _ in tensors]
         self._handles = self._current_handles()
         self._hooks = list(self._current_hooks())
@@ -110,9 +108,10 @@ class Hooks:
 
     def _current_handles(self) -> list[int]:
         """Returns the keys of all hooks, each given once by PyTorch; its loops run in C, as each step calls it."""
-        tables = [chain.from_iterable(map(read, attributes)) for read, attributes in self._readers]
-        tables += [map(read, self._tensors) for read in _READ_TENSOR]
-        return [key for group in tables for table in filter(None, group) for key in table]
+        tables = chain.from_iterable(map(call, self._readers, self._attributes))
+        of_tensors = map(_READ_GRADIENT_HOOKS, self._tensors)
+        accumulated = map(_READ_ACCUMULATED_HOOKS, self._tensors)
+        return list(chain.from_iterable(filter(None, chain(tables, of_tensors, accumulated))))
 
     def _current_hooks(self) -> Iterator[Hook]:
         for owners, names, tables in self._groups:
