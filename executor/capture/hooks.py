@@ -103,7 +103,7 @@ class Hooks:
                 return f"{before} is called in another order"
         if len(current) != len(self._hooks):
             return f"{max(current, self._hooks, key=len)[-1]} was registered another number of times"
-        self._handles = self._current_handles()  # the same hooks, registered anew
+        self._handles = self._current_handles()  # the same hooks, registered again
         return ""
 
     def _current_handles(self) -> list[int]:

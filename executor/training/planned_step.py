@@ -185,7 +185,7 @@ class PlannedStep:
         if self._cast_weights is not None and self._cast_weights.are_stale():
             raise StepError(
                 "autocast keeps the weights that it cast before the last step, as its context has not ended since: "
-                "open torch.autocast anew for each step, within the step, or with cache_enabled=False"
+                "open a torch.autocast context for each step, within the step, or with cache_enabled=False"
             )
         self._read_numbers()
         self.state.checked = self._detector, self._numbers

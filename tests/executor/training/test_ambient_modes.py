@@ -1,4 +1,4 @@
-"""Tests that a step which is called in another ambient mode of PyTorch is captured anew or refused by name."""
+"""Tests that a step which is called in another ambient mode of PyTorch is captured again or refused by name."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -162,7 +162,7 @@ def test_fit_within_autocast_equals_eager_and_knows_its_cache() -> None:
         evaluated = fit(evaluate, example_batch=(x,), memory=1.0)
         twins.train(steps)
         for _ in range(2):
-            with pytest.raises(StepError, match=r"autocast keeps the weights .*open torch\.autocast anew"):
+            with pytest.raises(StepError, match=r"autocast keeps the weights .*open a torch\.autocast context"):
                 steps(*twins.next_batch())
             equal(evaluated(x), evaluate(x).detach())  # its weights do not change
     for _ in range(2):
