@@ -210,6 +210,7 @@ class BatchVectorEnv(_BatchEnvBase, gymnasium.vector.VectorEnv[Observation, NDAr
                 if env_seed is not None:
                     self._batch.seed(i, env_seed)
         mask = (options or {}).get("reset_mask")
+        mask = None if mask is None else np.asarray(mask)
         if mask is not None and (mask.shape != (self.num_envs,) or mask.dtype != np.bool_ or not mask.any()):
             raise ValueError(f"reset_mask: expected {self.num_envs} booleans, at least one of them true")
         self._batch.reset(np.ones(self.num_envs, np.bool_) if mask is None else mask, task)

@@ -213,10 +213,7 @@ class FittedSteps(PlannedSteps):
             return
         step.replans = previous.replans + 1
         step.floor_ns = previous.floor_ns
-        forms = next(reversed(self.steps))
-        self.steps[forms] = self._current = step
-        variants = self._variants.get(forms, {})
-        self._variants[forms] = {key: step if old is previous else old for key, old in variants.items()}
+        self.steps[next(reversed(self.steps))] = self._current = step
         if self._open:
             step.__enter__()
 
@@ -315,7 +312,8 @@ def fit(
         profile: "measure" times kernels on the model's device (default on a GPU); a Profile holds times for this shape
             only. None on the CPU: roofline durations of the machine.
         seconds: approximate planning time per shape; default: the planner's.
-        keep: maximum number of shapes whose steps are kept.
+        keep: maximum number of steps that are kept, one per shape and number of the batch; the least recently used is
+            discarded first.
         accumulate: maximum and default number of micro-batches per step; the optimizer steps after the last one.
         average: whether each micro-batch's loss is divided by their number; False if ``loss_fn`` normalizes it.
         clip_norm: maximum norm of the gradients, to which they are clipped before the update; None: not clipped.

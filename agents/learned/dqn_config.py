@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
 from agents.planner import LEAST
 from simulator.modes import MODES
+from simulator.settings import at_least, check, one_of
 
 POOLS = ("sum", "mean")  # pooling of node states into the graph state
 RENAMED = {  # keys of older versions
@@ -18,11 +18,6 @@ RENAMED = {  # keys of older versions
 }
 
 
-def count(default: int) -> Any:
-    """Declares a field that must be at least 1 (``check_counts``)."""
-    return field(default=default, metadata={"is_count": True})
-
-
 @dataclass(frozen=True)
 class PaperConfig:
     """Hyperparameters of dqn_paper.py; names match the keys of configs/agent/dqn_paper.yaml.
@@ -30,24 +25,24 @@ class PaperConfig:
     Defaults marked with a section are the paper's; the paper does not give the others.
     """
 
-    episodes: int = count(300)  # l
-    mode: str = "joint"  # section 4.5: offload, remove
+    episodes: int = at_least(1, 300)  # l
+    mode: str = one_of(MODES, "joint")  # section 4.5: offload, remove
     min_bytes: int = 2**20
-    num_envs: int = count(1)  # Algorithm 1: one episode after another
-    features: int = 6  # section 4.4.1
-    embedding_size: int = count(32)  # p
-    message_passing_steps: int = count(4)  # T, section 4.4
-    pool: str = "sum"  # equation 2
+    num_envs: int = at_least(1, 1)  # Algorithm 1: one episode after another
+    features: int = one_of((6, 8), 6)  # section 4.4.1
+    embedding_size: int = at_least(1, 32)  # p
+    message_passing_steps: int = at_least(1, 4)  # T, section 4.4
+    pool: str = one_of(POOLS, "sum")  # equation 2
     mixing: bool = False  # equation 3 as printed
     gamma: float = 1.0  # equation 5, without a value; the undiscounted return is −overhead
-    n_step: int = count(1)  # equation 5
+    n_step: int = at_least(1, 1)  # equation 5
     double: bool = False  # equation 5
     target_every: int = 0  # updates; equation 5: no target network
-    optimizer: str = "sgd"  # Algorithm 1, line 13; or adam
+    optimizer: str = one_of(("adam", "sgd"), "sgd")  # Algorithm 1, line 13
     learning_rate: float = 1e-4
-    batch_size: int = count(32)
-    update_every: int = count(1)  # transitions; Algorithm 1, line 13: at every step
-    buffer_size: int = count(10_000)  # transitions
+    batch_size: int = at_least(1, 32)
+    update_every: int = at_least(1, 1)  # transitions; Algorithm 1, line 13: at every step
+    buffer_size: int = at_least(1, 10_000)  # transitions
     reward_scale: float = 1.0
     epsilon_start: float = 1.0  # Algorithm 1, line 7: e > episode / l
     epsilon_end: float = 0.0
@@ -56,35 +51,34 @@ class PaperConfig:
     weights: str = ""  # section 4.4.2: checkpoint of another program's training to fine-tune
 
     def __post_init__(self) -> None:
-        check_choices(self, mode=MODES, pool=POOLS, optimizer=("adam", "sgd"), features=(6, 8))
-        check_counts(self)
+        check(self)
 
 
 @dataclass(frozen=True)
 class Args:
     """Hyperparameters of dqn.py; names match the keys of configs/agent/dqn.yaml, whose values are for one task."""
 
-    iterations: int = count(3000)  # each runs ``passes`` forward passes on one task, then the updates
-    init: str = "scratch"  # or "pretrained" (on other programs)
-    mode: str = "joint"  # "swap", "recompute" or "joint"
+    iterations: int = at_least(1, 3000)  # each runs ``passes`` forward passes on one task, then the updates
+    init: str = one_of(("pretrained", "scratch"), "scratch")  # pretrained: on other programs
+    mode: str = one_of(MODES, "joint")
     min_bytes: int = 2**20  # size in bytes below which tensors stay resident
     message_passing: bool = True  # whether the network has rounds of structure2vec
-    width: int = count(32)  # of the network's layers
-    walkers: int = count(12)  # per task
-    passes: int = count(16)  # forward passes per iteration
-    tries: int = count(6)  # maximum edits tried per forward pass
-    neighbors: int = count(32)  # candidate edits per forward pass (M)
-    least_calls: int = count(100)  # range of the simulator budget of an episode, drawn log-uniformly
+    width: int = at_least(1, 32)  # of the network's layers
+    walkers: int = at_least(1, 12)  # per task
+    passes: int = at_least(1, 16)  # forward passes per iteration
+    tries: int = at_least(1, 6)  # maximum edits tried per forward pass
+    neighbors: int = at_least(1, 32)  # candidate edits per forward pass (M)
+    least_calls: int = at_least(1, 100)  # range of the simulator budget of an episode, drawn log-uniformly
     most_calls: int = 2000
     gamma: float = 0.97  # discount per tried edit
-    n_step: int = count(2)  # forward passes in an n-step return
-    buffer_size: int = count(240)  # iterations that the replay buffer holds
+    n_step: int = at_least(1, 2)  # forward passes in an n-step return
+    buffer_size: int = at_least(1, 240)  # iterations that the replay buffer holds
     learning_starts: int = 20  # iterations before the first update
-    updates: int = count(6)  # per iteration
-    batch_size: int = count(24)  # states
+    updates: int = at_least(1, 6)  # per iteration
+    batch_size: int = at_least(1, 24)  # states
     learning_rate: float = 1e-3  # initial value; it decays linearly to a twentieth of that
     weight_decay: float = 1e-4
-    target_every: int = count(150)  # updates between copies to the target network
+    target_every: int = at_least(1, 150)  # updates between copies to the target network
     auxiliary: float = 0.1  # weight of the auxiliary losses
     shaping: float = 0.3  # reward weight of the current plan relative to the best plan
     coldest: float = 1e-3  # range of the temperatures of Boltzmann exploration, in units of Q
@@ -95,30 +89,15 @@ class Args:
     priority_exponent: float = 0.6
     importance_exponent: float = 0.7
     greedy_calls: int = 1000  # simulator calls of the greedy policy's plan
-    checkpoint_every: int = count(20)  # iterations
+    checkpoint_every: int = at_least(1, 20)  # iterations
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the first value out of range."""
-        check_choices(self, init=("pretrained", "scratch"), mode=MODES)
-        check_counts(self)
+        check(self)
         if self.most_calls < self.least_calls:
             raise ValueError(f"most_calls: expected at least {self.least_calls}, got {self.most_calls}")
         if self.greedy_calls < LEAST:
             raise ValueError(f"greedy_calls: expected at least {LEAST}, got {self.greedy_calls}")
-
-
-def check_choices(config: object, **choices: tuple[Any, ...]) -> None:
-    """Raises ValueError that names the first field whose value is not allowed."""
-    for name, allowed in choices.items():
-        if getattr(config, name) not in allowed:
-            raise ValueError(f"{name}: expected one of {allowed}, got {getattr(config, name)!r}")
-
-
-def check_counts(config: Any) -> None:
-    """Raises ValueError that names the first field declared by ``count`` that is below 1."""
-    for option in fields(config):
-        if option.metadata.get("is_count") and getattr(config, option.name) < 1:
-            raise ValueError(f"{option.name}: expected at least 1, got {getattr(config, option.name)}")
 
 
 def renamed_key_message(key: str) -> str:

@@ -199,6 +199,7 @@ class EditBatch(EnvBatch):
                 valid[members] = np.where(self.mask[members, actions[members]] > 0, actions[members], -1)
                 self._count_skipped(walkers, members[valid[members] < 0])
                 members = members[valid[members] >= 0]
+            # Compiled code steps all walkers of the task, and returns at one whose plan only the engine can simulate.
             position = 0
             answer_ns = -1
             while position < len(members):
@@ -234,6 +235,7 @@ class EditBatch(EnvBatch):
 
     def _by_task(self, mask: NDArray[np.bool_]) -> list[tuple[int, NDArray[np.int64]]]:
         """Groups the walkers of ``mask`` by task."""
+        # Compiled functions take the tables of one task.
         if len(self.tasks) == 1:
             return [(0, np.flatnonzero(mask))]
         return [(t, np.flatnonzero(mask & (self.task == t))) for t in np.unique(self.task[mask]).tolist()]
@@ -290,6 +292,7 @@ class EditBatch(EnvBatch):
         self.best_overhead[mask] = best_overhead
         self.temperature[mask] = temperature
         self.calls[mask] = state["steps"]
+        # Logarithms keep large values within BOUND, and small ones apart.
         columns = np.empty(len(state), PLAN)
         columns["overhead"] = np.log1p(100 * overhead) / 2
         columns["distance_to_best"] = np.log1p(300 * (overhead - best_overhead))

@@ -130,6 +130,7 @@ def _read_changes(current, new, differ, codes, rows):
             seen = seen or codes[c] // N_CHANGES == g
         if seen:
             continue
+        # Repair may undo a change.
         old = choice_in(current.on, current.rows, g)
         chosen = choice_in(new.on, new.rows, g)
         if old == chosen and (chosen == Choice.RESIDENT or _equal_rows(new.rows[g], current.rows[g])):
@@ -152,6 +153,7 @@ def draw(walkers, i, slot, limit, gaps, new, scratch):
     current = plan_of(walkers, i)
     walkers.counts[i, slot] = 0
     walkers.codes[i, slot, :] = -1
+    # After a failed proposal, ``new`` differs from the plan in unknown gaps: the next one copies the whole plan.
     if propose(walkers.rng[i], limit, gaps, current, new, scratch) < 0:
         scratch.differ[0] = -1
         return
@@ -180,6 +182,7 @@ def write_mask(walkers, members, gaps, mask):
             actions = mask[i, g * N_CHANGES : (g + 1) * N_CHANGES]
             actions[Change.FILL] = actions[Change.SHIFT] = on[g]
             for choice in range(Choice.SWAPPED, gaps.weights.shape[1]):
+                # An action that leaves the plan as it is would waste a simulator call.
                 is_same = current == choice and _equal_rows(rows[g], gaps.choice_rows[g, choice])
                 actions[choice] = gaps.weights[g, choice] > 0.0 and not is_same
 
@@ -240,6 +243,7 @@ def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
     state = walkers.state[i]
     current = plan_of(walkers, i)
     codes = walkers.codes[i, slot]
+    # An infeasible plan is never accepted, whatever the rule.
     is_accepted = ns < min(state.accept, NEVER)
     effect = effect_of(ns, state.now_ns, ideal)
     for c in range(walkers.counts[i, slot]):
@@ -263,6 +267,7 @@ def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
             state.best_ns = ns
             state.best_rows = rows
             state.since = 0
+            # In the order of the engine's rows, so that the best plan can be scored without the gaps.
             for r in range(rows):
                 for c in range(current.rows.shape[1]):
                     walkers.best[i, r, c] = scratch.plan[r, c]
@@ -299,6 +304,7 @@ def step(
         state = walkers.state[i]
         a = actions[i]
         slot = 0 if by_gap else a
+        # An answer continues a trial: its edit is in ``new``, and its margin is drawn.
         has_answer = position == begin and answer_ns >= 0
         ns = answer_ns
         valid = True
@@ -316,6 +322,7 @@ def step(
                 apply_edit(walkers, i, a, gaps, new, scratch)
             valid = valid and walkers.counts[i, slot] > 0
             open_trial(state, walkers.rng[i], accept, hot, cold, ideal)
+            # An edit that cannot be repaired counts as a rejected trial.
             ns = NEVER
         rows = rows_in_use(new, scratch.plan)
         if valid and not has_answer:
@@ -347,6 +354,7 @@ def show_trials(walkers, members, ages, out):
         step_no = walkers.state[i].steps
         accepted = walkers.state[i].accepted
         for g in range(walkers.on.shape[1]):
+            # 3.0 stands for never.
             gap = out[i, g]
             changed_step = walkers.changed_at[i, g]
             gap.change_age = 3.0 if changed_step < 0 else ages[min(step_no - changed_step, max_age)] / 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import UserDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -32,6 +32,26 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 def structure(tree: Any) -> TreeSpec:
     """Returns the spec of ``flatten`` without the leaves."""
     return flatten(tree)[1]
+
+
+def path_of(spec: TreeSpec, leaf: int) -> list[Any]:
+    """Returns the indices and keys that lead to a leaf of a tree with this ``structure``."""
+    path: list[Any] = []
+    while not spec.is_leaf():
+        children = spec.children()
+        k = 0
+        while leaf >= children[k].num_leaves:
+            leaf -= children[k].num_leaves
+            k += 1
+        keys = spec.context if spec.type in (dict, OrderedDict) else getattr(spec.context, "names", range(k + 1))
+        path.append(keys[k])
+        spec = children[k]
+    return path
+
+
+def constant_key(value: Any) -> tuple[type, Any]:
+    """Returns a key of a constant: 1, 1.0 and True are different constants, as are 0.0 and -0.0; NaN is one."""
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
 def arguments(batch: Any) -> tuple[Any, ...]:

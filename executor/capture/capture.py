@@ -11,6 +11,7 @@ branches and ``capturable`` optimizers.
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -549,10 +550,12 @@ def _with_article(noun: str) -> str:
 def _explain(error: Exception, state: StepState) -> str:
     """Returns a sentence that explains a failed trace, with the line of the user's code."""
     place = ""
+    names: tuple[str, ...] = ()  # in the user's code of this line
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if is_user_file(file):
             place = f" ({Path(file).name}:{line})"
+            names = frame.f_code.co_names
     text = " ".join(str(error).split())
     if isinstance(error, BatchError):
         return text
@@ -577,6 +580,11 @@ def _explain(error: Exception, state: StepState) -> str:
         return f"{reason}{place}: pass the function that was compiled"
     if "convert all Tensors to FakeTensors" in text:
         operator = text.partition("Found in ")[2].partition("(")[0]
+        if shared := [name for name in names if name in state.code.class_tensors]:
+            return (
+                f"the step uses {state.code.class_tensors[shared[0]]}, a tensor of a class, in {operator}{place}: make "
+                "it an attribute of the object (in __init__)"
+            )
         return (
             f"the step uses a tensor in {operator} that is not in its arguments, modules, optimizers or closure"
             f"{place}: make it a buffer (register_buffer), or pass it to the step"
@@ -585,6 +593,13 @@ def _explain(error: Exception, state: StepState) -> str:
         return (
             f"the step's backward pass{place} needs gradients, which torch.no_grad or torch.inference_mode around the "
             "step turns off: call it outside of them"
+        )
+    if "TorchScript interpreter" in text:
+        lines = re.findall(r'File "(\S+)", line (\d+), in (\w+)', text)
+        function = f"{lines[-1][2]} ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else "a function"
+        return (
+            f"an operator of {function}, which torch.jit has scripted or traced, cannot be traced, such as a branch on "
+            f"the values of a tensor{place}: call the Python function itself"
         )
     if "SparseTensorImpl" in text:
         names = [state.paths[id(m)] for m in state.modules if getattr(m, "sparse", False)]

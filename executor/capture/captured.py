@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.ambient import Modes
-from executor.capture.batches import flatten
+from executor.capture.batches import constant_key, flatten
 from executor.capture.durations import Precision, compute_dtype, kernel_ns
 from executor.capture.effects import Effect
 from executor.capture.hooks import Hooks
@@ -108,7 +108,7 @@ class HostRead:
     graph is valid only for batches with the same number, so each step computes and compares it first.
 
     Attributes:
-        nodes: Graph nodes that compute it, in order; the last one is the tensor that is read.
+        nodes: Graph nodes that compute it, in order; the last one is the tensor that is read (or its placeholder).
         constants: Constant tensors of the graph, by node.
         value: Its value at capture time.
         where: The line of the user's code that reads it.
@@ -122,7 +122,7 @@ class HostRead:
     @cached_property
     def inputs(self) -> set[fx.Node]:
         """Placeholders of the tensors that it depends on."""
-        return {n for node in self.nodes for n in node.all_input_nodes if n.op == "placeholder"}
+        return {n for node in self.nodes for n in (node, *node.all_input_nodes) if n.op == "placeholder"}
 
     def evaluate(self, batch: Mapping[fx.Node, Tensor]) -> Any:
         """Returns the number for a batch, given as tensors by placeholder."""
@@ -141,6 +141,9 @@ def evaluate_number(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> 
     last: Any = None
     with torch.no_grad(), torch._C._DisableAutocast():  # the nodes contain its casts
         for node in nodes:
+            if node in values:  # a tensor of the batch itself
+                last = table[node]
+                continue
             assert isinstance(node.target, Callable)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), table.__getitem__)
             last = table[node] = node.target(*args, **kwargs)
@@ -194,10 +197,10 @@ class Captured:
         return Origins(self.places, self.owners)
 
     def numbers_of(self, args: Any) -> tuple[Any, ...]:
-        """Returns the numbers that the step's Python code would read from these arguments (``reads``)."""
+        """Returns the keys of the numbers that the step's Python code would read from these arguments (``reads``)."""
         leaves, _ = flatten(args)
         batch = {leaf: value for leaf, value in zip(self.leaves, leaves, strict=True) if isinstance(leaf, fx.Node)}
-        return tuple(read.evaluate(batch) for read in self.reads)
+        return tuple(constant_key(read.evaluate(batch)) for read in self.reads)
 
     def on(self, machine: Machine, iteration_ns: int | None = None, algorithms: bool = False) -> Captured:
         """Returns this capture with durations for another machine (see ``kernel_ns``).

@@ -1,6 +1,6 @@
 """Intercepts PyTorch calls of a traced step that are not operators.
 
-These are optimizer steps, ``zero_grad``, GradScaler, and reads and writes of random states.
+These are optimizer steps, ``zero_grad``, GradScaler, assignments to ``data``, and reads and writes of random states.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.grad_scaler import GradScaler
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from executor.capture.optimizers import captured_form, changed_number, numbers_of, patch_attrs, split_groups
+from executor.capture.reach import CaptureError
 from executor.capture.recorder import Recorder
 
 Change = tuple[Any, str, Any]  # of ``patch_attrs``
@@ -30,8 +33,7 @@ def traced_calls(
 ) -> Iterator[None]:
     """Intercepts PyTorch calls that are not operators while a step is traced, and reports them to the recorder.
 
-    These are optimizer steps, which get the captured form, ``zero_grad``, GradScaler, and reads and writes of random
-    states.
+    Optimizer steps get the captured form.
 
     Args:
         groups: Options of each optimizer at capture time.
@@ -62,8 +64,14 @@ def traced_calls(
         stack.pop()[0].close()
         recorder.is_stepping = False
 
+    changes = (
+        *_scalers(recorder),
+        *_zero_grads(recorder),
+        *_random_states(recorder),
+        *_eager_answers(),
+        *_data(recorder),
+    )
     hooks = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
-    changes = (*_scalers(recorder), *_zero_grads(recorder), *_random_states(recorder), *_eager_answers())
     try:
         with patch_attrs(*changes):
             yield
@@ -117,6 +125,26 @@ def _scalers(recorder: Recorder) -> Iterator[Change]:
 
     yield GradScaler, "_maybe_opt_step", take_step
     yield GradScaler, "update", torch.no_grad()(update)  # no_grad, as in optimizers
+
+
+def _data(recorder: Recorder) -> Iterator[Change]:
+    """Lets a tensor to whose ``data`` another is assigned stand for that tensor's node from then on."""
+    data = torch._C.TensorBase.data
+
+    def assign(tensor: Tensor, value: Tensor) -> None:
+        if isinstance(tensor, FakeTensor) and not isinstance(value, FakeTensor):
+            raise CaptureError(
+                "the step assigns to data a tensor that is not in its arguments, modules, optimizers or closure "
+                f"({recorder.places.line()}): make it a buffer (register_buffer), or pass it to the step"
+            )
+        data.__set__(tensor, value)
+        if isinstance(tensor, FakeTensor):
+            mode = get_proxy_mode()
+            assert mode is not None
+            set_proxy_slot(tensor, mode.tracer, get_proxy_slot(value, mode.tracer))
+            tensor.constant = tensor.item_memo = None
+
+    yield Tensor, "data", property(data.__get__, assign)
 
 
 def _random_states(recorder: Recorder) -> Iterator[Change]:

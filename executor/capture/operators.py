@@ -259,6 +259,10 @@ class Places:
         self._last = place
         return place
 
+    def line(self) -> str:
+        """Returns the line of the user's code that is being executed, or ""."""
+        return self._walk_stack(False)[1]
+
     def _walk_stack(self, backward: bool) -> tuple[str | None, str]:
         """Returns the innermost module's path (or None) and the user's line (or ""), within the current engine."""
         module = None

@@ -34,7 +34,10 @@ FLAGS = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero
 @contextmanager
 def patch_attrs(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Sets attributes (object, name, value) and restores them on exit."""
-    before = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in changes]
+    before = [
+        (owner, name, vars(owner).get(name, _MISSING) if isinstance(owner, type) else getattr(owner, name, _MISSING))
+        for owner, name, _ in changes
+    ]
     try:
         for owner, name, value in changes:
             setattr(owner, name, value)

@@ -277,6 +277,17 @@ class Code:
         """Records a class whose methods the step may execute if its code names them."""
         self._classes.setdefault(cls, set())
 
+    @property
+    def class_tensors(self) -> dict[str, str]:
+        """Names of tensors that are attributes of these classes, with their class, by attribute."""
+        bases = (base for cls in self._classes for base in cls.__mro__)
+        return {
+            key: f"{base.__name__}.{key}"
+            for base in bases
+            for key, value in vars(base).items()
+            if isinstance(value, torch.Tensor)
+        }
+
     def new_functions(self) -> list[types.FunctionType]:
         """Returns functions that the step may execute and that no earlier call returned."""
         for cls, known_methods in self._classes.items():

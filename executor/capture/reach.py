@@ -18,9 +18,11 @@ from collections.abc import Iterable, Iterator
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from executor.capture.operators import is_user_file
@@ -114,7 +116,8 @@ class Reach:
     """All objects that are reachable from the added ones.
 
     Attributes:
-        modules, optimizers, scalers, generators, iterators: Objects in discovery order, each once.
+        modules, optimizers, generators, iterators: Objects in discovery order, each once.
+        scalers: Enabled GradScalers, likewise.
         paths: Path of each module, by id.
         owners: Mutable objects, by id.
         code: Code that the step may execute.
@@ -172,7 +175,10 @@ class Reach:
         elif isinstance(value, Optimizer):
             self._optimizer(value, name, depth)
         elif isinstance(value, GradScaler):
-            if value.is_enabled() and value._scale is None:  # its first use would create them
+            if not value.is_enabled():  # has no state, and its methods do nothing
+                self.register(vars(value), name, ("_enabled",), constant=True)
+                return
+            if value._scale is None:  # its first use would create them
                 value._lazy_init_scale_growth_tracker(torch.device(value._device))
             self.scalers.append(value)
             self.register(vars(value), name)
@@ -262,6 +268,7 @@ class Reach:
             )
         self._items(vars(optimizer), [k for k, v in fields.items() if not is_scalar(v)], name, "optimizer_state", depth)
         self.code.add_class(type(optimizer))
+        self._class(type(optimizer), "optimizer_state", depth)
         self.register(vars(optimizer), name)
         self.register(optimizer.state, f"{name}.state")
         self.register(optimizer.param_groups, f"{name}.param_groups")
@@ -284,6 +291,9 @@ class Reach:
                 raise CaptureError(f"{name or 'the model'} is a {cls.__name__}, which {REFUSED[cls.__name__]}")
             if cls.__name__ == "LightningModule" and getattr(module, "_trainer", None) is not None:
                 raise CaptureError(f"{name or 'the model'} is trained by Lightning's Trainer: give that {_COMPILE}")
+        if isinstance(module, torch.jit.ScriptModule):
+            subject = f"{name or 'the model'} is a scripted or traced module (torch.jit), which cannot be captured"
+            raise CaptureError(f"{subject}: give the module that was scripted")
         if isinstance(module, nn.RNNBase) and module.dropout and module.training and uses_cudnn(module):
             subject = f"{name or 'the model'} is a {type(module).__name__} with dropout, whose state cuDNN makes"
             raise CaptureError(f"{subject} on the host: stack layers with nn.Dropout between them, or turn cuDNN off")
@@ -347,12 +357,25 @@ def is_table(value: Any) -> bool:
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
-    """Raises CaptureError if the tensor is sparse, nested or quantized."""
+    """Raises CaptureError if the tensor is sparse, nested, quantized or uninitialized."""
+    if is_lazy(tensor):
+        raise CaptureError(
+            f"{name} is uninitialized (a lazy module), so its size is unknown: call the model once on a batch before"
+        )
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         layout = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "sparse"
         raise CaptureError(
             f"{name} is a {layout} tensor, whose size a plan cannot know: pass its indices and values as dense tensors "
             "(index_add, scatter, edge_index), or to_dense()"
+        )
+
+
+def check_constant(value: Any, i: int) -> None:
+    """Raises CaptureError if argument ``i`` of a step is an array of NumPy, which would be a constant of the graph."""
+    if isinstance(value, np.ndarray):
+        raise CaptureError(
+            f"argument {i} of the step is a NumPy array, whose values a graph cannot follow: pass torch.from_numpy(…) "
+            "of it, and use it as a tensor in the step"
         )
 
 

@@ -287,13 +287,13 @@ class Recorder(TorchDispatchMode):
         if other_inputs or is_random or any(real.device.type == "meta" for real in batch_inputs.values()):
             raise DataDependentOutputException(_NUMBER)
         last = get_proxy_slot(tensor, mode.tracer).proxy.node
-        del nodes[nodes.index(last) + 1 :]
+        nodes = nodes[: nodes.index(last) + 1] if last in nodes else [last]  # a tensor of the batch itself
         inputs = {n for node in nodes for n in node.all_input_nodes if n.op == "get_attr"}
         constants = {node: getattr(mode.tracer.root, str(node.target)) for node in inputs}
         with disable_proxy_modes_tracing(), unset_fake_temporarily(), _python_dispatch._disable_current_modes():
             value = evaluate_number(nodes, {**constants, **batch_inputs})
         if batch_inputs:
-            self.reads.append(HostRead(tuple(nodes), constants, value, producers[0].place.line))
+            self.reads.append(HostRead(tuple(nodes), constants, value, self.places.line()))
         return value
 
     def record_gradients(self, parameters: Iterable[Tensor]) -> None:

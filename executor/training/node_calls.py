@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from executor.capture.capture import Captured
 from executor.capture.operators import is_profiler_node
 from executor.capture.optimizers import Option
+from executor.capture.reach import check_constant
 from executor.training.direct_calls import direct
 from simulator.schedule import Schedule, Step
 
@@ -158,6 +159,8 @@ class Calls:
         kernel_of = {node: k for k, nodes in enumerate(self.captured.nodes) for node in nodes}
         left_out = {node for k in self.captured.skippable for node in self.captured.nodes[k]}
         leaves = self.captured.leaves
+        for i, leaf in enumerate(leaves):
+            check_constant(leaf, i)
         parts = len(self.first)
         idle = _idle_nodes(self.captured, self._aliases)
         batch = {leaf for leaf in leaves if isinstance(leaf, fx.Node)}

@@ -15,9 +15,13 @@ first returns all persistent tensors to the device (``PlannedStep.finish``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import inspect
+import operator
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +29,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from executor.capture.ambient import Modes, ambient_modes, default_modes
-from executor.capture.batches import Loss, arguments, flatten, structure, tensors_in
+from executor.capture.batches import Loss, arguments, constant_key, flatten, path_of, structure, tensors_in
 from executor.capture.capture import StepOptions, capture, capture_step
 from executor.capture.captured import Captured
 from executor.capture.python_values import is_scalar
-from executor.capture.reach import check_dense
+from executor.capture.reach import check_constant, check_dense
 from executor.training import check as _check  # noqa: F401  (captures are checked)
 from executor.training.bindings import StepError
 from executor.training.planned_step import PlannedStep
@@ -38,7 +42,28 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-Form = Hashable  # ambient modes, and structure and shapes of a (micro-)batch
+MANY_CAPTURES = 3  # captures in a row because of a number, of which the user is warned
+NUMBERS = (int, float, complex)
+
+
+class Form(NamedTuple):
+    """Key of a (micro-)batch; equal for batches with the same capture.
+
+    Attributes:
+        modes: Ambient modes.
+        leaves: Shape, strides, … of each tensor, and type and value of each constant.
+    """
+
+    modes: Modes
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+
+class StepKey(NamedTuple):
+    """Forms of a step's (micro-)batches, and the numbers that the step's Python code reads from their tensors."""
+
+    forms: tuple[Form, ...]
+    numbers: tuple[Any, ...]
 
 
 class PlannedSteps:
@@ -53,13 +78,14 @@ class PlannedSteps:
         limit: memory limit: bytes, a size such as ``"24GiB"``, or a fraction of the first shape's peak.
         planner: (program, machine, limit in bytes) -> plan, such as ``agents.make(name).plan``; its errors propagate
             before the step has any effect.
-        keep: maximum number of shapes whose steps are kept.
+        keep: maximum number of steps that are kept, one per shape and number of the batch; the least recently used is
+            discarded first.
         undo: as in PlannedStep.
         accumulate: maximum and default number of micro-batches per step.
         options: further options of ``capture`` or ``capture_step``.
 
     Attributes:
-        steps: steps by the forms of their (micro-)batches, the most recently used one last.
+        steps: steps by the forms and numbers of their (micro-)batches, the most recently used one last.
         limit: memory limit in bytes; None before the first step.
 
     Raises:
@@ -91,9 +117,8 @@ class PlannedSteps:
         self.options = options
         self._requested_limit = limit
         self.limit: int | None = None
-        self.steps: dict[tuple[Form, ...], PlannedStep] = {}
-        # Steps of one form, by the numbers of the batch that the step's Python code reads.
-        self._variants: dict[tuple[Form, ...], dict[tuple[Any, ...], PlannedStep]] = {}
+        self.steps: dict[StepKey, PlannedStep] = {}
+        self._number_captures: int | None = 0  # captures in a row that only a number has caused; None: the user knows
         self._current: PlannedStep | None = None
         self._is_custom = not isinstance(model, nn.Module)
         if self._is_custom:
@@ -131,7 +156,7 @@ class PlannedSteps:
         was_announced = self._is_announced
         assert step is not None
         done = step.done
-        forms = next(reversed(self.steps))
+        forms = next(reversed(self.steps)).forms
         try:
             loss = step(*batch)
         except StepError as error:
@@ -183,19 +208,16 @@ class PlannedSteps:
     def _select_step(self, pairs: tuple[Any, ...]) -> PlannedStep:
         if self.in_progress:
             assert self._current is not None
+            count = len(next(reversed(self.steps)).forms)
             raise StepError(
-                f"{self._current.done} of the step's {len(next(reversed(self.steps)))} micro-batches are done; pass "
-                "the next one alone, or undo the step with finish()"
+                f"{self._current.done} of the step's {count} micro-batches are done; pass the next one alone, or undo "
+                "the step with finish()"
             )
         if not 0 < len(pairs) <= self.accumulate or not (self._is_custom or all(pairs)):
             raise StepError(f"a step takes 1 to {self.accumulate} micro-batches, each a pair (x, y) or one object")
         self._is_announced = False
         forms = tuple(map(_form, pairs))
-        step = self.steps.get(forms)
-        if step is not None and step.captured.reads:
-            variants = self._variants.setdefault(forms, {})
-            variants[tuple(read.value for read in step.captured.reads)] = step
-            step = variants.get(step.captured.numbers_of(pairs if len(pairs) > 1 else pairs[0]))
+        key, step = self._find(forms, pairs)
         if step is None or step is not self._current:
             if self._current is not None and self._current.graph is not None:
                 self._current.graph.close()  # frees its memory for the other shape
@@ -205,17 +227,71 @@ class PlannedSteps:
                 step = self._make(pairs)
                 self.limit = step.limit
                 self._structures.update(map(structure, pairs))
-                self.steps.pop(forms, None)
+                key = key._replace(numbers=tuple(constant_key(read.value) for read in step.captured.reads))
+                self._count_capture(key, step.captured)
                 while len(self.steps) >= self.keep:
-                    oldest = next(iter(self.steps))
-                    del self.steps[oldest]
-                    self._variants.pop(oldest, None)
+                    del self.steps[next(iter(self.steps))]
             else:
-                del self.steps[forms]
-            self.steps[forms] = self._current = step
+                del self.steps[key]
+            self.steps[key] = self._current = step
             if self._open:
                 step.__enter__()
         return step
+
+    def _find(self, forms: tuple[Form, ...], pairs: tuple[Any, ...]) -> tuple[StepKey, PlannedStep | None]:
+        """Returns the step that these micro-batches can use, with its key, or a key without numbers and None."""
+        args = pairs if len(pairs) > 1 else pairs[0]
+        for key, step in reversed(self.steps.items()):
+            if key.forms == forms and (not key.numbers or step.captured.numbers_of(args) == key.numbers):
+                return key, step
+        return StepKey(forms, ()), None
+
+    def _count_capture(self, key: StepKey, captured: Captured) -> None:
+        """Warns once, if only a number of the batch has caused the third capture in a row."""
+        if self._number_captures is None:
+            return
+        changes = (self._changed_number(old, key, captured) for old in reversed(self.steps))
+        number = next(filter(None, changes), "")
+        self._number_captures = self._number_captures + 1 if number else 0
+        if self._number_captures == MANY_CAPTURES:
+            self._number_captures = None
+            warnings.warn(
+                f"{number} has caused {MANY_CAPTURES} captures in a row: each of its values is captured and planned "
+                f"again, and at most {self.keep} are kept; make it a tensor that the step does not read as a number",
+                stacklevel=4,
+            )
+
+    def _changed_number(self, old: StepKey, new: StepKey, captured: Captured) -> str:
+        """Returns the name of a number of the batch if two steps differ only in numbers, else ""."""
+        if old.forms == new.forms:
+            reads = (
+                read
+                for read, number in zip(captured.reads, old.numbers, strict=False)
+                if constant_key(read.value) != number
+            )
+            return next((f"a number of the batch ({read.where})" for read in reads), "")
+        kinds = ([form._replace(leaves=()) for form in key.forms] for key in (old, new))
+        if operator.ne(*kinds):
+            return ""
+        name = ""
+        for before, now in zip(old.forms, new.forms, strict=True):
+            for i, (a, b) in enumerate(zip(before.leaves, now.leaves, strict=True)):
+                if a == b:
+                    continue
+                if a[0] not in NUMBERS or b[0] not in NUMBERS:
+                    return ""
+                name = name or f"the number {b[1]} in the batch (argument {self._argument(now.spec, i)})"
+        return name
+
+    def _argument(self, spec: TreeSpec, leaf: int) -> str:
+        """Returns the name of a step's argument, and the path of the leaf in it."""
+        first, *rest = path_of(spec, leaf)
+        names: list[str] = []
+        with suppress(TypeError, ValueError):  # built-in functions have no signature
+            parameters = inspect.signature(self.parts[0]).parameters.values() if self._is_custom else ()
+            names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+        name = names[first] if first < len(names) else str(first)
+        return name + "".join(f"[{part!r}]" for part in rest)
 
     def _capture(self, pairs: tuple[Any, ...]) -> Captured:
         modes = ambient_modes()
@@ -259,7 +335,6 @@ class PlannedSteps:
             raise StepError("a step is in progress: call recapture() between steps")
         self._exit_current()
         self.steps.clear()
-        self._variants.clear()
         self._current = None
 
     def _exit_current(self) -> None:
@@ -289,13 +364,15 @@ class PlannedSteps:
 
 
 def _form(batch: tuple[Any, ...]) -> Form:
-    """Returns a key that is equal for batches with the same capture; raises StepError for unhashable leaves."""
+    """Returns the form of a batch; raises StepError for leaves that are no tensors and not hashable."""
     leaves, spec = flatten(batch)
     for i, value in enumerate(leaves):
         if isinstance(value, torch.Tensor):
             check_dense(value, f"tensor {i} of the batch")
+        else:
+            check_constant(value, i)
     seen: dict[int, int] = {}  # repeated tensors and shared storages are part of the form
-    form = (
+    form = Form(
         ambient_modes(),
         spec,
         tuple(
@@ -319,11 +396,11 @@ def _form(batch: tuple[Any, ...]) -> Form:
     return form
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: Any) -> tuple[type, Any]:
     """Returns a non-tensor leaf as part of a form; raises StepError if it contains tensors unknown to pytree."""
     if not is_scalar(value) and next(tensors_in(value), None) is not None:
         raise StepError(
             f"the batch has a {type(value).__name__}, whose tensors cannot be found: pass a dict of them, or register "
             "the type with torch.utils._pytree.register_pytree_node"
         )
-    return value
+    return constant_key(value)

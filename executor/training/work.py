@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from executor.capture.batches import flatten
+from executor.capture.batches import constant_key, flatten
 from executor.capture.captured import Captured
 from executor.capture.state import view_memory
 from executor.memory import ALIGNMENT
@@ -198,7 +198,7 @@ class StepState:
         for i, leaf in zip(part.leaves, leaves, strict=True):
             expected = captured.leaves[i]
             if not isinstance(expected, fx.Node):
-                if leaf is not expected and leaf != expected:
+                if leaf is not expected and constant_key(leaf) != constant_key(expected):
                     raise StepError(f"argument {i} of the step is {leaf!r}, but was {expected!r} at the capture")
                 continue
             compare(f"tensor {i} of the batch", leaf, expected, *self.layouts[expected])
@@ -214,7 +214,10 @@ class StepState:
                     raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
             batch.setdefault(expected, leaf)
         for read in captured.reads:
-            if read.inputs <= batch.keys() and (now := read.evaluate(batch)) != read.value:
+            if not read.inputs <= batch.keys():
+                continue
+            now = read.evaluate(batch)
+            if constant_key(now) != constant_key(read.value):
                 raise StepError(
                     f"a number of the batch, on which the step depends ({read.where}), was {read.value} at the capture "
                     f"and is {now} now: capture the step for this batch, too, as fit does"

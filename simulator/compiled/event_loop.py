@@ -44,6 +44,7 @@ from simulator.machine import ALONE
 @stage(inline=True)
 def _write_log(clock, log, start, end, event, index):
     """Appends an entry to the log, or overwrites the last one if the log is full."""
+    # Entries beyond the end are counted, so that the caller knows how long a log a second run needs.
     if log.size:
         entry = log[min(clock.entries, log.size - 1)]
         entry.start = start
@@ -62,7 +63,7 @@ def _remaining(engine, speed, now):
 @stage(inline=True)
 def _set_speed(engine, speed, now, log):
     """Changes the completion time of a running engine, whose work is up to date, to that at another speed."""
-    # rounded up
+    # Times are integers. Rounded up, no work is left at the completion.
     engine.end_ns = now - (-engine.work // speed)
     if engine.entry < log.size:
         log[engine.entry].end = engine.end_ns
@@ -90,6 +91,7 @@ def _update_links(links, now):
 @stage(inline=True)
 def _start_copy(clock, links, which, row, ns, event, log):
     """Starts a copy of a row's tensor, which takes ``ns`` if it is alone."""
+    # The copies in flight have run without this one until now.
     if clock.is_slowed and _busy(links) > 0:
         _update_links(links, clock.now)
         clock.restarted = 1
@@ -114,6 +116,7 @@ def _start_swap_out(clock, links, gaps, by_row, one_engine, log):
     if clock.head == clock.tail or not _can_start(links, Link.OUT, one_engine):
         return
     row = by_row.queue[clock.head]
+    # A pinned swap-in that was issued earlier goes first, unless it was just found not to fit.
     if one_engine and clock.waiting >= 0 and not clock.in_failed:
         if gaps[clock.waiting].pinned != 0 and by_row.ready[clock.waiting] < gaps[row].issued:
             return
@@ -134,6 +137,7 @@ def _start_swap_in(clock, links, compute, gaps, by_row, segments, limit, require
     start = clock.position + (1 if compute.end_ns != NEVER and not clock.in_pass else 0)
     if start <= clock.blocked or clock.used + nbytes > clock.limit:
         return
+    # The tensor stays until its use, so that it must fit at every kernel before that.
     first = start - clock.position + clock.kernel
     until = by_row.due[row] // DUE_SEGMENT
     obstacle = obstacle_of(segments, first, until, limit - nbytes, required)
@@ -156,6 +160,7 @@ def _move_ready(by_row, held, waiting, position, blocked):
         r = held
         held = pop(by_row.ready, by_row.child, by_row.sibling, held)
         waiting = push(by_row.due, by_row.child, by_row.sibling, waiting, r)
+        # The next swap-in is another one, for which no obstacle is known yet.
         if waiting == r:
             blocked = -1
     return held, waiting, blocked
@@ -170,10 +175,12 @@ def _start_copies(clock, links, compute, gaps, by_row, segments, limit, required
         )
     _start_swap_out(clock, links, gaps, by_row, one_engine, log)
     _start_swap_in(clock, links, compute, gaps, by_row, segments, limit, required, one_engine, log)
+    # If a swap-out waits and nothing is in flight, it has given way to a swap-in that does not fit.
     if one_engine:
         clock.in_failed = clock.head < clock.tail and _busy(links) == 0
         if clock.in_failed:
             return True
+    # Copies that start at the same time share the links from the start.
     if clock.restarted:
         clock.restarted = 0
         for i in range(links.size):
@@ -192,7 +199,7 @@ def _run_plain(clock, kernels, gate, horizon):
     live = kernels.live
     level = kernels.level
     k = clock.kernel
-    # differences from the unplanned program
+    # Plain kernels wait for nothing: time and memory differ from the unplanned program by constants.
     offset_ns = clock.now - begins[k]
     extra_bytes = clock.used - level[k]
     max_live = clock.limit - extra_bytes
@@ -296,6 +303,7 @@ def _advance(clock, links, compute, kernels, by_kernel, gate, host, pass_ns, max
             elif links[Link.IN].end_ns != NEVER and _waits_for_data(clock, by_kernel, gate):
                 cause = Cause.DATA
             _write_log(clock, log, clock.now, next_ns, Event.STALL, cause.value)
+        # The rest of the iteration takes at least the time of its kernels.
         if next_ns - kernels.begins[clock.kernel] - pass_ns + clock.passes_left_ns >= max_delay:
             clock.status = Status.SLOWER
             return False
@@ -309,6 +317,7 @@ def _complete_copies(clock, links, gaps, by_row, by_kernel, gate, log):
     now = clock.now
     if _next_copy_ns(links) > now:
         return
+    # What remains in flight is alone from now on.
     if clock.is_slowed and _busy(links) > 1:
         _update_links(links, now)
         for i in range(links.size):
@@ -318,6 +327,7 @@ def _complete_copies(clock, links, gaps, by_row, by_kernel, gate, log):
     if link.end_ns == now:
         link.end_ns = NEVER
         gap = gaps[link.row]
+        # If the gap has opened meanwhile, its memory is free only now; else it will be when the gap opens.
         if gap.copy == Copy.LEAVING:
             clock.used -= gap.nbytes
             _write_log(clock, log, now, now, Event.LEFT, link.row)
@@ -344,6 +354,7 @@ def _open_gaps(clock, gaps, by_row, by_kernel, gate, copied, n_segments, log):
         entry = by_row.next_open[entry]
         gap = gaps[r]
         t = gap.tensor
+        # Dropping takes no copy.
         if gap.kind == RECOMPUTE:
             clock.used -= gap.nbytes
             continue
@@ -407,6 +418,7 @@ def _write_state(clock, links, by_row, host, at_start, m, state):
     for i in range(links.size):
         link = links[i]
         if link.end_ns != NEVER:
+            # The link is part of the value: a copy out and a copy in with equal remaining times are different states.
             left = link.end_ns - clock.now
             if clock.is_slowed:
                 left = _remaining(link, link.speed if is_shared else ALONE, clock.now)
@@ -478,6 +490,7 @@ def _end_iteration(clock, by_row, log):
     clock.iteration_ns = clock.now - clock.begin
     clock.period = 1
     _write_log(clock, log, clock.now, clock.now, Event.BOUNDARY, 0)
+    # Without the move, the queue would outgrow its array after some iterations.
     for i in range(clock.head, clock.tail):
         by_row.queue[i - clock.head] = by_row.queue[i]
     clock.tail -= clock.head
@@ -604,7 +617,9 @@ def event_loop(tables, work, rows, lowering, limit_until, cutoff, iterations, re
         _write_state(clock, links, by_row, host, first_settled, m, states[0])
         if log.size == 0 and not has_host:
             checks = _place_checks(gate, first_settled)
+    # With a carryover, a slow first iteration says nothing about the steady one.
     max_delay = NEVER if has_carryover else cutoff - bound
+    # No iteration is shorter than its kernels.
     running = bound < cutoff
     clock.status = Status.STUCK if running else Status.SLOWER
     first_limit = limit if limit_until > 0 else NEVER
@@ -653,6 +668,7 @@ def event_loop(tables, work, rows, lowering, limit_until, cutoff, iterations, re
             clock.status = Status.DONE
             break
         _begin_iteration(clock, first_limit, pass_ns, checks, first_settled, n)
+        # Segments count from the start of the iteration.
         for r in range(m):
             by_row.due[r] -= n_segments * DUE_SEGMENT
         next_segments(segments, n_segments)

@@ -254,6 +254,7 @@ def read_plan(tables, work, rows, lowered):
             swapped_bytes += gap.nbytes
         gap.out_ns = tensors.d2h_ns[t]
         gap.in_ns = tensors.h2d_ns[t]
+        # The weight of an early swap-in ends where the tensor is used, so that segments begin there.
         n_segments += 1 - starts[returns]
         starts[returns] = 1
         gap.copy = Copy.DONE
@@ -271,6 +272,7 @@ def read_plan(tables, work, rows, lowered):
         if prefetch >= 0:
             gate[prefetch].has_event = 1
             gap.hold = prefetch - after + 1 if prefetch >= after else prefetch - after + 1 + n
+            # A recomputation may end the gap before its prefetch.
             gap.hold = min(gap.hold, returns - after if returns > after else returns - after + n)
         gap.since_write = _since_write(graph.values, writes_at[t], writes_at[t + 1], after, n)
     return n_segments, swapped_bytes, has_early_copy

@@ -114,9 +114,10 @@ def test_what_may_be_reset():
     vector.reset(seed=1)
     vector.step(np.zeros(3, np.int64))
     mask = np.array([False, True, False])
-    observation, _ = vector.reset(options={"reset_mask": mask, "task": 1})
+    for given in (mask, mask.tolist()):
+        observation, _ = vector.reset(options={"reset_mask": given, "task": 1})
     assert observation["current"][0] > 0 and observation["current"][1] == 0 and observation["program"][1] == 1
-    for wrong in (np.zeros(3, np.bool_), np.ones(2, np.bool_), np.ones(3)):
+    for wrong in (np.zeros(3, np.bool_), np.ones(2, np.bool_), np.ones(3), [0, 1, 0]):
         with pytest.raises(ValueError, match="reset_mask: expected 3 booleans"):
             vector.reset(options={"reset_mask": wrong})
     with pytest.raises(ValueError, match="seed: expected 3, got 2"):

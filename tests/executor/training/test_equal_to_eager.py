@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -183,12 +183,34 @@ def mixed(name: str, optimizer: Any, bad: tuple[int, ...] = (), **options: Any) 
     return loop
 
 
+@case
+def scaler_off_in_a_step() -> Loop:
+    """The custom step calls every method of a disabled scaler, which lacks the attributes of others."""
+    model = net(8, 32)
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=scaler.is_enabled()):
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach() * scaler.get_scale()
+
+    return custom(step, [model], [optimizer], pairs)
+
+
 CASES |= {
     "layer_used_twice": partial(network, (layer_used_twice, pairs), adamw, autocast=torch.bfloat16),
     "scaler_resnet": partial(mixed, "resnet", sgd),
     "scaler_gpt2": partial(mixed, "gpt2", adamw),
     "scaler_and_clipping": partial(mixed, "small", adamw, clip_norm=0.1),
     "scaler_in_micro_batches": partial(mixed, "mlp", adamw, accumulate=2, clip_norm=0.05),
+    "scaler_off": partial(network, "small", adamw, clip_norm=0.1, scaler=torch.amp.GradScaler("cpu", enabled=False)),
     "skipped": partial(mixed, "small", adamw, (1, 3, 4)),
     "skipped_at_first": partial(mixed, "small", sgd, (0, 2, 5)),
     "skipped_foreach": partial(mixed, "mlp", lambda m: torch.optim.AdamW(m.parameters(), foreach=True), (0, 2, 5)),
@@ -365,6 +387,47 @@ def state_and_batch_returned() -> Loop:
     """The step returns a clone of swapped state and a view of the batch."""
     model = net(8, 32)
     return trained(model, [adamw(model)], lambda x, y: [F.cross_entropy(model(x), y), model[0].weight.clone(), x[1:]])
+
+
+@case
+def list_of_an_optimizers_class() -> Loop:
+    """The optimizer decays its rate by a tensor in a list that its class holds."""
+
+    class Decaying(torch.optim.SGD):
+        steps: ClassVar = [torch.zeros(())]
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            self.steps[0].add_(1)
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad * (0.1 / self.steps[0]))
+
+    model = net(8, 32)
+    return trained(model, [Decaying(model.parameters(), 0.1)], others=lambda: Decaying.steps[0].item())
+
+
+@case
+def data_assigned() -> Loop:
+    """The step assigns ``data``: of a perturbation, of gradients, and of a weight that it restores."""
+    model = net(8, 32)
+    weight = model[0].weight
+
+    def loss(x: Tensor, y: Tensor) -> list[Tensor]:
+        delta = torch.zeros_like(x, requires_grad=True)
+        for _ in range(2):
+            (slope,) = torch.autograd.grad(F.cross_entropy(model(x + delta), y), delta)
+            delta.data = (delta + 0.1 * slope.sign()).clamp(-0.1, 0.1)
+            delta.data.mul_(0.5)
+        before = weight.data
+        weight.data = before * 0.5
+        half = F.cross_entropy(model(x + delta), y)
+        weight.data = before
+        half.backward()
+        for p in model.parameters():
+            p.grad.data = p.grad.data * 0.5
+        return [F.cross_entropy(model(x), y), delta.detach()]
+
+    return trained(model, [adamw(model)], loss)
 
 
 @case

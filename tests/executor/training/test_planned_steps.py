@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 from collections.abc import Sequence
 from mmap import PAGESIZE
 from typing import Any
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import agents
-from executor import StepError
+from executor import PlannedSteps, StepError
 from executor.memory.pinned import HOST
 from simulator import Machine, Plan, Program, Recompute, Swap
 from tests.executor.networks import adamw, images, sgd
-from tests.executor.training.programs import Twins, random_plan, required, standard
+from tests.executor.training.programs import GPU, Twins, bit_identical, random_plan, required, standard
 from tests.executor.training.test_faults import break_kernel, once
 
 
@@ -91,6 +92,97 @@ def test_the_last_shapes_are_kept():
     for _ in range(3):
         twins.train(steps)
         assert len(steps.steps) == 1
+
+
+# -------------------------------------------------------------------------------------------------- numbers of batches
+
+
+class Numbers:
+    """Steps with a weight of the loss, and the number of plans made so far."""
+
+    def __init__(self, keep: int, read: Any = lambda weight: weight) -> None:
+        model = nn.Linear(8, 4)
+        self.plans = 0
+
+        def step(x: Tensor, *, weight: Any) -> Tensor:
+            loss = (model(x) * read(weight)).sum()
+            loss.backward()
+            model.zero_grad()
+            return loss.detach()
+
+        def plan(*_: Any) -> Plan:
+            self.plans += 1
+            return Plan()
+
+        self.eager = step
+        self.steps = PlannedSteps(lambda x, weight: step(x, weight=weight), None, None, GPU, "1MiB", plan, keep)
+
+    def train(self, weight: Any, rows: int = 3) -> int:
+        """Trains a step and returns the number of plans made so far."""
+        x = torch.randn(rows, 8)
+        assert bit_identical(self.steps(x, weight), self.eager(x, weight=weight))
+        return self.plans
+
+
+@pytest.mark.parametrize("read", [None, int], ids=["a number", "a tensor that is read"])
+@pytest.mark.filterwarnings("ignore:.*captures in a row")
+def test_steps_for_numbers_are_kept_until_they_are_the_least_recently_used(read):
+    numbers = Numbers(2, read or (lambda weight: weight))
+
+    def plans(*weights: int) -> list[int]:
+        return [numbers.train(weight if read is None else torch.tensor(weight)) for weight in weights]
+
+    assert plans(1, 2, 1, 2) == [1, 2, 2, 2]
+    assert plans(3, 2, 1) == [3, 3, 4] and len(numbers.steps.steps) == 2
+    assert plans(2, 1, 3) == [4, 4, 5] and len(numbers.steps.steps) == 2
+    assert numbers.train(weight=3 if read is None else torch.tensor(3), rows=5) == 6
+    assert len(numbers.steps.steps) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*captures in a row")
+def test_equal_numbers_that_compute_something_else_are_captured_apart():
+    numbers = Numbers(9, lambda weight: torch.ones(2, dtype=torch.int64).mul(weight).sum())
+    weights = (1, 1.0, True, 1, 0.0, -0.0, 0.0, float("nan"), float("nan"))
+    assert [numbers.train(weight) for weight in weights] == [1, 2, 3, 3, 4, 5, 5, 6, 6]
+    numbers = Numbers(9, float)
+    weights = map(torch.tensor, (0.0, -0.0, 0.0, float("nan"), float("nan")))
+    assert [numbers.train(weight) for weight in weights] == [1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("weight", "named"),
+    [
+        (lambda i: 0.1 * i, r"the number 0\.3\d* in the batch \(argument weight\)"),
+        (lambda i: {"of": [7, 0.1 * i]}, r"the number 0\.3\d* in the batch \(argument weight\['of'\]\[1\]\)"),
+        (torch.tensor, r"a number of the batch \(.*test_planned_steps\.py:\d+\)"),
+    ],
+    ids=["an argument", "a part", "a tensor that is read"],
+)
+def test_the_third_capture_for_a_number_is_announced_once(weight, named):
+    numbers = Numbers(16, lambda weight: weight["of"][1] if isinstance(weight, dict) else float(weight))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(3):
+            numbers.train(weight(i))
+        numbers.train(weight(1))
+    with pytest.warns(
+        UserWarning, match=rf"^{named} has caused 3 captures in a row.*at most 16 are kept; make it a te"
+    ):
+        numbers.train(weight(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(4, 8):
+            numbers.train(weight(i))
+
+
+def test_captures_for_other_causes_are_not_announced():
+    numbers = Numbers(16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(6):
+            numbers.train(0.1 * i if i % 3 else 0.0, rows=3 + i // 3 * 4)
+        for rows in range(11, 15):
+            numbers.train(0.0, rows)
 
 
 # ------------------------------------------------------------------------------------- micro-batches of several shapes

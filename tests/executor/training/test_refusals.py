@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,35 @@ class Acts(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self, super().forward(x))
+
+
+def doubled_if_positive(out: Tensor) -> Tensor:
+    return out * 2 if bool(out.sum() > 0) else out
+
+
+def scripting(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    scripted = torch.jit.script(function)
+    return Acts(lambda _, out: scripted(out))
+
+
+class Shared(nn.Linear):
+    """A layer that reads a tensor of its class."""
+
+    scale = torch.full((), 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer that reads a tensor of its class."""
+
+    rate = torch.full((), 0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad * self.rate)
 
 
 def branch(_: Any, out: Tensor) -> Tensor:
@@ -206,6 +236,46 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         "part of the step is compiled",
         lambda: step_of(net(8), loss_fn=torch.compile(F.cross_entropy)),
     ),
+    "a scripted model": (
+        CaptureError,
+        r"the model is a scripted .*torch\.jit.*give the module that was scripted",
+        lambda: step_of(torch.jit.script(net(8))),
+    ),
+    "a traced part": (
+        CaptureError,
+        "0 is a scripted or traced module",
+        lambda: step_of(nn.Sequential(torch.jit.trace(nn.Linear(8, 5), pairs()[0]))),
+    ),
+    "a branch in a scripted function": (
+        CaptureError,
+        rf"operator of doubled_if_positive \(test_refusals.*, .*torch\.jit .*branch .*{HERE}: call the Python",
+        lambda: step_of(scripting(doubled_if_positive)),
+    ),
+    "a lazy layer": (
+        CaptureError,
+        r"0\.weight is uninitialized .*call the model once",
+        lambda: capture(nn.Sequential(nn.LazyLinear(5)), F.cross_entropy, None, pairs()),
+    ),
+    "a tensor of a module's class": (
+        CaptureError,
+        rf"Shared\.scale, a tensor of a class, in aten\.mul\.Tensor {HERE}: make it an attribute of the object",
+        lambda: step_of(Shared(8, 5)),
+    ),
+    "a tensor of an optimizer's class": (
+        CaptureError,
+        rf"Scaled\.rate, a tensor of a class, .*{HERE}: make it an attribute of the object",
+        lambda: step_of(model := net(8), Scaled(model.parameters(), 0.1)),
+    ),
+    "data that is nowhere": (
+        CaptureError,
+        r"assigns to data a tensor that is not in .*\(.*test_refusals\.py:\d+\): make it a buffer",
+        lambda: step_of(Acts(lambda layer, out: setattr(out, "data", next(iter(layer._scales))) or out)),
+    ),
+    "other data for an input": (
+        CaptureError,
+        r"gives input0 other memory \(\.data = …\)",
+        lambda: capture_step(lambda x, y: setattr(x, "data", x * 2) or (x + 1), *pairs()),
+    ),
     "DataParallel": (CaptureError, "DataParallel", lambda: step_of(nn.DataParallel(net(8)))),
     # optimizers
     "a count in an optimizer's state": (StepError, "Counting has steps", lambda: counting("state")),
@@ -248,6 +318,16 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "a graph that keeps gradients": (StepError, "graph: .*gradients", lambda: graph(keep_grads=True)),
     # batches and options
     "an object in a batch": (StepError, "SimpleNamespace", lambda: steps_of_net(SimpleNamespace(x=torch.randn(2, 8)))),
+    "a NumPy array in a batch": (
+        CaptureError,
+        r"argument 0 of the step is a NumPy array.*torch\.from_numpy",
+        lambda: steps_of_net(pairs()[0].numpy(), pairs()[1]),
+    ),
+    "a NumPy array in a captured batch": (
+        CaptureError,
+        r"argument 1 of the step is a NumPy array.*torch\.from_numpy",
+        lambda: capture_step(lambda x, y: x + torch.from_numpy(y), pairs()[0], np.ones(8)),
+    ),
     "a set in a batch": (StepError, "set", lambda: steps_of_net((torch.randn(2, 8), {1}), torch.zeros(2).long())),
     "no batch": (StepError, "1 to 1 micro-batches", lambda: steps_of_net(())),
     "accumulate": (ValueError, "accumulate.*got 0", lambda: steps_of_net(accumulate=0)),
@@ -261,6 +341,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
 @pytest.mark.parametrize("what", REFUSED)
 def test_refusals_name_the_cause(what: str) -> None:
     error, named, build = REFUSED[what]

@@ -246,7 +246,7 @@ def test_a_number_of_the_batch_decides_what_a_step_does() -> None:
     for sign in (negative, positive, positive, negative):
         twins.at_once(step, [(sign, y)], [(sign.clone(), y)])
         twins.finish_step(step)
-    assert len(step.steps) == 1
+    assert len(step.steps) == 2
     one = capture_step(twins.ours.capture_args[0], negative, y)
     with pytest.raises(
         StepError, match=r"a number of the batch, on which the step depends .* was False .* is True now"
