@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from executor.capture.ambient import default_modes
 from executor.capture.batches import Loss, arguments
 from executor.capture.captured import Captured
 from executor.capture.optimizers import BUCKET_BYTES
@@ -452,7 +453,7 @@ def _invoke(
         accepted = agents.options(planner)
         registered = agents.make(planner, **{k: v for k, v in options.items() if k in accepted and v is not None})
     try:
-        with preserve_random_states():  # planning must not change what the training draws
+        with preserve_random_states(), default_modes():  # planning must not change what the training draws
             plan = (registered.plan if registered is not None else planner)(program, machine, limit)
     except agents.Infeasible as error:
         raise FitError(f"no plan was found, although plans may exist from {least:,} bytes: {error}") from error

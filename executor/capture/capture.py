@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from executor.capture.ambient import ambient_modes
 from executor.capture.batches import BatchError, Loss, arguments, compute_loss, flatten, structure
 from executor.capture.captured import Captured, Returned, Source
 from executor.capture.cuda_semantics import cuda_operators
@@ -38,7 +39,7 @@ from executor.capture.interception import traced_calls
 from executor.capture.operators import Places, is_user_file
 from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, constant_options, options
 from executor.capture.python_values import PythonValues, compare_constants, preserve_random_states
-from executor.capture.reach import CaptureError, hooks_of
+from executor.capture.reach import CaptureError
 from executor.capture.recorder import Recorder, report_outputs
 from executor.capture.state import StepState, copy_batch
 from simulator.machine import Machine
@@ -338,7 +339,7 @@ class _Call:
                 warnings.simplefilter("ignore")
                 tracer.add_state()
                 modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
-                hooks = sum(map(len, hooks_of(state.modules)))
+                hooks = state.hooks()
                 with state.installed():
                     traced = tracer.trace_effects()
                 unrepeatable = _unrepeatable(state, drawn_from())
@@ -367,6 +368,7 @@ class _Call:
             modules=modules,
             python=PythonValues(state.watched, unrepeatable, state.first_run_values),
             hooks=hooks,
+            modes=ambient_modes(),
             returned=traced.returned,
             source=Source(
                 self.step, self.args, tuple((v, label) for v, label in self.roots if v is not self.args), self.recapture
@@ -586,6 +588,11 @@ def _explain(error: Exception, state: StepState) -> str:
         return (
             f"the step uses a tensor in {operator} that is not in its arguments, modules, optimizers or closure"
             f"{place}: make it a buffer (register_buffer), or pass it to the step"
+        )
+    if "does not require grad" in text and not torch.is_grad_enabled():
+        return (
+            f"the step's backward pass{place} needs gradients, which torch.no_grad or torch.inference_mode around the "
+            "step turns off: call it outside of them"
         )
     if "TorchScript interpreter" in text:
         lines = re.findall(r'File "(\S+)", line (\d+), in (\w+)', text)

@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.algorithms import convolution_of, with_algorithms
+from executor.capture.ambient import Modes
 from executor.capture.batches import constant_key, flatten
 from executor.capture.durations import Precision, compute_dtype, estimated_flops, kernel_ns
 from executor.capture.effects import Effect
+from executor.capture.hooks import Hooks
 from executor.capture.optimizers import Numbers
 from executor.capture.python_values import PythonValues
 from executor.capture.state import Home
@@ -137,7 +139,7 @@ def evaluate_number(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> 
         for operand in {n for node in nodes for n in node.all_input_nodes} & table.keys():
             table[operand] = table[operand].clone() if isinstance(table[operand], Tensor) else table[operand]
     last: Any = None
-    with torch.no_grad():
+    with torch.no_grad(), torch._C._DisableAutocast():  # the nodes contain its casts
         for node in nodes:
             if node in values:  # a tensor of the batch itself
                 last = table[node]
@@ -183,7 +185,8 @@ class Captured:
     micro: tuple[MicroBatch, ...]  # with gradient accumulation
     holds: UserHolds
     python: PythonValues
-    hooks: int  # number of hooks of modules and their parameters
+    hooks: Hooks
+    modes: Modes  # PyTorch's ambient modes at the capture
     returned: Returned
     source: Source
     reads: tuple[HostRead, ...]  # numbers of the batch on which the step branches

@@ -23,12 +23,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.optim import Optimizer, _adafactor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from executor.capture.hooks import STEP_HOOKS
 from executor.capture.python_values import is_scalar
 
 BUCKET_BYTES = 64 * 2**20  # bytes of parameters per update kernel in planned steps
 # PyTorch's own hooks, which do not affect results.
 FLAGS = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
-STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
 @contextmanager

@@ -83,7 +83,8 @@ def measure(
         _wake(target)
     runner = _Runner(captured, target, repeats, deadline, cache)
     name = torch.cuda.get_device_name(target) if target.type == "cuda" else f"{target.type} ({torch.get_num_threads()})"
-    with torch.random.fork_rng([cuda_index(target)] if target.type == "cuda" else []), torch.enable_grad():
+    devices = [cuda_index(target)] if target.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad(), torch._C._DisableAutocast():
         # oneDNN's LSTM saves values for its backward pass only in grad mode; no input requires a gradient.
         figures = runner.in_step() if cache == "step" else [runner.kernel(k) for k in range(len(captured.nodes))]
     durations, workspaces = zip(*figures, strict=True)

@@ -29,7 +29,6 @@ from executor.capture.operators import is_user_file
 from executor.capture.python_values import CELL, Code, Owner, Slots, Watched, globals_of, is_scalar, names_of, watch
 from simulator.program import TensorKind
 
-TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _OPAQUE = (
     Tensor,
@@ -347,20 +346,6 @@ class Reach:
     def _globals(self, table: dict[str, Any], global_names: set[str], kind: TensorKind, depth: int) -> None:
         self.register(table, "", tuple(sorted(global_names)), constant=True)
         self._items(table, [n for n in sorted(global_names) if n in table], "", kind, depth)
-
-
-def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
-    """Returns the existing dictionaries in which PyTorch keeps hooks of modules and their parameters."""
-    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    module_hooks = [getattr(m, name) for m in modules for name in names]
-    tensor_hooks = [
-        getattr(p, attribute, None)
-        for m in modules
-        for p in m._parameters.values()
-        if p is not None
-        for attribute in TENSOR_HOOKS
-    ]
-    return [table for table in (*module_hooks, *tensor_hooks) if table is not None]
 
 
 def is_table(value: Any) -> bool:

@@ -23,9 +23,10 @@ from torch.utils._pytree import MappingKey, tree_leaves_with_path, tree_map_with
 
 from executor.capture.batches import flatten, tensors_in
 from executor.capture.effects import Effects
-from executor.capture.optimizers import STEP_HOOKS, changed_number, chooses_foreach, numbers_of, step_without_hooks
+from executor.capture.hooks import STEP_HOOKS, TENSOR_HOOKS, Hooks, hook_name
+from executor.capture.optimizers import changed_number, chooses_foreach, numbers_of, step_without_hooks
 from executor.capture.python_values import Change, Owner, Watched, compare_constants
-from executor.capture.reach import TENSOR_HOOKS, CaptureError, Reach, Snapshot, check_dense
+from executor.capture.reach import CaptureError, Reach, Snapshot, check_dense
 from simulator.program import TensorKind
 
 
@@ -178,6 +179,19 @@ class StepState(Reach):
                 self._walk(hook, f"{name}.hook", "buffer", 1)
                 register(self.watch_hook(hook, f"a hook of {name}"))
 
+    def named_optimizers(self) -> list[tuple[Optimizer, str]]:
+        """Returns the optimizers with their names."""
+        return [(optimizer, f"optimizer{i or ''}") for i, optimizer in enumerate(self.optimizers)]
+
+    def hooks(self) -> Hooks:
+        """Returns the hooks of the user's objects, apart from those of the batch."""
+        tensors = [(e.real, e.name) for e in self.entries if e.kind != "input" and e.real is not None]
+        return Hooks(
+            [(module, self.paths[id(module)] or type(module).__name__) for module in self.modules],
+            [(tensor, name) for tensor, name in tensors if tensor.is_leaf and tensor.requires_grad],
+            self.named_optimizers(),
+        )
+
     def watch_hook(self, hook: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wraps a hook and records it in ``silent_hooks`` if it runs no operator, so no graph repeats it."""
 
@@ -185,7 +199,7 @@ class StepState(Reach):
             before = self.count_operators()
             result = hook(*args, **kwargs)
             if self.count_operators() == before and (result is None or any(result is arg for arg in args)):
-                self.silent_hooks.append(f"{name} ({getattr(hook, '__qualname__', type(hook).__name__)})")
+                self.silent_hooks.append(f"{name} ({hook_name(hook)})")
             return result
 
         return call
@@ -208,7 +222,7 @@ class StepState(Reach):
             iterators = [(entry := iterator.replace_by_copy(), entry.position()) for iterator in self.iterators]
             for scaler in self.scalers:
                 scaler._per_optimizer_states = copy.copy(scaler._per_optimizer_states)
-            named_optimizers = [(optimizer, f"optimizer{i or ''}") for i, optimizer in enumerate(self.optimizers)]
+            named_optimizers = self.named_optimizers()
             replaced: dict[int, Any] = {}  # shared groups and state stay shared
             for optimizer, name in named_optimizers:
                 for attribute, make in (("param_groups", self._fake_groups), ("state", self._fake_state)):

@@ -15,9 +15,9 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from executor.capture.ambient import CastWeights, ambient_modes, mode_change
 from executor.capture.capture import Captured
 from executor.capture.optimizers import step_without_hooks
-from executor.capture.reach import hooks_of
 from executor.capture.state import Home
 from executor.training.memory_source import Block, Place, StepError, UserTensor, is_movable, is_shared
 
@@ -92,6 +92,20 @@ def inputs_of(captured: Captured) -> set[int]:
     return {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
 
 
+def cast_weights(captured: Captured) -> CastWeights | None:
+    """Returns the parameters that autocast around the step casts and keeps, or None."""
+    device = device_of(captured)
+    cast = {
+        captured.values[node]: source
+        for node, source in zip(captured.placeholders, captured.sources, strict=True)
+        if isinstance(source, nn.Parameter) and any(u.target is torch.ops.aten._to_copy.default for u in node.users)
+    }
+    if not cast or all(device.type != name for name, _ in captured.modes[0]):
+        return None
+    written = {t for kernel in captured.program.kernels for t in kernel.outputs}
+    return CastWeights(device, set(map(id, cast.values())), {id(p) for t, p in cast.items() if t in written})
+
+
 def layout_of(captured: Captured, i: int) -> tuple[torch.device, int | None]:
     """Returns the expected device of a placeholder's tensor, and its storage offset if the graph depends on it."""
     node = captured.placeholders[i]
@@ -126,8 +140,8 @@ def check_model(captured: Captured, parameters: list[Binding]) -> None:
         if module.training is not training:
             now, was = ("train" if mode else "eval" for mode in (module.training, training))
             raise StepError(f"module {type(module).__name__} is in {now} mode, but was in {was} mode at the capture")
-    if sum(map(len, hooks_of([module for module, _, _ in captured.modules]))) != captured.hooks:
-        raise StepError("hooks of the model were added or removed after the capture; capture the step again")
+    if change := captured.hooks.change():
+        raise StepError(f"{change} after the capture; capture the step again (recapture() of a step of all shapes)")
     for b in parameters:
         if b.user.grad is not None:
             raise StepError(f"{b.name} has a gradient, but a captured step starts without gradients: set it to None")
@@ -136,7 +150,10 @@ def check_model(captured: Captured, parameters: list[Binding]) -> None:
 
 
 def check_settings(captured: Captured) -> None:
-    """Raises StepError if Python values or optimizer options have changed that the capture treated as constants."""
+    """Raises StepError if modes, Python values or optimizer options differ that the capture treated as constants."""
+    modes = ambient_modes()
+    if modes != captured.modes:
+        raise StepError(mode_change(captured.modes, modes))
     if change := captured.python.change():
         raise StepError(
             f"{change.name} was {change.old!r} at the capture and is {change.new!r} now; capture the step again "
@@ -159,16 +176,15 @@ _TRAINING = attrgetter("training")
 _CHILDREN = attrgetter("_modules")
 _GRAD = attrgetter("grad")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_HOOKS = attrgetter("_backward_hooks")
 
 
 class ChangeDetector:
     """Fast check whether bindings and model are unchanged since the last full check.
 
     It detects replaced tensors or tables, changes of a tensor's form, type or memory (``data``), gradients, frozen
-    parameters, and changes in the children and modes of modules. Values that exist per parameter or module are compared
-    by loops in C; only tensors that the plan swaps are checked one by one, because their memory changes. A tensor with
-    the same address and form counts as the same memory.
+    parameters, hooks, and changes in the children and modes of modules. Values that exist per parameter or module are
+    compared by loops in C; only tensors that the plan swaps are checked one by one, because their memory changes. A
+    tensor with the same address and form counts as the same memory.
     """
 
     def __init__(self, captured: Captured, bindings: list[Binding], parameters: list[Binding]):
@@ -196,9 +212,7 @@ class ChangeDetector:
         self.requires_grad = list(map(_REQUIRES_GRAD, self.parameters))
         self.modules = [module for module, _, _ in captured.modules]
         self.modes, self.children = list(map(_TRAINING, self.modules)), list(map(_CHILDREN, self.modules))
-        self.module_hooks = hooks_of(self.modules)
-        self.n_hooks = captured.hooks
-        self.parameter_hooks = list(map(_HOOKS, self.parameters))
+        self.hooks = captured.hooks
         self.submodules = tuple(chain.from_iterable(children for _, _, children in captured.modules))
 
     def is_unchanged(self) -> bool:
@@ -218,8 +232,7 @@ class ChangeDetector:
             and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
             and all(map(is_, map(_GRAD, self.parameters), repeat(None)))
             and list(map(_REQUIRES_GRAD, self.parameters)) == self.requires_grad
-            and sum(map(len, self.module_hooks)) == self.n_hooks
-            and all(map(is_, map(_HOOKS, self.parameters), self.parameter_hooks))
+            and self.hooks.are_unchanged()
             and self._are_modules_unchanged()
             and all(b.is_unchanged() for b in self.individual)
         )

@@ -164,6 +164,7 @@ class _Comparison:
             args, _ = copy_batch(self.args)
             leaves, _ = flatten(args)
             self.clear_gradients()
+            torch.clear_autocast_cache()  # as if autocast began with this step
             with _tracker(self, leaves) if track_memory and is_second else nullcontext() as tracker:
                 result = step(*args)
                 if hasattr(result, "send"):  # a step of micro-batches is a generator
@@ -220,6 +221,7 @@ class _Comparison:
                 warnings.simplefilter("ignore")
                 yield
         finally:
+            torch.clear_autocast_cache()  # of the weights before they are restored
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda, self.device)
                 torch.cuda.empty_cache()

@@ -28,6 +28,7 @@ from executor.training.bindings import (
     ChangeDetector,
     ReboundSlots,
     StepError,
+    cast_weights,
     check_model,
     check_settings,
     create_state,
@@ -139,6 +140,7 @@ class PlannedStep:
         # The user's tensors and numbers, as last seen.
         self._numbers: list[Any] = []  # the optimizers' numbers, each with its type
         self._detector: ChangeDetector | None = None
+        self._cast_weights = cast_weights(captured)
         self.graph: GraphStep | None = None
         self._with_grad: list[Binding] = []  # parameters whose gradients are kept
         self._bind()
@@ -180,6 +182,11 @@ class PlannedStep:
             check_model(self.captured, self._parameters)
             self._detector = ChangeDetector(self.captured, self.state.bindings, self._parameters)
         check_settings(self.captured)
+        if self._cast_weights is not None and self._cast_weights.are_stale():
+            raise StepError(
+                "autocast keeps the weights that it cast before the last step, as its context has not ended since: "
+                "open a torch.autocast context for each step, within the step, or with cache_enabled=False"
+            )
         self._read_numbers()
         self.state.checked = self._detector, self._numbers
         if not self.state.host.is_allocated:
@@ -377,6 +384,8 @@ class PlannedStep:
         for values in self.captured.python.first_run_values:
             values.restore()
         self._rebound.record()
+        if self._cast_weights is not None:
+            self._cast_weights.record()
         for optimizer, _ in self.captured.settings:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers check whether it has stepped
         return returned.result(outputs)

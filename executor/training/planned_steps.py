@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
+from executor.capture.ambient import Modes, ambient_modes, default_modes
 from executor.capture.batches import Loss, arguments, constant_key, flatten, path_of, structure, tensors_in
 from executor.capture.capture import StepOptions, capture, capture_step
 from executor.capture.captured import Captured
@@ -49,9 +50,11 @@ class Form(NamedTuple):
     """Key of a (micro-)batch; equal for batches with the same capture.
 
     Attributes:
+        modes: Ambient modes.
         leaves: Shape, strides, … of each tensor, and type and value of each constant.
     """
 
+    modes: Modes
     spec: TreeSpec
     leaves: tuple[Any, ...]
 
@@ -127,6 +130,7 @@ class PlannedSteps:
             self.options = {name: value for name, value in options.items() if name not in own}
         self._open = False
         self._is_announced = False  # whether ``begin`` has announced the step's micro-batches
+        self._modes: set[Modes] = set()  # ambient modes whose first form was captured, and checked
         self._structures: set[TreeSpec] = set()  # structures of (micro-)batches seen so far
 
     def __call__(self, *batch: Any) -> Any:
@@ -159,8 +163,8 @@ class PlannedSteps:
             if form == forms[done]:
                 raise
             raise StepError(
-                f"micro-batch {done + 1} of {len(forms)} differs in shape from the step's first call: {error}; "
-                "announce all shapes with begin(*pairs), or undo the step with finish()"
+                f"micro-batch {done + 1} of {len(forms)} has another form than the step's first call: {error}; "
+                "announce all forms with begin(*pairs), or undo the step with finish()"
             ) from error
         self._is_announced = was_announced and step.done > 0
         return loss
@@ -290,7 +294,8 @@ class PlannedSteps:
         return name + "".join(f"[{part!r}]" for part in rest)
 
     def _capture(self, pairs: tuple[Any, ...]) -> Captured:
-        options = {**self.options, "check": self.options.get("check", True) and self.limit is None}
+        modes = ambient_modes()
+        options = {**self.options, "check": self.options.get("check", True) and modes not in self._modes}
         if self._is_custom:
             captured = capture_step(self.parts[0], *pairs[0], machine=self.machine, **options)
         else:
@@ -298,13 +303,15 @@ class PlannedSteps:
             captured = capture(*self.parts, pairs[0], machine=self.machine, **settings)
         if captured.python.unrepeatable:  # raised before planning
             raise StepError(captured.python.unrepeatable)
+        self._modes.add(modes)
         return captured
 
     def _make(self, pairs: tuple[Any, ...]) -> PlannedStep:
         """Captures and plans a step of these micro-batches."""
         captured = self._capture(pairs)
         limit = self.limit or limit_bytes(self._requested_limit, captured.program)
-        plan = self.planner(captured.program, self.machine, limit)
+        with default_modes():
+            plan = self.planner(captured.program, self.machine, limit)
         return PlannedStep(captured, plan, self.machine, limit, self.undo)
 
     def finish(self) -> None:
@@ -366,6 +373,7 @@ def _form(batch: tuple[Any, ...]) -> Form:
             check_constant(value, i)
     seen: dict[int, int] = {}  # repeated tensors and shared storages are part of the form
     form = Form(
+        ambient_modes(),
         spec,
         tuple(
             (

@@ -427,8 +427,6 @@ REFUSED_CHANGES: dict[str, tuple[Callable[[Loop], Any], str]] = {
         lambda loop: loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
         "other parameter groups",
     ),
-    "hook of a parameter": (lambda loop: stem(loop).weight.register_hook(lambda grad: grad), "hooks of the model"),
-    "hook of a module": (lambda loop: stem(loop).register_forward_hook(lambda *_: None), "hooks of the model"),
     "memory": (
         lambda loop: [setattr(p, "data", torch.cat([p.data, p.data])[: len(p)]) for p in loop.model.parameters()],
         "part of other memory",
