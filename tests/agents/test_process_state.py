@@ -17,6 +17,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "dqn_paper": {"episodes": 2},
     "smartpool+autoswap": {"evaluations": 4},
     "activation_budget": {"steps": 2},
+    "rerun_search": {"seconds": 0.2},
 }
 
 
