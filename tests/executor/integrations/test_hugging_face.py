@@ -164,8 +164,8 @@ def test_accumulation(make: Callable[[], nn.Module], counted: bool, tmp_path: Pa
     pair = Pair(tmp_path, make, (40, 40, 40, 40, 48), 13, **chosen).train()
     assert pair.own.model_accepts_loss_kwargs is counted
     steps = pair.ours.planned.steps
-    assert {len(forms) for forms in steps} == {3, 1} and not pair.ours.planned.in_progress
-    assert any(len(set(forms)) > 1 for forms in steps)
+    assert {len(key.forms) for key in steps} == {3, 1} and not pair.ours.planned.in_progress
+    assert any(len(set(key.forms)) > 1 for key in steps)
     assert any(isinstance(decision, Swap) for step in steps.values() for decision in step.plan.decisions)
 
 
