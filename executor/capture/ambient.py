@@ -122,7 +122,7 @@ class CastWeights:
         self._updates[:] = [(copy, weights) for copy, weights in self._updates if not copy.expired()]
         return any(not self._cast.isdisjoint(weights) for _, weights in self._updates)
 
-    def record(self) -> None:
+    def remember(self) -> None:
         """Records the step's update."""
         if not self._updated:
             return

@@ -261,7 +261,7 @@ class ReboundSlots:
         self._homes = homes
         self._references = [(0, 0)] * len(homes)
 
-    def record(self) -> None:
+    def remember(self) -> None:
         """Records the references after a step."""
         self._references = [_count_references(home) for home in self._homes]
 

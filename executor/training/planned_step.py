@@ -383,9 +383,9 @@ class PlannedStep:
             effect.apply(outputs[end + returned.norm :])
         for values in self.captured.python.first_run_values:
             values.restore()
-        self._rebound.record()
+        self._rebound.remember()
         if self._cast_weights is not None:
-            self._cast_weights.record()
+            self._cast_weights.remember()
         for optimizer, _ in self.captured.settings:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers check whether it has stepped
         return returned.result(outputs)
