@@ -70,7 +70,7 @@ def untimed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_reproduced(recomputed: dict[str, Any], row: dict[str, Any]) -> None:
-    """Asserts that a row was reproduced: to the bit, unless it is a training on a processor that rounds otherwise.
+    """Asserts that a row was reproduced: bit by bit, unless it is a training on a processor that rounds otherwise.
 
     Matrix products differ in the last bit between processors. The first value of Q then differs, too, and the training
     diverges from there, so that only this value can be compared (after a training of other episodes: to 10 %).
