@@ -38,9 +38,10 @@ from executor.capture.effects import Effects, rebind
 from executor.capture.interception import traced_calls
 from executor.capture.operators import Places, is_user_file
 from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, constant_options, options
-from executor.capture.python_values import PythonValues, compare_constants, preserve_random_states
+from executor.capture.python_values import compare_constants, preserve_random_states, with_article
 from executor.capture.reach import CaptureError
 from executor.capture.recorder import Recorder, report_outputs
+from executor.capture.references import PythonValues
 from executor.capture.state import StepState, copy_batch
 from simulator.machine import Machine
 
@@ -461,7 +462,7 @@ class _Tracer:
         """Returns the graph's outputs and their layout; ``leaves`` and ``spec`` are the step's result."""
         for leaf in leaves:
             if leaf is not None and not isinstance(leaf, Tensor):
-                kind = _with_article(type(leaf).__name__)
+                kind = with_article(type(leaf).__name__)
                 raise CaptureError(f"the step returns {kind}, which the graph cannot recompute: return tensors")
         entries = self.state.entries
         norms = self._call.norms
@@ -541,10 +542,6 @@ def _drive_micro_batches(step: Generator[Tensor, None, Any], recorder: Recorder)
             recorder.end_micro_batch(next(step))
     except StopIteration as end:
         return end.value
-
-
-def _with_article(noun: str) -> str:
-    return f"an {noun}" if noun[0].lower() in "aeiou" else f"a {noun}"
 
 
 def _explain(error: Exception, state: StepState) -> str:

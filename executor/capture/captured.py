@@ -20,7 +20,7 @@ from executor.capture.durations import Precision, compute_dtype, estimated_flops
 from executor.capture.effects import Effect
 from executor.capture.hooks import Hooks
 from executor.capture.optimizers import Numbers
-from executor.capture.python_values import PythonValues
+from executor.capture.references import PythonValues
 from executor.capture.state import Home
 from simulator.kernel_times import scaled
 from simulator.machine import Machine
@@ -165,7 +165,7 @@ class Captured:
     placeholders: tuple[fx.Node, ...]
     names: tuple[str, ...]  # per placeholder, e.g. "features.0.weight", "optimizer.features.0.weight.momentum_buffer"
     sources: tuple[Tensor | None, ...]  # per placeholder: user's tensor; None for state not yet created
-    homes: tuple[Home | None, ...]  # per placeholder: slot that binds its tensor; None for arguments
+    homes: list[Home | None]  # per placeholder: slot that binds its tensor now; None for arguments
     devices: tuple[torch.device, ...]  # per placeholder
     outputs: tuple[fx.Node, ...]
     spec: TreeSpec  # of the step's arguments
@@ -190,6 +190,9 @@ class Captured:
     returned: Returned
     source: Source
     reads: tuple[HostRead, ...]  # numbers of the batch on which the step branches
+
+    def __post_init__(self) -> None:
+        self.python.bind(self.homes, self.returned.effects)
 
     @property
     def origins(self) -> Origins:

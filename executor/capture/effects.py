@@ -22,15 +22,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.batches import flatten, tensors_in
-from executor.capture.python_values import Owner, Watched, have_same_objects, is_scalar, watch
+from executor.capture.python_values import Owner, Watched, have_same_objects, is_scalar, watch_constants
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Effect:
     """Tensors that a step leaves in one of the user's objects.
 
     Attributes:
-        owner: The object.
+        owner: The object, or the one that has replaced it since.
         key: Its entry; unused for a list or deque.
         action: "set" an entry, "append" to a list, or "replace" the whole content.
         spec: Structure of the value; for a list or deque, of the list of values.
@@ -83,7 +83,7 @@ class Effects:
         if isinstance(owner.container, (list, deque)):
             self._compare_sequence(owner, list(before.values()), list(after.values()))
         elif isinstance(owner.container, set):
-            if any(next(tensors_in(v), None) is not None for v in {*before, *after}):
+            if before.keys() - after.keys() or any(next(tensors_in(v), None) is not None for v in {*before, *after}):
                 self.refusals.append(f"the step changes the set {owner.path}, which has no order: make it a list")
         else:
             for key in dict.fromkeys((*before, *after)):
@@ -120,7 +120,7 @@ class Effects:
             return  # a new list of the same tensors, as in an RNN
         elif next(tensors_in(new), None) is None:
             if old is _MISSING and is_scalar(new) and isinstance(owner.container, dict):
-                self.new_constants += watch(owner._replace(keys=(key,)))
+                self.new_constants += watch_constants(owner._replace(keys=(key,)))
             if old_ids:
                 self.refusals.append(
                     f"the step removes the tensor {name} ({_kind(old)} before, {_kind(new)} after), which the graph "

@@ -1,8 +1,9 @@
 """Mutable Python objects that a step can reach: their content, their changes, and the constants of the graph.
 
 A number, string, type or tuple of these becomes a constant of the graph if code that the step may execute names it:
-attributes of modules, losses and the objects they hold, closures, defaults and globals of functions. Values read in
-other ways (files, environment variables, attribute names computed at run time) are not tracked.
+attributes of modules, losses, classes and the objects they hold, closures, defaults and globals of functions. So does
+the choice of the object that such a name refers to (references.py). Values read in other ways (files, environment
+variables, attribute names computed at run time) are not tracked.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,21 +35,30 @@ def is_scalar(value: Any) -> bool:
 
 
 def are_equal(a: Any, b: Any) -> bool:
-    """Returns whether two Python values are equal; False if they cannot be compared."""
+    """Returns whether two values have one type and are equal; False if they cannot be compared.
+
+    Numbers are equal if a graph computes the same with them: 0.0 and -0.0 are not, and NaN is.
+    """
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, (float, complex)):
+        return repr(a) == repr(b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(are_equal, a, b))
     try:
-        return a is b or bool(a == b)
-    except Exception:  # tensors, for example
+        return bool(a == b)
+    except Exception:  # arrays, for example
         return False
 
 
 class Slots(MutableMapping[str, Any]):
-    """Mapping view of the attributes in an object's ``__slots__``, or of the one attribute ``name``."""
+    """Mapping view of the attributes in an object's ``__slots__``, or of those given."""
 
-    def __init__(self, owner: Any, name: str = "") -> None:
+    def __init__(self, owner: Any, *names: str) -> None:
         self.owner = owner
-        slots = (vars(cls).get("__slots__", ()) for cls in type(owner).__mro__)
-        slot_names = (name for names in slots for name in ((names,) if isinstance(names, str) else names))
-        self.names = [name] if name else [name for name in slot_names if name[:2] != "__"]
+        self.names = names or tuple(_slot_names(type(owner)))
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -70,7 +79,55 @@ class Slots(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
+def _slot_names(kind: type) -> Iterator[str]:
+    for cls in kind.__mro__:
+        names = vars(cls).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                is_private = name.startswith("__") and not name.endswith("__")
+                yield f"_{cls.__name__.lstrip('_')}{name}" if is_private else name
+
+
+class ClassAttributes(MutableMapping[str, Any]):
+    """Mapping view of the attributes of a class, without those of its bases."""
+
+    def __init__(self, owner: type) -> None:
+        self.owner = owner
+        self.table = vars(owner)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.table[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
 CELL = "cell_contents"  # the only attribute of a closure cell
+
+
+def identity(container: Any) -> int:
+    """Returns the id of a container, which is the same for all views of one object."""
+    return id(container.owner if isinstance(container, (Slots, ClassAttributes)) else container)
+
+
+def parts_of(value: Any) -> tuple[Any, ...] | None:
+    """Returns the objects that a tuple, partial or method holds for good, or None for other values."""
+    if isinstance(value, tuple):
+        return value
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    return (value.__self__,) if isinstance(value, types.BuiltinFunctionType) else None  # ``losses.append``
 
 
 def have_same_objects(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
@@ -119,9 +176,12 @@ class Owner(NamedTuple):
             container.clear()
             container.update(before)
         else:
-            for key in items.keys() - before.keys() if self.keys is not None or isinstance(container, Slots) else items:
+            is_ordered = self.keys is None and not isinstance(container, (Slots, ClassAttributes))
+            for key in items if is_ordered else items.keys() - before.keys():
                 del container[key]
-            container.update(before)
+            for key, value in before.items():
+                if is_ordered or key not in items or items[key] is not value:
+                    container[key] = value
 
 
 class Change(NamedTuple):
@@ -132,87 +192,97 @@ class Change(NamedTuple):
     new: Any
 
 
-class Watched(NamedTuple):
-    """Constants in one object.
+class Everything(Container[Any]):
+    """Contains every key."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+@dataclass(eq=False)
+class Watched:
+    """Constants and references in one object.
 
     Attributes:
-        before: Values at capture time, by key.
-        get, target, values: Function that reads all values at once, its argument, and its result at capture time.
+        owner: The object, with the keys that are compared (None for a list, deque or set, which are compared whole).
+        before: Values when last compared, by key; by position in a list.
+        names: Keys that the step would read if they were added; ``Everything`` if it also reads their order.
+        ignored: Keys of ``names`` that are not compared, such as those that the step itself sets.
+        size: Length of the owner's container when last compared, or -1.
     """
 
     owner: Owner
     before: dict[Any, Any]
-    get: Callable[[Any], Any]
-    target: Any
-    values: Any
+    names: Container[Any] = ()
+    ignored: frozenset[Any] = frozenset()
+    size: int = -1
 
     def restore(self) -> None:
-        """Restores the values recorded at capture time."""
-        self.owner.restore(self.before)
+        """Restores the recorded values; a set gets back what is missing."""
+        if isinstance(self.owner.container, set):
+            self.owner.container.update(self.before)
+        else:
+            self.owner.restore(self.before)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all entries are compared, in their order."""
+        return isinstance(self.owner.container, (list, deque, set))
+
+    def content_of(self, container: Any) -> dict[Any, Any]:
+        """Returns the content of an object like the owner that is compared with ``before``."""
+        if self.is_whole:
+            return Owner(container, "").content()
+        is_same_size = container is self.owner.container and (
+            isinstance(container, Slots) or len(container) == self.size
+        )
+        added = () if is_same_size else [key for key in container if self._would_read(key)]
+        return {key: container[key] for key in (*self.before, *added) if key in container}
+
+    def _would_read(self, key: Any) -> bool:
+        return key in self.names and key not in self.before and key not in self.ignored
+
+    def update(self) -> None:
+        """Records the present values."""
+        container = self.owner.container
+        self.before = self.content_of(container)
+        self.size = -1 if isinstance(container, Slots) else len(container)
 
     def changes(self) -> dict[Any, Change]:
-        """Returns the changed values by key; a list counts as one value."""
-        current = self.owner.content()
+        """Returns the changed values by key; a list, deque or set counts as one value."""
+        current = self.content_of(self.owner.container)
         captured = self.before
-        if isinstance(self.owner.container, list):
-            current = {None: tuple(current.values())}
-            captured = {None: tuple(captured.values())}
-        return {
-            key: Change(self.owner.name(key), captured.get(key), current.get(key))
+        if isinstance(self.owner.container, set):
+            current, captured = dict(enumerate(current)), dict(enumerate(captured))
+        changed = [
+            key
             for key in dict.fromkeys((*captured, *current))
-            if not (key in captured and key in current and are_equal(captured[key], current[key]))
-        }
+            if not (key in captured and key in current and _is_kept(captured[key], current[key]))
+        ]
+        if changed and self.is_whole:
+            return {None: Change(self.owner.path, tuple(captured.values()), tuple(current.values()))}
+        return {key: Change(self.owner.name(key), captured.get(key), current.get(key)) for key in changed}
+
+    def without(self, keys: Iterable[Any]) -> Watched:
+        """Returns the same without keys that the step sets."""
+        before = {key: value for key, value in self.before.items() if key not in keys}
+        owner = self.owner._replace(keys=tuple(before))
+        return replace(self, owner=owner, before=before, ignored=self.ignored.union(keys))
 
 
-def watch(owner: Owner, names: Container[Any] | None = None) -> list[Watched]:
-    """Returns the constants in an object, if any; for a list, either all entries or none.
+def _is_kept(old: Any, new: Any) -> bool:
+    """Returns whether a step leaves a value as it is; its tensors are compared elsewhere."""
+    return old is new or (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or are_equal(old, new)
 
-    Args:
-        names: Names of attributes and keys in the step's code; None if the code names all of the owner's ``keys``.
-    """
+
+def watch_constants(owner: Owner) -> list[Watched]:
+    """Returns the constants among an owner's keys, if any, or all entries of a list if they are constants."""
     content = owner.content()
-    if isinstance(owner.container, list):
-        is_watched = len(content) <= 64 and all(map(is_scalar, content.values()))
-        return [Watched(owner, content, tuple, owner.container, tuple(content.values()))] if is_watched else []
-    watches_all = names is None or owner.keys is not None
-    constants = {
-        key: value
-        for key, value in content.items()
-        if (watches_all or not isinstance(key, str) or key in names) and is_scalar(value)
-    }
-    if not constants:
-        return []
-    # ``get`` runs in C, because it is called at each step.
-    is_slots = isinstance(owner.container, Slots)
-    get, target = (attrgetter, owner.container.owner) if is_slots else (itemgetter, owner.container)
-    return [Watched(owner._replace(keys=tuple(constants)), constants, get(*constants), target, get(*constants)(target))]
-
-
-@dataclass(frozen=True, eq=False)
-class PythonValues:
-    """Python values that a capture treats as constants.
-
-    Attributes:
-        watched: Values that are compared at each step.
-        unrepeatable: Sentence about a Python side effect of the step that the graph cannot repeat, or "".
-        first_run_values: Values that only the step's first run sets (``config.problem_type`` of transformers).
-    """
-
-    watched: tuple[Watched, ...]
-    unrepeatable: str
-    first_run_values: tuple[Watched, ...]
-
-    def change(self) -> Change | None:
-        """Returns the first value that has changed, or None."""
-        for watched in self.watched:
-            try:  # inlined, since it is executed at each step
-                if watched.get(watched.target) == watched.values:
-                    continue
-            except Exception:  # a key is gone, a cell is empty, or values cannot be compared
-                pass
-            if changes := watched.changes():
-                return next(iter(changes.values()))
-        return None
+    if isinstance(owner.container, (list, set)):
+        values = content if isinstance(owner.container, set) else content.values()
+        return [Watched(owner, content)] if all(map(is_scalar, values)) else []
+    constants = {key: value for key, value in content.items() if is_scalar(value)}
+    return [Watched(owner._replace(keys=tuple(constants)), constants)] if constants else []
 
 
 class Changes(NamedTuple):
@@ -236,15 +306,20 @@ def compare_constants(watched: Iterable[Watched]) -> Changes:
     first: Change | None = None
     for values in watched:
         changes = values.changes()
-        constants = {key: change for key, change in changes.items() if is_scalar(change.new)}
+        is_listed = isinstance(values.owner.container, (list, set))
+        constants = {
+            key: change
+            for key, change in changes.items()
+            if is_scalar(change.new) and is_scalar(change.old) and (is_listed or key in values.before)
+        }
         first = first or next(iter(constants.values()), None)
         if not changes:
             remaining.append(values)
-        elif values.owner.keys is not None:
-            remaining += watch(values.owner._replace(keys=tuple(key for key in values.before if key not in changes)))
-            updated += watch(values.owner._replace(keys=tuple(constants)))
+        elif not values.is_whole:
+            remaining.append(values.without(changes))
+            updated += watch_constants(values.owner._replace(keys=tuple(constants)))
         elif constants:
-            updated += watch(values.owner)
+            updated += watch_constants(values.owner)
     return Changes(tuple(remaining), first, tuple(updated))
 
 
@@ -253,10 +328,12 @@ class Code:
 
     Attributes:
         names: Names of attributes and keys.
+        iterated: Names whose values the code reads whole, as in ``for key in table.items()``.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.iterated: set[str] = set()
         self._codes: set[types.CodeType] = set()
         self._classes: dict[type, set[str]] = {}  # with their known methods
         self._new: list[types.FunctionType] = []
@@ -270,6 +347,8 @@ class Code:
                 self.names |= names_of(code) | {
                     const for part in nested(code) for const in part.co_consts if isinstance(const, str)
                 }
+                if is_user_file(code.co_filename):
+                    self.iterated |= iterated_in(code)
                 if isinstance(candidate, types.FunctionType):
                     self._new.append(candidate)
 
@@ -278,12 +357,16 @@ class Code:
         self._classes.setdefault(cls, set())
 
     @property
+    def classes(self) -> list[type]:
+        """Recorded classes and their bases."""
+        return list(dict.fromkeys(base for cls in self._classes for base in cls.__mro__ if base is not object))
+
+    @property
     def class_tensors(self) -> dict[str, str]:
         """Names of tensors that are attributes of these classes, with their class, by attribute."""
-        bases = (base for cls in self._classes for base in cls.__mro__)
         return {
             key: f"{base.__name__}.{key}"
-            for base in bases
+            for base in self.classes
             for key, value in vars(base).items()
             if isinstance(value, torch.Tensor)
         }
@@ -302,6 +385,11 @@ class Code:
         return functions
 
 
+def with_article(noun: str) -> str:
+    """Returns a noun after "a" or "an"."""
+    return f"an {noun}" if noun[0].lower() in "aeiou" else f"a {noun}"
+
+
 def nested(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yields ``code`` and the code of the functions nested in it."""
     yield code
@@ -315,6 +403,27 @@ def globals_of(code: types.CodeType) -> frozenset[str]:
     """Returns the names of globals that ``code`` and the functions nested in it load or store."""
     names = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
     return frozenset(i.argval for part in nested(code) for i in dis.get_instructions(part) if i.opname in names)
+
+
+_READ_WHOLE = {"GET_ITER", "CONTAINS_OP", "DICT_MERGE", "DICT_UPDATE", "LIST_EXTEND"}
+_VIEWS = {"items", "keys", "values", "copy"}
+_READERS = {"dict", "enumerate", "len", "list", "max", "min", "set", "sorted", "sum", "tuple"}
+
+
+@functools.cache
+def iterated_in(code: types.CodeType) -> frozenset[str]:
+    """Returns the names of variables and attributes whose values ``code`` reads whole."""
+    found: set[str] = set()
+    for part in nested(code):
+        before = [None, None]  # names that the last two instructions load
+        for instruction in dis.get_instructions(part):
+            name = instruction.argval if instruction.opname.startswith("LOAD_") else None
+            is_call = instruction.opname in ("PRECALL", "CALL") and before[0] in _READERS
+            is_view = name in _VIEWS if isinstance(name, str) else False
+            if before[1] is not None and (instruction.opname in _READ_WHOLE or is_call or is_view):
+                found.add(before[1])
+            before = [before[1], name if isinstance(name, str) else None]
+    return frozenset(found)
 
 
 def names_of(code: types.CodeType) -> set[str]:

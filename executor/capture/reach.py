@@ -14,7 +14,7 @@ import logging
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -26,7 +26,20 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from executor.capture.operators import is_user_file
-from executor.capture.python_values import CELL, Code, Owner, Slots, Watched, globals_of, is_scalar, names_of, watch
+from executor.capture.python_values import (
+    CELL,
+    ClassAttributes,
+    Code,
+    Everything,
+    Owner,
+    Slots,
+    Watched,
+    globals_of,
+    identity,
+    is_scalar,
+    names_of,
+    parts_of,
+)
 from simulator.program import TensorKind
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -47,6 +60,9 @@ _OPAQUE = (
     torch._ops.OperatorBase,
     torch._ops.OpOverloadPacket,
 )
+
+
+FUNCTION = "__code__", "__defaults__", "__kwdefaults__"  # attributes of a function that decide what it does
 
 
 class CaptureError(ValueError):
@@ -132,7 +148,12 @@ class Reach:
         self.iterators: list[StepIterator] = []
         self.owners: dict[int, Owner] = {}
         self.code = Code()
-        self._defaults: list[Owner] = []
+        self._compared: list[Owner] = []  # objects that a step does not change
+        self._libraries: dict[int, Owner] = {}  # PyTorch's modules, with the names that the step's code uses
+        self._references: dict[
+            int, list[tuple[int, Any]]
+        ] = {}  # id of an object -> containers and keys that refer to it
+        self._is_read: dict[int, bool] = {}
         self._visited: set[int] = set()
         self._kept_alive: list[Any] = []  # an id stays unique while its object lives
 
@@ -141,14 +162,16 @@ class Reach:
 
     def add(self, value: Any, name: str) -> None:
         """Walks ``value``."""
+        self._refer(value, self)
         self._walk(value, name, "buffer", 0)
         while functions := self.code.new_functions():  # methods that the step may call by name
             for function in functions:
+                self._refer(function, self)
                 self._walk(function, "", "buffer", 1)
 
     def register(self, container: Any, path: str, keys: tuple[str, ...] | None = None, constant: bool = False) -> Any:
         """Records a mutable object and returns its container, which is the same for all views of one object."""
-        owner_id = id(container.owner) if isinstance(container, Slots) else id(container)
+        owner_id = identity(container)
         existing = self.owners.get(owner_id)
         if existing is not None:
             merged = None if keys is None or existing.keys is None else tuple(dict.fromkeys((*existing.keys, *keys)))
@@ -159,11 +182,73 @@ class Reach:
         return self.owners[owner_id].container
 
     def constants(self) -> tuple[Watched, ...]:
-        """Returns the Python constants that the step may read, with their current values."""
-        owners = [owner for owner in self.owners.values() if owner.constant]
-        return tuple(watched for owner in (*owners, *self._defaults) for watched in watch(owner, self.code.names))
+        """Returns the constants and references that the step may read, as they are now."""
+        self._is_read.clear()
+        read = [owner for owner in self.owners.values() if owner.constant]
+        watched = [found for owner in (*read, *self._compared) for found in self._watch(owner)]
+        for owner in self._libraries.values():
+            keys = owner._replace(keys=tuple(k for k in owner.content() if callable(owner.container[k])))
+            watched.append(Watched(keys, keys.content(), owner.keys or ()))
+        for cls in self.code.classes:
+            is_own = is_user_file(_file(cls))
+            owner = Owner(ClassAttributes(cls), cls.__name__)
+            before = {k: v for k, v in owner.content().items() if self._may_use(k, v, is_own)}
+            ignored = frozenset(vars(cls).keys() - before.keys())
+            watched.append(Watched(owner._replace(keys=tuple(before)), before, self.code.names, ignored))
+        return tuple(watched)
+
+    def _may_use(self, name: str, value: Any, is_own: bool) -> bool:
+        """Returns whether the step may use an attribute of a class, such as a special method that an operator calls."""
+        if name in self.code.names:
+            return is_own or is_code(value)
+        return is_own and name.startswith("__") and isinstance(value, types.FunctionType)
+
+    def _watch(self, owner: Owner) -> list[Watched]:
+        """Returns the entries of an object that the step may read."""
+        content = owner.content()
+        is_read = self._reads(identity(owner.container))
+        if isinstance(owner.container, (list, deque, set)):
+            is_constant = isinstance(owner.container, list) and all(map(is_scalar, content.values()))
+            return [Watched(owner, content)] if len(content) <= 64 and (is_read or is_constant) else []
+        names: Container[Any] = self.code.names if owner.keys is None else frozenset(owner.keys)
+        if owner.keys is None and is_read and self._is_iterated(identity(owner.container)):
+            names = Everything()
+        is_whole = isinstance(names, Everything)
+        before = {
+            key: value
+            for key, value in content.items()
+            if (key in names or not isinstance(key, str))
+            and (is_scalar(value) or (is_read and (is_whole or is_reference(value))))
+        }
+        if not (before or is_read):
+            return []
+        ignored = frozenset(key for key in content if key not in before)
+        return [Watched(owner._replace(keys=tuple(before)), before, names if is_read else (), ignored)]
+
+    def _reads(self, object_id: int) -> bool:
+        """Returns whether the step's code names a path to an object."""
+        if object_id not in self._is_read:
+            self._is_read[object_id] = False  # of a cycle
+            references = self._references.get(object_id)
+            self._is_read[object_id] = references is None or any(
+                self._reads(parent) and self._names(parent, key) for parent, key in references
+            )
+        return self._is_read[object_id]
+
+    def _names(self, parent: int, key: Any) -> bool:
+        has_keys = parent in self.owners and self.owners[parent].keys is not None  # globals and cells
+        return has_keys or not isinstance(key, str) or key in self.code.names or self._is_iterated(parent)
+
+    def _is_iterated(self, object_id: int) -> bool:
+        return any(key in self.code.iterated for _, key in self._references.get(object_id, ()) if isinstance(key, str))
+
+    def _refer(self, value: Any, container: Any, key: Any = None) -> None:
+        self._references.setdefault(id(value), []).append((identity(container), key))
 
     def _walk(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
+        if isinstance(value, type) and _is_uninstalled(_file(value)):  # a namespace, or a class of local objects
+            self.code.add_class(value)
+            self._class(value, kind, depth)
         if id(value) in self._visited or depth > 40 or isinstance(value, _OPAQUE):
             return
         self._visited.add(id(value))
@@ -186,22 +271,19 @@ class Reach:
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
         elif isinstance(value, (list, deque)) or is_table(value):
-            self.register(value, name, constant=not isinstance(value, deque))
+            self.register(value, name, constant=True)
             keys = list(value) if isinstance(value, dict) else range(len(value))
             self._items(value, keys, name, kind, depth)
-        elif isinstance(value, (tuple, set, frozenset)):
+        elif isinstance(value, (set, frozenset)):
             if isinstance(value, set):
-                self.register(value, name)
+                self.register(value, name, constant=True)
             for i, entry in enumerate(value):
+                self._refer(entry, value)
                 walk_part(entry, f"{name}.{i}".lstrip("."))
-        elif isinstance(value, functools.partial):
-            for part in (value.func, value.args, value.keywords):
-                walk_part(part, name)
-        elif isinstance(value, types.MethodType):
-            walk_part(value.__self__, name)
-            walk_part(value.__func__, name)
-        elif isinstance(value, types.BuiltinFunctionType):  # ``losses.append``
-            walk_part(value.__self__, name)
+        elif (parts := parts_of(value)) is not None:
+            for i, part in enumerate(parts):
+                self._refer(part, value)
+                walk_part(part, f"{name}.{i}".lstrip(".") if isinstance(value, tuple) else name)
         elif isinstance(value, types.FunctionType):
             self._function(value, name, kind, depth)
         elif isinstance(value, types.ModuleType):
@@ -216,21 +298,25 @@ class Reach:
         if callable(value):
             self.code.add_function(type(value).__call__)
         self.code.add_class(type(value))
+        self._compared.append(Owner(Slots(value, "__class__"), name, ("__class__",)))
         if hasattr(value, "__dict__"):
+            self._refer(vars(value), value)
             self._walk(vars(value), name, kind, depth + 1)
         if len(slots := Slots(value)):
             self._kept_alive.append(slots)
-            self.register(slots, name)
+            self.register(slots, name, constant=True)
             self._items(slots, list(slots), name, kind, depth)
         self._class(type(value), kind, depth)
 
     def _class(self, cls: type, kind: TensorKind, depth: int) -> None:
-        """Walks lists and dictionaries that are attributes of a user's class."""
+        """Walks objects that are attributes of a user's class."""
         for base in cls.__mro__:
             if id(base) not in self._visited and is_user_file(_file(base)):
                 self._visited.add(id(base))
+                self.register(ClassAttributes(base), base.__name__)
                 for key, value in vars(base).items():
-                    if (isinstance(value, (list, deque)) or is_table(value)) and not key.startswith("__"):
+                    if not (key.startswith("__") or is_code(value)):
+                        self._refer(value, base, key)
                         self._walk(value, f"{base.__name__}.{key}", kind, depth + 1)
 
     def _items(self, container: Any, keys: Iterable[Any], name: str, kind: TensorKind, depth: int) -> None:
@@ -246,6 +332,7 @@ class Reach:
         elif isinstance(value, Iterator):
             self.iterators.append(StepIterator(container, key, value, path))
         else:
+            self._refer(value, container, path if key == CELL else key)
             self._walk(value, path, kind, depth + 1)
 
     def _optimizer(self, optimizer: Optimizer, name: str, depth: int) -> None:
@@ -306,11 +393,13 @@ class Reach:
         self.modules.append(module)
         self.paths[id(module)] = name
         namespace = vars(module)
+        self.code.names.add("forward")
         self.code.add_function(type(module).forward)
         self.code.add_class(type(module))
         self.register(namespace, name, constant=True)
+        self._compared.append(Owner(Slots(module, "__class__"), name, ("__class__",)))
         for table in (module._parameters, module._buffers):
-            self.register(table, name)
+            self.register(table, name, constant=True)
             self._items(table, [k for k, v in table.items() if v is not None], name, "buffer", depth)
         self.register(module._modules, name)
         for key, hooks in namespace.items():  # a forward pass may add some
@@ -326,22 +415,36 @@ class Reach:
         if (function.__module__ or "").partition(".")[0] in ("torch", "builtins", "executor"):
             return
         self.code.add_function(function)
-        if function.__kwdefaults__:
-            self._defaults.append(Owner(function.__kwdefaults__, name, tuple(function.__kwdefaults__)))
-        if function.__defaults__:
-            self._defaults.append(Owner(Slots(function, "__defaults__"), name, ("__defaults__",)))
+        is_own = _is_uninstalled(function.__code__.co_filename)  # installed functions are exchanged, but not edited
+        attributes = tuple(key for key in FUNCTION if is_own or (key != "__code__" and getattr(function, key)))
+        if attributes:
+            self._compared.append(Owner(Slots(function, *attributes), name or function.__name__, attributes))
+        if defaults := function.__kwdefaults__:
+            self._compared.append(Owner(defaults, name, tuple(defaults)))
         for label, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             slot = self.register(Slots(cell, CELL), label, (CELL,), constant=True)
             for value in slot.values():  # none if it is not assigned yet
                 self._entry(value, label, kind, slot, CELL, depth)
-        self._walk(function.__defaults__, name, kind, depth + 1)
-        self._walk(function.__kwdefaults__, name, kind, depth + 1)
+        for part in (function.__defaults__, function.__kwdefaults__, vars(function) or None):
+            self._refer(part, function)
+            self._walk(part, name, kind, depth + 1)
         global_names = globals_of(function.__code__)
         self._globals(function.__globals__, global_names, kind, depth)
         for library in {n for n in global_names if isinstance(function.__globals__.get(n), types.ModuleType)}:
             module = function.__globals__[library]
             if is_user_file(getattr(module, "__file__", None) or "<built-in>"):
                 self._globals(vars(module), names_of(function.__code__), kind, depth)
+            else:
+                self._library(module, names_of(function.__code__))
+
+    def _library(self, module: types.ModuleType, names: set[str]) -> None:
+        """Records the functions of a library's module that the step's code names."""
+        known = self._libraries.get(id(module), Owner(vars(module), module.__name__, ()))
+        used = {name for name in names & vars(module).keys()} - set(known.keys or ())
+        self._libraries[id(module)] = known._replace(keys=(*(known.keys or ()), *sorted(used)))
+        for name in used:
+            if isinstance(part := vars(module)[name], types.ModuleType):
+                self._library(part, names)
 
     def _globals(self, table: dict[str, Any], global_names: set[str], kind: TensorKind, depth: int) -> None:
         self.register(table, "", tuple(sorted(global_names)), constant=True)
@@ -354,6 +457,17 @@ def is_table(value: Any) -> bool:
     is_plain = isinstance(value, dict) and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__)
     is_own = kind.__module__.startswith("executor.") and isinstance(value, dict)
     return (is_plain and kind.__getitem__ is dict.__getitem__) or is_own
+
+
+def is_code(value: Any) -> bool:
+    """Returns whether an attribute of a class is a method, or another descriptor."""
+    return isinstance(value, (types.FunctionType, staticmethod, classmethod)) or hasattr(value, "__get__")
+
+
+def is_reference(value: Any) -> bool:
+    """Returns whether the object that an entry refers to is compared, not only as a tensor or when iterated."""
+    parts = value if isinstance(value, tuple) else (value,)
+    return not any(isinstance(part, (Tensor, Iterator)) for part in parts)
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
@@ -382,6 +496,10 @@ def check_constant(value: Any, i: int) -> None:
 def uses_cudnn(module: nn.RNNBase) -> bool:
     """Returns whether cuDNN executes this module."""
     return torch.backends.cudnn.enabled and any(p.is_cuda for p in module.parameters())
+
+
+def _is_uninstalled(file: str) -> bool:
+    return is_user_file(file) and not any(part in file for part in ("site-packages", "dist-packages"))
 
 
 @functools.cache

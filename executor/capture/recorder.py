@@ -427,7 +427,7 @@ class Recorder(TorchDispatchMode):
             placeholders=tuple(placeholders.values()),
             names=tuple(e.name for e in entries),
             sources=tuple(e.real for e in entries),
-            homes=tuple(e.home for e in entries),
+            homes=[e.home for e in entries],
             devices=tuple(e.fake.device for e in entries),
             outputs=tuple(outputs),
             leaves=tuple(placeholders.get(id(leaf), leaf) for leaf in leaves),

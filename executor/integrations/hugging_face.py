@@ -275,8 +275,7 @@ class PlannedTrainer(Trainer):
         super().save_model(*args, **kwargs)
         if self.planned is not None:  # saving writes a dtype to the model's configuration: the step does not change
             for step in self.planned.steps.values():
-                for value in step.captured.python.watched:
-                    value.restore()
+                step.captured.python.restore()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains as the Trainer does, with newly planned steps."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from executor.capture.ambient import CastWeights, ambient_modes, mode_change
 from executor.capture.capture import Captured
 from executor.capture.optimizers import step_without_hooks
+from executor.capture.python_values import Change
 from executor.capture.state import Home
 from executor.training.memory_source import Block, Place, StepError, UserTensor, is_movable, is_shared
 
@@ -28,6 +29,7 @@ class Binding(UserTensor):
     def __init__(self, captured: Captured, i: int):
         self.node = captured.placeholders[i]
         self.name = captured.names[i]
+        self.index = i
         self.home = captured.homes[i]
         self.source = captured.sources[i]
         self.tensor = captured.values[self.node]
@@ -149,12 +151,12 @@ def check_model(captured: Captured, parameters: list[Binding]) -> None:
             raise StepError(f"{b.name} was frozen or unfrozen after the capture; capture the step again")
 
 
-def check_settings(captured: Captured) -> None:
-    """Raises StepError if modes, Python values or optimizer options differ that the capture treated as constants."""
+def check_settings(captured: Captured, change: Change | None) -> None:
+    """Raises StepError for a changed Python value, and if modes or optimizer options differ from the capture's."""
     modes = ambient_modes()
     if modes != captured.modes:
         raise StepError(mode_change(captured.modes, modes))
-    if change := captured.python.change():
+    if change is not None:
         raise StepError(
             f"{change.name} was {change.old!r} at the capture and is {change.new!r} now; capture the step again "
             "(recapture() of a step of all shapes)"

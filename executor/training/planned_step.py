@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from executor.capture.captured import Captured
+from executor.capture.python_values import Change
 from executor.memory.engines import TransferError, line
 from executor.training.bindings import (
     Binding,
@@ -147,8 +148,8 @@ class PlannedStep:
         self._parameters = [b for b in self.state.bindings if isinstance(b.user, nn.Parameter)]
         owners = {captured.placeholders[i] for i in captured.returned.gradients}
         self._with_grad = [b for b in self._parameters if b.node in owners]
-        rebound = {captured.placeholders[i] for i in captured.returned.rebound}
-        self._rebound = ReboundSlots([b.home for b in self.state.bindings if b.node in rebound and b.home])
+        self._moves = captured.python.moves
+        self._rebound = self._rebound_slots()
 
         self._prepare_undo(undo)
         self.state.host.allocate()
@@ -168,6 +169,21 @@ class PlannedStep:
 
     # ------------------------------------------------------------------------------------ binding
 
+    def _rebound_slots(self) -> ReboundSlots:
+        rebound = self.captured.returned.rebound
+        return ReboundSlots([b.home for b in self.state.bindings if b.index in rebound and b.home])
+
+    def _python_change(self) -> Change | None:
+        """Returns the first changed Python value; finds the tensors of objects that equal ones have replaced."""
+        change = self.captured.python.change()
+        if self._moves != self.captured.python.moves:
+            self._moves = self.captured.python.moves
+            for b in self.state.bindings:
+                b.home = self.captured.homes[b.index]
+            self._rebound = self._rebound_slots()
+            self._detector = None
+        return change
+
     def look(self) -> None:
         """Binds the user's current tensors and numbers; raises StepError if they do not match the capture.
 
@@ -175,13 +191,14 @@ class PlannedStep:
         """
         for b in self._with_grad:
             b.user.grad = None
+        change = self._python_change()
         self._rebound.separate()
         if self._detector is None or not self._detector.is_unchanged():
             self._detector = None
             self._bind()
             check_model(self.captured, self._parameters)
             self._detector = ChangeDetector(self.captured, self.state.bindings, self._parameters)
-        check_settings(self.captured)
+        check_settings(self.captured, change)
         if self._cast_weights is not None and self._cast_weights.are_stale():
             raise StepError(
                 "autocast keeps the weights that it cast before the last step, as its context has not ended since: "
@@ -286,7 +303,7 @@ class PlannedStep:
         peak = self.peak_bytes
         if progress.done:
             check_model(self.captured, self._parameters)
-            check_settings(self.captured)
+            check_settings(self.captured, self._python_change())
             self._read_numbers()
         else:
             self.look()

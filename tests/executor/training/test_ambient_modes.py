@@ -266,7 +266,7 @@ def test_comparing_modes_calls_no_python_function() -> None:
 
     sys.setprofile(record)
     try:
-        check_settings(captured)
+        check_settings(captured, captured.python.change())
     finally:
         sys.setprofile(None)
     assert "ambient_modes" in calls and not {"mode_change", "_autocasts"} & set(calls)

@@ -71,7 +71,7 @@ CHANGES: dict[str, tuple[Callable[[Net, Loss], object], str]] = {
     "the loss": (lambda _, loss: setattr(loss, "weight", 1.0), "loss_fn.weight was 0.5 .* is 1.0"),
     "a closure": (lambda _, loss: setattr(loss.raised.__closure__[0], "cell_contents", 2.0), "power was 1.0 .* is 2.0"),
     "a default": (lambda _, loss: setattr(loss.raised, "__defaults__", (2.0,)), r"__defaults__ was \(1.0,\)"),
-    "a value that is gone": (lambda net, _: net.table.clear(), "table.bias was 0.5 .* is None"),
+    "a value that is gone": (lambda net, _: net.table.clear(), "table.bias was 0.5 .* is missing"),
 }
 
 
