@@ -147,8 +147,8 @@ def check_model(captured: Captured, parameters: list[Binding]) -> None:
             raise StepError(f"{b.name} has a gradient, but a captured step starts without gradients: set it to None")
         if b.user.requires_grad is not b.node.meta["tensor_meta"].requires_grad:
             raise StepError(
-                f"{b.name} was frozen or unfrozen after the capture; capture the step again, with recapture() of a step "
-                "of all shapes (in a callback of PlannedTrainer: trainer.planned.recapture())"
+                f"{b.name} was frozen or unfrozen after the capture; capture the step again, with recapture() of a "
+                "step of all shapes (in a callback of PlannedTrainer: trainer.planned.recapture())"
             )
 
 
