@@ -225,7 +225,10 @@ def _lives(program: Program) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _update(captured: Captured) -> tuple[Updates | None, int, int]:
-    """Returns mallocs and frees of the only optimizer (None if it updates nothing), and the kernels they replace."""
+    """Returns mallocs and frees of the only optimizer, and the kernels they replace.
+
+    The first is None if the optimizer updates nothing, or in parts during the backward pass.
+    """
     program = captured.program
     touches = [
         k
@@ -233,7 +236,7 @@ def _update(captured: Captured) -> tuple[Updates | None, int, int]:
         if kernel.phase == "optimizer"
         and any(program.tensors[t].kind in ("parameter", "optimizer_state") for t in kernel.accesses)
     ]
-    if len(captured.settings) != 1 or not touches:
+    if len(captured.settings) != 1 or not touches or captured.early_update:
         return None, -1, -1
     optimizer = captured.settings[0][0]
     used = {t for k in touches for t in program.kernels[k].accesses}

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from executor.capture.ambient import default_modes
 from executor.capture.batches import Loss, arguments
 from executor.capture.captured import Captured
+from executor.capture.early_update import InBackward, with_early_update
 from executor.capture.optimizers import BUCKET_BYTES
 from executor.capture.profile import Profile, with_profile
 from executor.capture.profiler import measure
@@ -47,6 +48,7 @@ from simulator.report import KINDS, Report, report as reported, size
 from simulator.schedule import OutOfMemory
 from simulator.timeline import Timeline
 
+FREE = 1.001  # planned over unplanned time of a plan that another order of the kernels need not improve
 REPLANS = 3  # maximum number of re-plans if a CUDA graph exceeds the limit
 
 
@@ -108,7 +110,18 @@ class FittedStep(PlannedStep):
     def report(self) -> Report:
         """Returns the report: memory peak, moved tensors and predicted time; ``str`` renders it as a page."""
         machine = self.machine if self.not_graph else self.machine.in_graph()
-        return report(self.captured, machine, self.limit, self.plan, self.floor_ns, self.issued)
+        issued = ("with its update in the backward pass, " if self.captured.early_update else "") + self.issued
+        return report(self.captured, machine, self.limit, self.plan, self.floor_ns, issued)
+
+
+class _Attempt(NamedTuple):
+    """A plan for one order of a step's kernels; fields as in FittedStep."""
+
+    captured: Captured
+    plan: Plan
+    packed_bytes: int
+    floor_ns: int | None
+    iteration_ns: int
 
 
 class FittedSteps(PlannedSteps):
@@ -129,6 +142,7 @@ class FittedSteps(PlannedSteps):
         profile: Literal["measure"] | Profile | None,
         seconds: float | None,
         keep: int,
+        optimizer_in_backward: InBackward,
         **options: Any,
     ) -> None:
         # The device of the first step gives a missing machine. A planner is called in `_plan`, also by its name.
@@ -144,6 +158,7 @@ class FittedSteps(PlannedSteps):
         )
         self._profile = profile
         self._seconds = seconds
+        self._in_backward = optimizer_in_backward
         self._device = torch.device("cpu")
 
     def _make(self, pairs: tuple[Any, ...]) -> FittedStep:
@@ -164,10 +179,38 @@ class FittedSteps(PlannedSteps):
                     raise
                 raise FitError(f"{error}: a profile covers one batch shape; pass profile='measure'") from error
         limit = self.limit or self._limit(captured)
-        return self._fitted(captured, limit, limit - beside_bytes(captured))
+        room = limit - beside_bytes(captured)
+        early = with_early_update(captured, self._in_backward)
+        orders = (early,) if self._in_backward is True else (captured,)
+        # A function that returns a stored plan knows one order only.
+        if self._in_backward == "auto" and isinstance(self.planner, str) and captured.program.peak_bytes > limit:
+            orders = tuple(dict.fromkeys((captured, early)))
+        return self._fitted(orders, limit, room)
 
-    def _fitted(self, captured: Captured, limit: int, room: int) -> FittedStep:
-        """Returns a step whose plan packs into ``room`` bytes.
+    def _fitted(self, orders: tuple[Captured, ...], limit: int, room: int) -> FittedStep:
+        """Returns a step whose plan packs into ``room`` bytes: the fastest of these orders of its kernels.
+
+        A later order is not planned if the first one costs next to no time.
+        """
+        attempts = list[_Attempt]()
+        error: FitError | None = None
+        seconds = self._seconds and self._seconds / len(orders)
+        for captured in orders:
+            if attempts and attempts[0].iteration_ns <= FREE * captured.program.ideal_ns:
+                break
+            try:
+                attempts.append(self._attempt(captured, limit, room, seconds))
+            except FitError as reason:
+                error = reason
+        if error and not attempts:
+            raise error
+        best = min(attempts, key=lambda attempt: attempt.iteration_ns)
+        step = FittedStep(best.captured, best.plan, self.machine, limit, best.floor_ns)
+        step.packed_bytes = best.packed_bytes
+        return step
+
+    def _attempt(self, captured: Captured, limit: int, room: int, seconds: float | None) -> _Attempt:
+        """Plans a step so that it packs into ``room`` bytes.
 
         If steps do not run as graphs, PyTorch's allocator chooses addresses, and the plan is for the limit.
         """
@@ -176,7 +219,7 @@ class FittedSteps(PlannedSteps):
         machine = self.machine.in_graph() if in_graph else self.machine
 
         def make_plan(nbytes: int) -> Plan:
-            plan, floor_ns = _plan(captured, machine, nbytes, self.planner, self._seconds)
+            plan, floor_ns = _plan(captured, machine, nbytes, self.planner, seconds)
             floors.append(floor_ns if nbytes == limit else None)
             return plan
 
@@ -190,9 +233,9 @@ class FittedSteps(PlannedSteps):
             with suppress(DoesNotPack, FitError, OutOfMemory):  # it may still run without a graph
                 plan, packed = first_that_packs(max(room, 1), attempt, machine.alignment, stops=(FitError, OutOfMemory))
         plan = plan or make_plan(limit)
-        step = FittedStep(captured, plan, self.machine, limit, next((ns for ns in floors if ns is not None), None))
-        step.packed_bytes = packed
-        return step
+        floor_ns = next((ns for ns in floors if ns is not None), None)
+        iteration_ns = simulate(captured.program, plan, machine, limit).iteration_ns
+        return _Attempt(captured, plan, packed, floor_ns, iteration_ns)
 
     def __call__(self, *batch: Any) -> Any:
         """Runs the step as PlannedSteps does; re-plans with a lower limit if its graph would exceed the limit."""
@@ -207,7 +250,7 @@ class FittedSteps(PlannedSteps):
         previous = self.current
         previous.finish()
         # The graph's overhead over the packed size is previous.limit + excess - previous.packed_bytes.
-        step = self._fitted(previous.captured, previous.limit, previous.packed_bytes - excess)
+        step = self._fitted((previous.captured,), previous.limit, previous.packed_bytes - excess)
         if step.packed_bytes == previous.limit:
             previous.replans = REPLANS  # no plan packs into less: continue without a graph
             return
@@ -286,6 +329,7 @@ def fit(
     autocast: torch.dtype | None = None,
     scaler: GradScaler | None = None,
     bucket_bytes: int | None = BUCKET_BYTES,
+    optimizer_in_backward: InBackward = "auto",
     check: bool = True,
 ) -> FittedSteps:
     """Returns the training step of ``loss_fn(model(x), y)`` within ``memory``, bit-identical to the eager step.
@@ -322,11 +366,16 @@ def fit(
         scaler: GradScaler that scales the loss and makes the update, or skips it.
         bucket_bytes: maximum bytes of parameters per kernel of a multi-tensor update, which is split into buckets so
             that it need not have all optimizer state in memory; None: one kernel. Results are bit-identical.
+        optimizer_in_backward: whether each bucket of the update follows the last kernel that uses its weights or
+            gradients, so that not all gradients live at once. Results are bit-identical, but a step that fails after
+            its first update cannot be undone. "auto": if this makes the planned step faster; a planner that is no name
+            plans the order of the model. Clipping by a norm, a GradScaler and ``keep_grads`` need all gradients first.
         check: compares the step with its capture on a few examples of the first batch, which must then hold valid
             values, and rejects a step that differs (executor/training/check.py).
 
     Raises:
-        CaptureError: the step cannot be captured.
+        CaptureError: the step cannot be captured, or its update needs all gradients first and
+            ``optimizer_in_backward`` is True.
         FitError: the GPU has no preset, no plan fits or was found, or the planner lacks a library.
         FormatError: memory or machine is malformed.
         ValueError: the planner is unknown, or an option is invalid.
@@ -354,6 +403,7 @@ def fit(
         profile,
         seconds,
         keep,
+        optimizer_in_backward,
         accumulate=accumulate,
         average=average,
         clip_norm=clip_norm,

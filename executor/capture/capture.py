@@ -34,6 +34,7 @@ from executor.capture.ambient import ambient_modes
 from executor.capture.batches import BatchError, Loss, arguments, compute_loss, flatten, structure
 from executor.capture.captured import Captured, Returned, Source
 from executor.capture.cuda_semantics import cuda_operators
+from executor.capture.early_update import InBackward, with_early_update
 from executor.capture.effects import Effects, rebind
 from executor.capture.interception import traced_calls
 from executor.capture.operators import Places, is_user_file
@@ -63,6 +64,7 @@ def capture(
     autocast: torch.dtype | None = None,
     scaler: GradScaler | None = None,
     bucket_bytes: int | None = BUCKET_BYTES,
+    optimizer_in_backward: InBackward = False,
     as_cuda: bool = False,
     check: bool = True,
 ) -> Captured:
@@ -100,13 +102,17 @@ def capture(
         bucket_bytes: A multi-tensor update (``foreach``, ``fused``) is one kernel that needs all its parameters,
             gradients and state in memory. This limit in bytes splits it into several kernels, each for at most so many
             bytes of parameters (or for one parameter). Results are bit-identical. None does not split it.
+        optimizer_in_backward: Whether each of these kernels follows the last kernel that uses its weights or gradients
+            (early_update.py), so that not all gradients live at once. Results are bit-identical. "auto": where the
+            update does not need all gradients at once. A step that fails after its first update cannot be undone.
         as_cuda: Captures a CPU model with the operators that the machine's GPU would run (cuda_semantics.py). It
             can be planned but not executed.
         check: Whether to compare the step with its capture on a few examples of the batch
             (executor/training/check.py). Skipped for models or batches on the meta device and with ``as_cuda``.
 
     Raises:
-        CaptureError: If the step cannot be traced or differs from its capture.
+        CaptureError: If the step cannot be traced or differs from its capture, or if its update needs all gradients
+            at once, with ``optimizer_in_backward=True``.
     """
     _check_kinds(model, loss_fn, optimizer)
     if accumulate < 1 or (optimizer is None and (accumulate > 1 or clip_norm is not None)):
@@ -133,14 +139,14 @@ def capture(
         norms=step.norms,
     )
     if accumulate == 1:
-        return _checked(call.capture(), check and not as_cuda)
+        return with_early_update(_checked(call.capture(), check and not as_cuda), optimizer_in_backward)
     # Micro-batches are distinct tensors even if the examples are the same object: copy, then map each copy back.
     copies = [copy_batch(batch) for batch in batch_args]
     examples = {id(copy): original for _, pairs in copies for copy, original in pairs}
     batches = tuple(batch for batch, _ in copies)
     captured = replace(call, step=step.run_micro_batches, args=batches, is_generator=True).capture()
     captured = replace(captured, sources=tuple(examples.get(id(s), s) for s in captured.sources))
-    return _checked(captured, check and not as_cuda)
+    return with_early_update(_checked(captured, check and not as_cuda), optimizer_in_backward)
 
 
 def capture_step(
@@ -152,6 +158,7 @@ def capture_step(
     bucket_bytes: int | None = BUCKET_BYTES,
     as_cuda: bool = False,
     keep_grads: bool = False,
+    optimizer_in_backward: InBackward = False,
     check: bool = True,
 ) -> Captured:
     """Captures one call ``step(*args)`` of any callable.
@@ -160,11 +167,11 @@ def capture_step(
     persistent, like the tensors in ``args``. The step may return any structure of tensors and None.
 
     Args:
-        machine, name, algorithms, bucket_bytes, as_cuda, check: As in ``capture``.
+        machine, name, algorithms, bucket_bytes, optimizer_in_backward, as_cuda, check: As in ``capture``.
         keep_grads: Whether gradients that exist at the end of ``step`` stay until the next one begins.
 
     Raises:
-        CaptureError: If the step cannot be traced, returns anything but tensors, or differs from its capture.
+        CaptureError: As in ``capture``, or if the step returns anything but tensors.
     """
     call = _Call(
         step,
@@ -178,7 +185,7 @@ def capture_step(
         keep_grads,
         outside="step",
     )
-    return _checked(call.capture(), check and not as_cuda)
+    return with_early_update(_checked(call.capture(), check and not as_cuda), optimizer_in_backward)
 
 
 def register_check(check: Callable[[Captured], None]) -> Callable[[Captured], None]:

@@ -190,6 +190,7 @@ class Captured:
     returned: Returned
     source: Source
     reads: tuple[HostRead, ...]  # numbers of the batch on which the step branches
+    early_update: bool = False  # whether the kernels of the update are in the backward pass (early_update.py)
 
     def __post_init__(self) -> None:
         self.python.bind(self.homes, self.returned.effects)

@@ -37,7 +37,7 @@ def traced_calls(
 
     Args:
         groups: Options of each optimizer at capture time.
-        bucket_bytes: As in ``capture``.
+        bucket_bytes: As in ``capture``; for optimizers of ``torch.optim``.
         errors: Receives a sentence for each Python number that an optimizer's step changes.
     """
     stack: list[tuple[ExitStack, dict[tuple[Any, ...], Any]]] = []
@@ -47,7 +47,8 @@ def traced_calls(
             context.enter_context(captured_form(optimizer))
             if optimizer in groups:
                 context.enter_context(recorder.numbers.symbolic(optimizer, groups[optimizer]))
-            if bucket_bytes:
+            # An optimizer of the user's may treat its groups differently, as one that steps the first group only.
+            if bucket_bytes and type(optimizer).step.__module__.startswith("torch.optim"):
                 context.enter_context(split_groups(optimizer, bucket_bytes))
             numbers = numbers_of(optimizer)
             stack.append((context.pop_all(), numbers))

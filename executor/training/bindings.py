@@ -148,7 +148,10 @@ def check_model(captured: Captured, parameters: list[Binding]) -> None:
         if b.user.grad is not None:
             raise StepError(f"{b.name} has a gradient, but a captured step starts without gradients: set it to None")
         if b.user.requires_grad is not b.node.meta["tensor_meta"].requires_grad:
-            raise StepError(f"{b.name} was frozen or unfrozen after the capture; capture the step again")
+            raise StepError(
+                f"{b.name} was frozen or unfrozen after the capture; capture the step again, with recapture() of a "
+                "step of all shapes (in a callback of PlannedTrainer: trainer.planned.recapture())"
+            )
 
 
 def check_settings(captured: Captured, change: Change | None) -> None:

@@ -84,28 +84,44 @@ def not_by_default(captured: Captured, undo: bool) -> str | None:
     return "a replay cannot be undone" if undo else None
 
 
+def obstacle(captured: Captured, numbers_of_optimizers: bool = True) -> str | None:
+    """Returns why the step cannot be a graph under any plan, or None.
+
+    Args:
+        numbers_of_optimizers: whether numbers count that the host reads from an optimizer's state; a fused or
+            capturable optimizer reads none.
+    """
+    program = captured.program
+    if captured.returned.gradients:
+        return "a graph copies its outputs, and so would copy the kept gradients"
+    if captured.skip_flags:
+        return "a GradScaler decides on the host whether to skip the update"
+    for node in captured.graph.graph.nodes:
+        if node.target is not NUMBER:
+            continue
+        tensor = program.tensors[captured.values[node.args[0]]] if node.args[0] in captured.values else None
+        if numbers_of_optimizers or tensor is None or tensor.kind != "optimizer_state":
+            name = node.name if tensor is None else tensor.name
+            return f"the host reads the number {name}; a capturable optimizer reads none"
+    if captured.draws:
+        return "the model's checkpoints restore random states"
+    return None
+
+
 def graph_refusal(captured: Captured, calls: Calls, undo: bool) -> str | None:
     """Returns why the step cannot be captured as a graph, or None if it can."""
     schedule = calls.schedule
     device = device_of(captured)
     inputs = inputs_of(captured)
     program = schedule.program
-    if captured.returned.gradients:
-        return "a graph copies its outputs, and so would copy the kept gradients"
-    if calls.skip_flags:
-        return "a GradScaler decides on the host whether to skip the update"
-    for node in captured.graph.graph.nodes:
-        if node.target is NUMBER:
-            name = program.tensors[captured.values[node.args[0]]].name if node.args[0] in captured.values else node.name
-            return f"the host reads the number {name}; a capturable optimizer reads none"
+    if reason := obstacle(captured):
+        return reason
     for i, node in enumerate(captured.placeholders):
         if node in captured.values and not on_device(captured.devices[i], device):
             return f"{captured.names[i]} is on the host, where a replay cannot read it: move it to the device"
     for step in schedule.steps:
         if step.is_recomputation and calls.is_random(step.kernel):
             return f"the plan recomputes {program.kernels[step.kernel].name}, which draws random numbers"
-    if captured.draws:
-        return "the model's checkpoints restore random states"
     for t in inputs & before_the_update(schedule)[1]:
         return f"the step writes {program.tensors[t].name}, a tensor of the batch, for which a graph has a slot"
     if undo:

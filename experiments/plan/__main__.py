@@ -29,7 +29,7 @@ from agents.search.annealing import everything
 from experiments.common import cli, report
 from experiments.plan import capture, planning, times
 from experiments.plan.answer import Answer, Best, Largest, Times
-from experiments.plan.capture import Step
+from experiments.plan.capture import NO_OBSTACLE, Step
 from experiments.plan.planning import EFFORT, Stage, Task
 from experiments.plan.usage import checkpoints, fit_call
 from experiments.plan.words import slowest, verdict
@@ -66,14 +66,18 @@ def main(cfg: DictConfig) -> Path:
         warm_up(machine, mode)
         program = step.program
         card = step.card
-        limit = limit_bytes(cfg.memory, program, "memory") if card is None or memory is None else card.limit
+        as_graph = not step.issue.obstacle
+        if card is None or memory is None:
+            limit = limit_bytes(cfg.memory, program, "memory")
+        else:
+            limit = card.graph_limit if as_graph else card.limit
         task = program, machine, limit
         seconds = seconds or EFFORT.default_s(program)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             families, bound = planning.make_plans(task, mode, seconds, seed, begin, step_times.error)
-            families = planning.with_memory(families, card)
+            families = planning.with_memory(families, card, machine.alignment, as_graph)
             if card is not None and planning.needs_less_memory(families):
-                tighter = planning.plan_tighter(task, card, mode, seed, EFFORT.tighter_share * seconds)
+                tighter = planning.plan_tighter(task, card, mode, seed, EFFORT.tighter_share * seconds, as_graph)
                 families += [] if tighter is None else [replace(tighter, row=report.with_bounds(tighter.row, bound))]
             begin(Stage.LARGEST)
             size = Largest()
@@ -89,6 +93,7 @@ def main(cfg: DictConfig) -> Path:
                 memory=memory,
                 budget=seconds,
                 slowest=slowest(step, machine),
+                issue=step.issue,
             )
             if answer.best is not None and answer.best.plan is not None:
                 answer = with_code(answer, answer.best.plan, step, cfg, out)
@@ -125,7 +130,7 @@ def read_step(
     if workload is None:
         program = times.rescaled(cli.program(cfg, machine), step_times)
         # For a program file, only allocator and context overheads are known.
-        return Step(program, None, of_program(program, machine.context_bytes, memory), "", (), ())
+        return Step(program, None, of_program(program, machine.context_bytes, memory), "", (), NO_OBSTACLE, ())
     if step_times.step_ns is not None:
         workload["iteration_ms"] = step_times.step_ns / 1e6
     return capture.step(workload, machine, memory)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from agents.search.retimed import Spread, TimesError
 from experiments.common.report import Row
+from experiments.plan.capture import NO_OBSTACLE, Issue
 from experiments.plan.usage import Checkpoints
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -35,12 +36,12 @@ class Best:
     timeline: Timeline | None
     seconds: float  # total time of the family's methods
     skipped: tuple[str, ...] = ()  # methods skipped for lack of time
-    # Bytes of device memory under the plan, and whether PyTorch's allocator serves it; None: tensors only.
+    # Bytes of device memory under the plan, and whether the device has room for them; None: tensors only.
     card: tuple[int, bool] | None = None
 
     @property
     def served(self) -> bool:
-        """Whether a plan exists whose blocks PyTorch's allocator can serve in the device memory."""
+        """Whether a plan exists for whose blocks the device has room."""
         return self.timeline is not None and (self.card is None or self.card[1])
 
     @property
@@ -95,6 +96,7 @@ class Answer:
     budget: float = 0.0  # planning time in seconds
     host: int | None = None  # host memory with which a plan exists; None if host memory is not the bottleneck
     slowest: tuple[list[str], list[list[str]]] = ([], [])  # headers and rows of the table of the slowest kernels
+    issue: Issue = NO_OBSTACLE
     run_code: str = ""  # Python code that trains under the recommended plan
     checkpoints: Checkpoints | None = None  # equivalent of the plan in plain PyTorch; None if it has no equivalent
 
@@ -124,5 +126,5 @@ class Answer:
 
     @property
     def card_planned(self) -> int | None:
-        """Device memory under the recommended plan: its blocks in PyTorch's allocator plus the other parts."""
+        """Device memory under the recommended plan: its blocks, as the executor places them, and the other parts."""
         return None if self.best is None or self.best.card is None else self.best.card[0]

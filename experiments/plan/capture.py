@@ -156,6 +156,21 @@ def rescaled(larger: Program, program: Program) -> Program:
     return larger.with_durations([round(k.duration_ns * program_ns / larger_ns) for k in larger.kernels])
 
 
+class Issue(NamedTuple):
+    """Form in which the executor issues a planned step on a GPU.
+
+    Attributes:
+        obstacle: why it cannot be one CUDA graph; "" if it can.
+        needs_fused: whether it can with ``fused=True`` for the optimizer only.
+    """
+
+    obstacle: str = ""
+    needs_fused: bool = False
+
+
+NO_OBSTACLE = Issue()
+
+
 class Step(NamedTuple):
     """Captured step with the data that planning needs."""
 
@@ -164,6 +179,7 @@ class Step(NamedTuple):
     card: DevicePeak | None  # device memory, for the given capacity if any; None: unknown
     arithmetic: str  # a sentence on the data types
     types: tuple[str, ...]  # data type of each kernel
+    issue: Issue  # how the executor issues the step on a GPU
     modules: tuple[str, ...]  # paths of the callable modules
 
 
@@ -179,14 +195,22 @@ def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None
     """
     from torch import nn
 
+    from executor.training import graph
     from experiments import workloads
 
     captured = workloads.load(workload, machine, as_cuda=True)
     model = captured.modules[0][0] if captured.modules else nn.Module()
     modules = tuple(name for name, m in model.named_modules() if name and type(m).forward is not nn.Module.forward)
     card = _card(captured, machine, memory_bytes)
+    reason = graph.obstacle(captured, numbers_of_optimizers=False)
     return Step(
-        captured.program, captured.origins, card, captured.arithmetic(machine), captured.dtypes(machine), modules
+        captured.program,
+        captured.origins,
+        card,
+        captured.arithmetic(machine),
+        captured.dtypes(machine),
+        Issue(reason or "", reason is None and graph.obstacle(captured) is not None),
+        modules,
     )
 
 

@@ -25,7 +25,7 @@ from experiments.plan.capture import SCALE, BatchError
 from experiments.plan.words import rounded_up
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.pool.device_memory import DevicePeak, under_plan
+from simulator.pool.device_memory import DevicePeak, in_graph, under_plan
 from simulator.program import Program
 from simulator.timeline import Timeline
 
@@ -217,14 +217,22 @@ def _rank(row: Row, plan: Plan | None) -> tuple[float, int]:
     return round(row["overhead"] / times.TIE), len(plan.decisions)
 
 
-def with_memory(families: Sequence[Best], card: DevicePeak | None) -> list[Best]:
-    """Evaluates the device memory of each family's plan.
+def with_memory(families: Sequence[Best], card: DevicePeak | None, alignment: int, as_graph: bool) -> list[Best]:
+    """Evaluates the device memory of each family's plan, as the executor runs it.
 
-    A plan fragments memory differently from the unplanned step, so a plan whose tensors fit may still not run.
+    Args:
+        card: device memory without a plan; None: only tensors count.
+        alignment: alignment of addresses in bytes (``Machine.alignment``).
+        as_graph: whether the step is one CUDA graph, whose blocks have packed addresses. Otherwise PyTorch's allocator
+            chooses them, so a plan whose tensors fit may still not run.
     """
     if card is None:
         return list(families)
-    return [b if b.timeline is None else replace(b, card=under_plan(card, b.timeline)) for b in families]
+
+    def peak(timeline: Timeline) -> tuple[int, bool]:
+        return in_graph(card, timeline, alignment) if as_graph else under_plan(card, timeline)
+
+    return [b if b.timeline is None else replace(b, card=peak(b.timeline)) for b in families]
 
 
 def needs_less_memory(families: Sequence[Best]) -> bool:
@@ -235,18 +243,20 @@ def needs_less_memory(families: Sequence[Best]) -> bool:
     return unserved < served - times.ROOM
 
 
-def plan_tighter(task: Task, card: DevicePeak, mode: str, seed: int, seconds: float) -> Best | None:
-    """Returns the first plan of ``best``, over decreasing limits, that PyTorch's allocator serves; None without one.
+def plan_tighter(task: Task, card: DevicePeak, mode: str, seed: int, seconds: float, as_graph: bool) -> Best | None:
+    """Returns the first plan of ``best``, over decreasing limits, for which the device has room; None without one.
 
     Args:
         seconds: total time.
+        as_graph: as in ``with_memory``.
     """
     start = time.monotonic()
     program, machine, limit = task
     for share in EFFORT.tighter_limits:
         planner = report.make("best", seed=seed, mode=mode, seconds=seconds / len(EFFORT.tighter_limits))
         tighter = program, machine, int(share * limit)
-        (best,) = with_memory([best_of(Stage.TIGHTER, [planner], tighter, mode, seed)], card)
+        families = [best_of(Stage.TIGHTER, [planner], tighter, mode, seed)]
+        (best,) = with_memory(families, card, machine.alignment, as_graph)
         if best.served:
             return replace(best, seconds=time.monotonic() - start)
         if best.plan is None:

@@ -21,36 +21,35 @@ def verdict(a: Answer) -> str:
     """Summarizes the answer in one or two sentences."""
     needed, available = a.required_and_available
     size = a.size
-    subject = "the peak is" if a.card is None or a.memory is None else "the estimated device memory is"
+    kind = "tensors" if a.card is None or a.memory is None else "device memory"
+    beside = 0 if a.card is None or a.memory is None else a.card.beside
     if a.fits:
         share = 100 * needed // available if needed <= available else -(-100 * needed // available)
-        return f"It fits without a plan: {subject} {size(needed)}, {share}% of {size(available)}. No action is needed."
-    excess = size.text(max(size.steps(needed) - size.steps(available), 0))
-    comparison = f"{subject} {size(needed)}, {excess} more than the available {size(available)}"
+        return f"It fits without a plan: {size(needed)} of {size(available)} of {kind} ({share}%). No action is needed."
+    without = f"Without a plan it takes {size(needed)} of {size(available)} of {kind} and does not fit."
     if a.best is None or a.best.plan is None:
         if a.least_bytes > a.limit:
-            least = f"even if every unused tensor is evicted, the step needs {size(a.least_bytes)}"
+            least = f"even a plan that evicts every unused tensor needs {size(a.least_bytes + beside)}"
         elif a.host is not None:
             least = (
                 f"host memory is too small for a plan: {size(a.machine.host_bytes)} for swapped tensors, but "
                 f"{size(a.host)} are needed (set machine.host_bytes={-(-a.host // 2**30)}GiB if the host has them)"
             )
         elif device_peaks := [b.card[0] for b in a.families if b.timeline is not None and b.card is not None]:
-            least = (
-                "the tensors fit under a plan, but not with fragmentation in PyTorch's allocator: the best plan found "
-                f"needs {size(min(device_peaks))} of device memory; seconds={rounded_up(4 * a.budget):g} may find a "
-                "better one"
-            )
+            places = "with fragmentation in PyTorch's allocator" if a.issue.obstacle else "at packed addresses"
+            least = f"the best plan found needs {size(min(device_peaks))} {places}"
+            least += f"; seconds={rounded_up(4 * a.budget):g} may find a better one"
         else:
             reached = a.reached_bytes if a.reached_bytes is not None and a.reached_bytes > a.limit else None
-            hint = "" if reached is None else f" (smallest limit with a plan: {size(reached)})"
-            least = f"no plan was found{hint}; every plan needs at least {size(a.least_bytes)}"
-        return f"It does not fit: {comparison}, and {least}.{_smaller_batch_hint(a)}"
+            hint = "" if reached is None else f" (smallest memory with a plan: {size(reached + beside)})"
+            least = f"no plan was found{hint}; every plan needs at least {size(a.least_bytes + beside)}"
+        return f"It does not fit. {without[:-1]}; {least}.{_smaller_batch_hint(a)}"
     overhead = a.best.overhead
-    cost = f"takes {percent(overhead)[1:]} more time" if overhead >= NEGLIGIBLE else "costs no time"
+    planned = a.card_planned if a.card_planned is not None and a.memory is not None else a.page.least_bytes
     # A plan that doubles the time is a poor alternative to a smaller batch.
     hint = _smaller_batch_hint(a) if overhead > max(1.0, a.largest.micro_overhead) else ""
-    return f"It fits with a plan that {cost}{format_range(a.spread)}: {comparison}.{hint}"
+    cost = f"{percent(max(overhead, 0.0))} time{format_range(a.spread)}"
+    return f"It fits with a plan. {without} With the plan it takes {size(planned)} and {cost}; {_floor(a)}.{hint}"
 
 
 def _smaller_batch_hint(a: Answer) -> str:
@@ -105,8 +104,16 @@ def card(a: Answer) -> list[str]:
         lines.append("It fits nevertheless: PyTorch frees cached blocks before it runs out of memory.")
     if a.card_planned is not None:
         remainder = "" if a.memory is None else f"; of {size(a.memory)}, {size(a.limit)} are left for tensors"
-        lines.append(f"Estimated device memory under the plan: {size(a.card_planned)}{remainder}.")
+        lines.append(f"Estimated device memory under the plan: {size(a.card_planned)}{remainder}. {_placed(a)}")
     return lines if a.memory is not None else [*lines, fraction_note]
+
+
+def _placed(a: Answer) -> str:
+    """Describes how the executor issues the step and places its tensors."""
+    if a.issue.obstacle:
+        return f"The step runs kernel by kernel, in PyTorch's allocator: {a.issue.obstacle}."
+    condition = " if the optimizer has fused=True (else the host reads its step count)" if a.issue.needs_fused else ""
+    return f"The step runs as one CUDA graph at packed addresses{condition}."
 
 
 def plan_summary(a: Answer) -> str:
@@ -165,6 +172,8 @@ def _tensors(n: int, kind: str) -> str:
 def packed_summary(a: Answer) -> str:
     """Describes the memory of the plan with a fixed address for every block."""
     excess = a.page.packed_bytes - a.page.limit
+    if a.memory is not None and a.card_planned is not None:
+        excess = a.card_planned - a.memory
     overflow = f", {a.size(excess)} over the limit; lower the limit to run it as one CUDA graph" if excess > 0 else ""
     return f"With fixed addresses it needs {a.size(a.page.packed_bytes)}{overflow}"
 
@@ -227,7 +236,8 @@ def methods(a: Answer) -> tuple[list[str], list[list[str]]]:
             if s.stream != "compute" and s.start_ns >= best.timeline.last_start_ns
         )
         recompute_ns = best.timeline.breakdown.recompute_ns
-        note = "recommended" if best is a.best else skip_note if best.served else "too fragmented for device memory"
+        unserved = "does not pack into the memory" if not a.issue.obstacle else "too fragmented for device memory"
+        note = "recommended" if best is a.best else skip_note if best.served else unserved
         cells.append(
             [
                 best.family,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from simulator.pool import ITERATIONS
 from simulator.pool.intervals import program_lifetimes, timeline_lifetimes
 from simulator.pool.online import caching
+from simulator.pool.packed import packed_bytes
 from simulator.program import Program
 from simulator.timeline import Timeline
 
@@ -40,6 +41,18 @@ class DevicePeak:
         return self.nbytes - self.tensors
 
     @property
+    def fixed(self) -> int:
+        """Bytes of everything except tensors and the allocator's overhead."""
+        return self.context + self.loop + self.workspaces
+
+    @property
+    def graph_limit(self) -> int:
+        """Memory limit for tensors at packed addresses, without the allocator's overhead; as ``limit`` if it fits."""
+        if self.memory_bytes is None or self.tensors <= self.memory_bytes - self.fixed:
+            return self.limit
+        return max(self.memory_bytes - self.fixed, 1)
+
+    @property
     def limit(self) -> int:
         """Memory limit for tensors, at least 1 byte, if the device has ``memory_bytes``.
 
@@ -66,12 +79,26 @@ def under_plan(unplanned: DevicePeak, timeline: Timeline) -> tuple[int, bool]:
         unplanned: device memory of the unplanned step.
         timeline: covers at least two iterations.
     """
-    other_bytes = unplanned.context + unplanned.loop + unplanned.workspaces
+    other_bytes = unplanned.fixed
     blocks, _ = timeline_lifetimes(timeline).intervals.unrolled(ITERATIONS)
     reserved, served = caching.serve(
         blocks, None if unplanned.memory_bytes is None else unplanned.memory_bytes - other_bytes
     )
     return (reserved if served else caching.serve(blocks)[0]) + other_bytes, served
+
+
+def in_graph(unplanned: DevicePeak, timeline: Timeline, alignment: int) -> tuple[int, bool]:
+    """Returns the device memory of a planned step at packed addresses, and whether the device has it.
+
+    Args:
+        unplanned: device memory of the unplanned step.
+        timeline: covers at least two iterations.
+        alignment: alignment of every address in bytes.
+    """
+    other_bytes = unplanned.fixed
+    room = timeline.peak_bytes if unplanned.memory_bytes is None else unplanned.memory_bytes - other_bytes
+    packed = packed_bytes(timeline, room, alignment)
+    return packed + other_bytes, unplanned.memory_bytes is None or packed <= room
 
 
 def of_program(program: Program, context: int, memory_bytes: int | None) -> DevicePeak:

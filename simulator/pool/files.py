@@ -224,6 +224,11 @@ def _snapshot(raw: bytes, iteration: bool | None) -> Buffers:
     device = max(range(len(traces)), key=lambda i: len(events[i]), default=-1)
     if device < 0 or not events[device]:
         raise FormatError("device_traces: no alloc and no free_completed; was _record_memory_history() called first?")
+    if all(alloc for _, alloc, *_ in events[device]) and any(e["action"] == "free_requested" for e in traces[device]):
+        raise FormatError(
+            f"device_traces[{device}]: frees are requested (free_requested) and none completes (free_completed), so "
+            "the ends of blocks are unknown: record a longer history and call torch.cuda.synchronize() at its end"
+        )
     initial: dict[int, int] = {}  # bytes by address
     seen = set()
     for _, alloc, address, nbytes in events[device]:

@@ -15,6 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 import agents
 from agents.learned import edit_net, policy_net
 from executor import Captured, FitError, capture, fit
+from executor.capture.early_update import InBackward, with_early_update
 from executor.capture.profiler import measure
 from simulator import FormatError, Machine, Plan, Program
 from simulator.modes import least_residency
@@ -178,12 +179,13 @@ def test_options_of_the_capture_pass_through(monkeypatch: pytest.MonkeyPatch, ti
     assert passed["scaler"] is scaler and passed["bucket_bytes"] == 64 * 2**20
 
 
-def test_a_plan_is_found_at_the_smallest_memory_that_is_named(tiny_mlp: Tiny) -> None:
-    program = tiny_mlp.program
+@pytest.mark.parametrize("in_backward", [False, True, "auto"])
+def test_a_plan_is_found_at_the_smallest_memory_that_is_named(in_backward: InBackward, tiny_mlp: Tiny) -> None:
+    program = with_early_update(tiny_mlp.captured, in_backward).program
     least = least_residency(program, program.peak_bytes // 1000)
     with pytest.raises(FitError, match=rf"the smallest feasible memory is {least:,} bytes"):
-        fit(*tiny_mlp.parts(), least - 1)
-    step = fit(*tiny_mlp.parts(), least, seconds=1.0)
+        fit(*tiny_mlp.parts(), least - 1, optimizer_in_backward=in_backward)
+    step = fit(*tiny_mlp.parts(), least, seconds=1.0, optimizer_in_backward=in_backward)
     step(*rows(256))
     assert step.peak_bytes <= least
 

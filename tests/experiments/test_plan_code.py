@@ -11,7 +11,7 @@ import agents
 from agents.saved import saved_plan
 from executor import Captured, capture
 from experiments.plan import usage
-from experiments.plan.capture import Step
+from experiments.plan.capture import NO_OBSTACLE, Step
 from experiments.plan.words import slowest
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor
 from simulator.report import Origins, Place, Unit
@@ -79,7 +79,7 @@ def test_kernels_list_their_rate_and_bound() -> None:
     program = Program("p", (Tensor("a", MB), Tensor("b", MB)), kernels)
     places = tuple(Place(name, "") for name in ("head", "body.0", "body.1", "", ""))
     types = ("tf32", "float32", "float32", "float32", "")
-    step = Step(program, Origins(places, ("head", "body.0")), None, "", types, ())
+    step = Step(program, Origins(places, ("head", "body.0")), None, "", types, NO_OBSTACLE, ())
     heads, rows = slowest(step, MACHINE)
     assert len(heads) == len(rows[0]) and [row[0] for row in rows] == ["mm", "2 × add.Tensor", "tiny"]
     assert rows[0][1:] == ["head", "2.00 ms", "50.0%", "50.0 TFLOP/s", "tf32", "arithmetic"]

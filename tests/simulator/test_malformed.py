@@ -254,6 +254,10 @@ FILES: list[tuple[str, str | bytes, str]] = [
             (snapshot() | {"device_traces": 3}, "snapshot.device_traces: "),
             (snapshot([ALLOC], 3), "device_traces[1]: "),
             (snapshot([], [event("snapshot", 0, 0)]), "device_traces: no alloc and no free_completed"),
+            (
+                snapshot([ALLOC, event("free_requested", 16, 4)]),
+                "device_traces[0]: frees are requested (free_requested) and none completes (free_completed)",
+            ),
             (snapshot([ALLOC, "x"]), "device_traces[0][1]: "),
             (snapshot([ALLOC, {}]), "device_traces[0][1]: missing key 'action'"),
             (snapshot([ALLOC, {"action": "alloc", "addr": 1}]), "device_traces[0][1]: missing key 'size'"),

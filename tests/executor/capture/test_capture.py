@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor import Captured, CaptureError, capture, capture_step, with_roofline
@@ -144,6 +145,29 @@ def test_lifetimes_equal_allocator(model_type, batch):
                 position = position + 1
                 ended = event.start_ns() + event.duration_ns()
     assert position == len(expected) and loss.isfinite()
+
+
+def test_eager_copies_the_gradient_of_a_view_changed_in_place_and_a_capture_does_not() -> None:
+    model = nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+
+    def step() -> Tensor:
+        loss = model(x).view(2, 2, 8).relu_().square().sum()
+        loss.backward()
+        return loss.detach()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    captured = [k.name for k in capture_step(step).program.kernels]
+    with Names():
+        step()
+    copies = [names.count("aten.copy_.default") for names in (seen, captured)]
+    zeros = [names.count("aten.new_zeros.default") for names in (seen, captured)]
+    assert (copies, zeros) == ([3, 2], [1, 0])
 
 
 def run_graph(captured: Captured, inputs: list[Tensor]) -> tuple[Tensor, ...]:

@@ -264,3 +264,31 @@ def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         hf_trainer.main(["--memory", "24", "--steps", "1"])
     assert end.value.code == 2 and capsys.readouterr().err.startswith("error: memory: ")
+
+
+class Freezing(TrainerCallback):
+    """Freezes the first layers at the third step."""
+
+    def __init__(self) -> None:
+        self.planned: PlannedTrainer | None = None  # whose step it recaptures
+
+    def on_step_begin(self, args: Any, state: Any, *_: Any, model: nn.Module, **__: Any) -> None:
+        if state.global_step == 2:
+            model.transformer.wte.requires_grad_(False)
+            if self.planned is not None and self.planned.planned is not None:
+                self.planned.planned.recapture()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recaptures", [True, False])
+def test_layers_that_a_callback_freezes(tmp_path: Path, recaptures: bool) -> None:
+    pair = Pair(tmp_path)
+    for trainer in pair.trainers:
+        freezing = Freezing()
+        freezing.planned = pair.ours if recaptures and trainer is pair.ours else None
+        trainer.add_callback(freezing)
+    if recaptures:
+        pair.train()
+    else:
+        with pytest.raises(StepError, match=r"wte\.weight was frozen .* trainer\.planned\.recapture\(\)"):
+            pair.ours.train()

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
+from executor.capture.reach import CaptureError
 from tests.executor.networks import CLASSES, NETWORKS, Attention, ResNet, adamw, images, sgd, words
 from tests.executor.training.programs import Loop, Twins, custom, network, standard, under_every_plan
 
@@ -403,7 +404,9 @@ def list_of_an_optimizers_class() -> Loop:
                 p.sub_(p.grad * (0.1 / self.steps[0]))
 
     model = net(8, 32)
-    return trained(model, [Decaying(model.parameters(), 0.1)], others=lambda: Decaying.steps[0].item())
+    loop = trained(model, [Decaying(model.parameters(), 0.1)], others=lambda: Decaying.steps[0].item())
+    loop.options = {"bucket_bytes": 256}  # its groups are not divided, of which it steps the first only
+    return loop
 
 
 @case
@@ -562,6 +565,63 @@ def test_equal_to_eager(name: str) -> None:
     twins = Twins(CASES[name])
     reruns = ("reruns",) if name in NETWORKS else ()
     under_every_plan(twins, twins.captured(check=name in CHECKED), zlib.crc32(name.encode()), reruns)
+
+
+SCALER = "a GradScaler decides after the last gradient"
+KEPT = "keep_grads keeps all gradients"
+NORM = "clip_norm needs the norm of all gradients first"
+LATE = {  # cases whose update cannot move into the backward pass, with the cause
+    "clipped": NORM,
+    "accumulated": NORM,
+    "accumulated_gpt2": NORM,
+    "gradients_kept": KEPT,
+    "gradients_kept_in_micro_batches": KEPT,
+    "gradients_kept_in_bfloat16": KEPT,
+    "scaler_off_in_a_step": "share a result of aten.clamp.default .*test_equal_to_eager.py",
+    "scaler_resnet": SCALER,
+    "scaler_gpt2": SCALER,
+    "scaler_and_clipping": SCALER,
+    "scaler_in_micro_batches": SCALER,
+    "scaler_off": NORM,
+    "skipped": SCALER,
+    "skipped_at_first": SCALER,
+    "skipped_foreach": SCALER,
+    "skipped_foreach_sgd": SCALER,
+    "skipped_fused": SCALER,
+    "micro_batches_in_a_list": SCALER,
+    "gradients_returned": "the step has no update",
+    "list_of_an_optimizers_class": "share a result of aten.add_.Tensor .*test_equal_to_eager.py",
+    "gradient_penalty": KEPT,
+}
+MOVED = {
+    "losses_added",
+    "muon",
+    "adafactor",
+    "numbers_of_sgd",
+    "fused_adamw",
+    "average_after_the_step",
+}  # others by night
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter", "ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n not in MOVED | LATE.keys())) for n in CASES]
+)
+def test_equal_with_the_update_in_the_backward_pass(name: str) -> None:
+    """Tests every kind of plan with the kernels of the update moved, which is refused by its cause for ``LATE``."""
+    twins = Twins(CASES[name])
+    options = {"bucket_bytes": 2048, "optimizer_in_backward": True}
+    if name in LATE:
+        with pytest.raises(CaptureError, match=f"^optimizer_in_backward: .*{LATE[name]}"):
+            twins.captured(**options)
+        return
+    captured = twins.captured(**options)
+    update, backward = (
+        [k for k, kernel in enumerate(captured.program.kernels) if kernel.phase == phase]
+        for phase in ("optimizer", "backward")
+    )
+    assert update[0] < backward[-1]
+    under_every_plan(twins, captured, zlib.crc32(name.encode()))
 
 
 @pytest.mark.nightly
