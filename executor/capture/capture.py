@@ -610,6 +610,11 @@ def _explain(error: Exception, state: StepState) -> str:
             f"the step's backward pass{place} needs gradients, which torch.no_grad or torch.inference_mode around the "
             "step turns off: call it outside of them"
         )
+    if "its data is not allocated yet" in text:
+        return (
+            f"an operator reads the values of a tensor during the capture{place}, when only its shape is known, "
+            "such as the lengths of a PackedSequence: pass padded tensors (pad_packed_sequence) and a mask"
+        )
     if "nference tensor" in text:
         made = [e.name for e in state.entries if e.real is not None and e.real.is_inference()]
         return (

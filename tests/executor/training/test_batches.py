@@ -251,6 +251,13 @@ def test_a_hook_of_a_batch_that_requires_gradients() -> None:
         planned(with_hook(x))
 
 
+def test_a_packed_sequence_names_its_lengths() -> None:
+    layer = nn.GRU(8, 4, batch_first=True)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 6, 8), torch.tensor([6, 5, 4]), batch_first=True)
+    with pytest.raises(CaptureError, match=r"\(test_batches\.py:\d+\).* PackedSequence: pass padded tensors"):
+        capture_step(lambda p: layer(p)[0].data.sum(), packed)
+
+
 def test_another_structure_is_named_in_words() -> None:
     step, _ = plain_step()
     planned = PlannedStep(capture_step(step, torch.randn(3, 8)), Plan())
