@@ -1,7 +1,8 @@
 """Ambient modes of PyTorch, which a step reads from its surroundings: autocast, gradients, backends and precision.
 
 A capture holds for the modes in which it was made. ``ambient_modes`` reads them in about a microsecond, since it is
-called before every step.
+called before every step. ``torch.backends.cudnn.benchmark`` is no such mode: PyTorch chooses algorithms when kernels
+run, with and without a plan.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _NAMES = (
     "torch.autocast",
     "TF32 for matrix products (torch.set_float32_matmul_precision)",
     "TF32 for convolutions (torch.backends.cudnn.conv.fp32_precision)",
+    "the order of backends of sdpa_kernel",
+    "whether torch.autograd.graph.saved_tensors_hooks surround the step",
     *_READERS,
 )
 _AUTOCAST_DEVICES = "cpu", "cuda"
@@ -53,8 +56,15 @@ def ambient_modes() -> Modes:
         _autocasts() if _BINDINGS._is_any_autocast_enabled() else (),
         precision("cuda", "matmul") == "tf32",
         precision("cuda", "conv") == "tf32",
+        tuple(_BINDINGS._get_sdp_priority_order()),
+        saved_tensors_hooks() is not None,
         *map(call, _CALLS),
     )
+
+
+def saved_tensors_hooks() -> Any:
+    """Returns the functions that pack and unpack activations around the step, or None."""
+    return _BINDINGS._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:
@@ -91,9 +101,15 @@ def mode_change(captured: Modes, current: Modes) -> str:
 
 
 def _describe(mode: Any) -> str:
-    if isinstance(mode, tuple):
+    if mode == () or (isinstance(mode, tuple) and isinstance(mode[0], tuple)):
         return " and ".join(f"{dtype} on {device}" for device, dtype in mode) or "off"
     return str(mode)
+
+
+STALE_WEIGHTS = (
+    "autocast keeps the weights that it cast before the last step, as its context has not ended since: open a "
+    "torch.autocast context for each step, within the step, or with cache_enabled=False"
+)
 
 
 class CastWeights:
@@ -117,10 +133,15 @@ class CastWeights:
         self._cast = cast
         self._updated = updated
 
+    @classmethod
+    def stale(cls) -> set[int]:
+        """Returns the weights, by id, that the current context has cast before their last update."""
+        cls._updates[:] = [(copy, weights) for copy, weights in cls._updates if not copy.expired()]
+        return set().union(*(weights for _, weights in cls._updates))
+
     def are_stale(self) -> bool:
         """Returns whether the current context has cast a weight of the step before its last update."""
-        self._updates[:] = [(copy, weights) for copy, weights in self._updates if not copy.expired()]
-        return any(not self._cast.isdisjoint(weights) for _, weights in self._updates)
+        return not self._cast.isdisjoint(self.stale())
 
     def remember(self) -> None:
         """Records the step's update."""

@@ -34,6 +34,20 @@ def structure(tree: Any) -> TreeSpec:
     return flatten(tree)[1]
 
 
+def format_structure(spec: TreeSpec) -> str:
+    """Formats a ``structure``, with * for a leaf: "(*, {x: *})"."""
+    if spec.is_leaf():
+        return "*"
+    parts = list(map(format_structure, spec.children()))
+    if spec.type in (dict, OrderedDict):
+        return "{" + ", ".join(f"{key}: {part}" for key, part in zip(spec.context, parts, strict=True)) + "}"
+    names = getattr(spec.context, "names", None)
+    if names is not None:  # an opened object
+        parts = [f"{name}={part}" for name, part in zip(names, parts, strict=True)]
+    kind = {tuple: "", list: "list"}.get(spec.type, getattr(spec.context, "kind", spec.type).__name__)
+    return f"{kind}({', '.join(parts)})"
+
+
 def path_of(spec: TreeSpec, leaf: int) -> list[Any]:
     """Returns the indices and keys that lead to a leaf of a tree with this ``structure``."""
     path: list[Any] = []

@@ -30,12 +30,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from executor.capture.ambient import ambient_modes
+from executor.capture.ambient import STALE_WEIGHTS, CastWeights, ambient_modes, saved_tensors_hooks
 from executor.capture.batches import BatchError, Loss, arguments, compute_loss, flatten, structure
 from executor.capture.captured import Captured, Returned, Source
 from executor.capture.cuda_semantics import cuda_operators
 from executor.capture.early_update import InBackward, with_early_update
 from executor.capture.effects import Effects, rebind
+from executor.capture.hooks import hook_name
 from executor.capture.interception import traced_calls
 from executor.capture.operators import Places, is_user_file
 from executor.capture.optimizers import BUCKET_BYTES, Numbers, Option, constant_options, options
@@ -340,12 +341,20 @@ class _Call:
 
     def capture(self) -> Captured:
         """Traces the step, a second time if it leaves effects in Python objects, and builds its program."""
+        if (hooks_around := saved_tensors_hooks()) is not None:
+            raise CaptureError(
+                f"torch.autograd.graph.saved_tensors_hooks ({hook_name(hooks_around[0])}) surround the step, and a "
+                "graph calls no functions of its surroundings: enter them in the step"
+            )
+        stale = CastWeights.stale()  # the trace clears the cache that tells
         tracer = _Tracer(self)
         state = tracer.state
         try:
             with preserve_random_states() as drawn_from, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 tracer.add_state()
+                if not stale.isdisjoint(id(entry.real) for entry in state.entries):
+                    raise CaptureError(STALE_WEIGHTS)
                 modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
                 hooks = state.hooks()
                 with state.installed():
@@ -472,6 +481,13 @@ class _Tracer:
                 kind = with_article(type(leaf).__name__)
                 raise CaptureError(f"the step returns {kind}, which the graph cannot recompute: return tensors")
         entries = self.state.entries
+        arguments = {id(leaf) for leaf in self.leaves}
+        for entry in entries:
+            if id(entry.fake) in arguments and entry.home is None and entry.fake.grad is not None:
+                raise CaptureError(
+                    f"the step leaves a gradient in its argument {entry.name}, which requires gradients: detach it, or "
+                    "return the gradient (torch.autograd.grad)"
+                )
         norms = self._call.norms
         positions = {id(e.fake): i for i, e in enumerate(entries)}
         parameters = [e.fake for e in entries if self._call.keep_grads and e.kind == "parameter"]
@@ -597,6 +613,17 @@ def _explain(error: Exception, state: StepState) -> str:
         return (
             f"the step's backward pass{place} needs gradients, which torch.no_grad or torch.inference_mode around the "
             "step turns off: call it outside of them"
+        )
+    if "its data is not allocated yet" in text:
+        return (
+            f"an operator reads the values of a tensor during the capture{place}, when only its shape is known, "
+            "such as the lengths of a PackedSequence: pass padded tensors (pad_packed_sequence) and a mask"
+        )
+    if "nference tensor" in text:
+        made = [e.name for e in state.entries if e.real is not None and e.real.is_inference()]
+        return (
+            f"{made[0] if made else 'a tensor'} was created in inference mode, so the step{place} cannot compute "
+            "gradients with it or write to it: clone it outside of torch.inference_mode, or use torch.no_grad"
         )
     if "TorchScript interpreter" in text:
         lines = re.findall(r'File "(\S+)", line (\d+), in (\w+)', text)

@@ -153,7 +153,7 @@ class StepState(Reach):
         check_dense(tensor, name)
         device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
         storage = StorageWeakRef(tensor.untyped_storage())
-        with self.mode, torch.no_grad():
+        with self.mode, torch.inference_mode(tensor.is_inference()), torch.no_grad():
             if storage not in self._bases:
                 size = tensor.untyped_storage().nbytes()
                 self._bases[storage] = torch.empty(size, dtype=torch.uint8, device=device)
@@ -162,7 +162,10 @@ class StepState(Reach):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
                 fake.requires_grad_()
-        self._copy_hooks(tensor, fake, name)
+        if kind != "input":
+            self._copy_hooks(tensor, fake, name)
+        elif hook := first_hook(tensor):
+            raise CaptureError(f"the argument {name} of the step has {hook}")
         kind = "parameter" if isinstance(tensor, nn.Parameter) else kind
         self._fakes[id(tensor)] = fake
         self._kept_alive.append(tensor)
@@ -405,6 +408,17 @@ def _locate(optimizer: Optimizer, label: str, first: Any, keys: tuple[Any, ...])
     return ".".join(map(str, (label, *path))), Home(optimizer, (first, *path))
 
 
+def first_hook(tensor: Tensor) -> str:
+    """Returns a sentence about a hook of a tensor of the batch, or ""."""
+    hooks = (getattr(tensor, attribute, None) or {} for attribute in TENSOR_HOOKS)
+    function = next((function for table in hooks for function in table.values()), None)
+    return (
+        ""
+        if function is None
+        else (f"the hook {hook_name(function)}, which tensors of other batches lack: register it in the step")
+    )
+
+
 def view_memory(memory: torch.UntypedStorage, like: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor over ``memory`` with the dtype, offset, shape and strides of ``like``.
 
@@ -424,6 +438,8 @@ def copy_batch(batch: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
         storage = value.untyped_storage()
         if storage._cdata not in memory:
             memory[storage._cdata] = storage.clone() if value.device.type != "meta" else storage
-        copies[tensor_id] = view_memory(memory[storage._cdata], value, value.device)
+        with torch.inference_mode(value.is_inference()):
+            copies[tensor_id] = view_memory(memory[storage._cdata], value, value.device)
+            copies[tensor_id].requires_grad_(value.requires_grad)
     copy = tree_unflatten([copies.get(id(value), value) for value in leaves], spec)
     return copy, [(copies[tensor_id], value) for tensor_id, value in tensors.items()]

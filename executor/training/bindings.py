@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -67,9 +67,9 @@ class Binding(UserTensor):
             raise StepError(f"{self.name} was replaced by another parameter after the capture; capture the step again")
         if self.block and isinstance(now, Tensor) and is_shared(now):
             raise StepError(f"the plan swaps {self.name}, whose memory is shared with other processes: clone it")
-        if isinstance(now, Tensor) and now.device.type == "cpu" != self.layout[0].type and self._may_be_on_host():
-            now.data = now.data.to(self.layout[0])
-        compare(self.name, now, self.node, *self.layout)
+        if isinstance(now, Tensor) and now.device.type == "cpu" != self.layout.device.type and self._may_be_on_host():
+            now.data = now.data.to(self.layout.device)
+        compare(self.name, now, self.node, self.layout)
         if self.block and now.untyped_storage().nbytes() != nbytes:
             raise StepError(f"{self.name} is part of other memory than at the capture; capture the step again")
         self.user = now
@@ -108,25 +108,41 @@ def cast_weights(captured: Captured) -> CastWeights | None:
     return CastWeights(device, set(map(id, cast.values())), {id(p) for t, p in cast.items() if t in written})
 
 
-def layout_of(captured: Captured, i: int) -> tuple[torch.device, int | None]:
-    """Returns the expected device of a placeholder's tensor, and its storage offset if the graph depends on it."""
+class Layout(NamedTuple):
+    """What a placeholder's tensor must have, besides shape, dtype and strides.
+
+    Attributes:
+        offset: Storage offset if the graph depends on it, else None.
+        is_inference: Whether it was created in inference mode, so that autograd cannot save it.
+    """
+
+    device: torch.device
+    offset: int | None
+    is_inference: bool
+
+
+def layout_of(captured: Captured, i: int) -> Layout:
+    """Returns the expected layout of a placeholder's tensor."""
     node = captured.placeholders[i]
     source = captured.sources[i]
     absolute = any(user.target is torch.ops.aten.as_strided.default for user in node.users)
-    return captured.devices[i], source.storage_offset() if absolute and source is not None else None
+    if source is None:
+        return Layout(captured.devices[i], None, False)
+    return Layout(captured.devices[i], source.storage_offset() if absolute else None, source.is_inference())
 
 
-def compare(name: str, tensor: Any, node: fx.Node, device: torch.device, offset: int | None) -> None:
-    """Raises StepError if a tensor's shape, dtype, device, strides or ``offset`` differ from its placeholder's."""
+def compare(name: str, tensor: Any, node: fx.Node, layout: Layout) -> None:
+    """Raises StepError if a tensor's shape, dtype, strides or layout differ from its placeholder's."""
     meta = node.meta["tensor_meta"]
     if not isinstance(tensor, Tensor):
         raise StepError(f"{name} is a {type(tensor).__name__}, not a tensor")
     for field, actual, expected in (
         ("shape", tuple(tensor.shape), tuple(meta.shape)),
         ("type", tensor.dtype, meta.dtype),
-        ("device", tensor.device, device),
+        ("device", tensor.device, layout.device),
         ("stride", tensor.stride(), tuple(meta.stride)),
-        ("offset", tensor.storage_offset() if offset is not None else None, offset),
+        ("offset", tensor.storage_offset() if layout.offset is not None else None, layout.offset),
+        ("is_inference()", tensor.is_inference(), layout.is_inference),
     ):
         if actual != expected:
             raise StepError(f"{name} has {field} {actual}, but had {expected} at the capture")

@@ -146,8 +146,8 @@ class _Comparison:
         for i, (a, b) in enumerate(zip(eager.results, planned.results, strict=True)):
             if not agree(a, b):
                 raise CaptureError(
-                    f"result {i} of the captured step differs from the eager step ({_diff(a, b)}): the step reads "
-                    "a value that was not captured; pass it as an argument, or set check=False"
+                    f"result {i} of the captured step differs from the eager step ({_diff(a, b)}): {self.cause()}, or "
+                    "set check=False"
                 )
         expected = self.captured.program.peak_bytes
         if eager.peak and abs(eager.peak - expected) > max(0.01 * expected, 4096):
@@ -156,6 +156,17 @@ class _Comparison:
                 "limit may not hold on the device",
                 stacklevel=2,
             )
+
+    def cause(self) -> str:
+        """Returns the likely cause of a different result, and a way out."""
+        attention = nn.TransformerEncoderLayer, nn.MultiheadAttention
+        fused = [type(m) for m, training, _ in self.captured.modules if isinstance(m, attention) and not training]
+        if fused and torch.backends.mha.get_fastpath_enabled():
+            return (
+                f"without gradients, {fused[0].__name__} in eval mode runs a fused kernel that a capture does not see; "
+                "call torch.backends.mha.set_fastpath_enabled(False)"
+            )
+        return "the step reads a value that was not captured; pass it as an argument"
 
     def run(self, step: Callable[..., Any], track_memory: bool) -> _Effects:
         """Runs two steps and records their effects."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from executor.capture.ambient import STALE_WEIGHTS
 from executor.capture.captured import Captured
 from executor.capture.python_values import Change
 from executor.memory.engines import TransferError, line
@@ -144,6 +145,7 @@ class PlannedStep:
         self._cast_weights = cast_weights(captured)
         self.graph: GraphStep | None = None
         self._with_grad: list[Binding] = []  # parameters whose gradients are kept
+        self.kept_gradients: list[Binding] = []  # those that the last step, of any shape, has kept
         self._bind()
         self._parameters = [b for b in self.state.bindings if isinstance(b.user, nn.Parameter)]
         owners = {captured.placeholders[i] for i in captured.returned.gradients}
@@ -189,9 +191,10 @@ class PlannedStep:
 
         It also detaches the gradients that the last step kept.
         """
-        for b in self._with_grad:
+        for b in (*self.kept_gradients, *self._with_grad):
             b.user.grad = None
         change = self._python_change()
+        self.kept_gradients = []
         self._rebound.separate()
         if self._detector is None or not self._detector.is_unchanged():
             self._detector = None
@@ -200,10 +203,7 @@ class PlannedStep:
             self._detector = ChangeDetector(self.captured, self.state.bindings, self._parameters)
         check_settings(self.captured, change)
         if self._cast_weights is not None and self._cast_weights.are_stale():
-            raise StepError(
-                "autocast keeps the weights that it cast before the last step, as its context has not ended since: "
-                "open a torch.autocast context for each step, within the step, or with cache_enabled=False"
-            )
+            raise StepError(STALE_WEIGHTS)
         self._read_numbers()
         self.state.checked = self._detector, self._numbers
         if not self.state.host.is_allocated:
@@ -216,11 +216,12 @@ class PlannedStep:
         if not changed and state.table:
             return
         state.blocks.engines.synchronize()
+        previous = [(b.user, b.device_tensor, b.visible) for b in changed]
         try:
             self._bind_tensors(changed)
-        except StepError:
-            for b in changed:
-                b.user = None  # type: ignore[assignment]  # the next step binds it again
+        except StepError:  # the next step binds them again, and what is on the host belongs to the previous tensors
+            for b, tensors in zip(changed, previous, strict=True):
+                b.user, b.device_tensor, b.visible = tensors
             raise
         state.table = self.calls.table.copy()
         self._numbers = []
@@ -394,6 +395,7 @@ class PlannedStep:
         first = sum(returned.tensors)
         end = first + len(self._with_grad)
         self._assign_gradients(outputs[first:end])
+        self.kept_gradients = self._with_grad
         if returned.norm:
             self.grad_norm = outputs[end]
         for effect in returned.effects:
@@ -506,10 +508,14 @@ class PlannedStep:
         blocks = self.state.blocks
         blocks.tolerant = True
         blocks.engines.begin()
+        shown = [b for b in self.state.bindings if b.block and b.block.is_shown]
+        replaced = [(b.user, b.user.data) for b in shown if not b.visible.is_set_to(b.user)]
         try:
             blocks.swap_in_all(t for t, block in blocks.blocks.items() if block.users)
         finally:
             blocks.tolerant = False
+        for tensor, data in replaced:  # that the user has assigned since the last step
+            tensor.data = data
         self._assign_gradients([b.user.grad for b in self._with_grad])
         if not (self.graph and self.graph.graph):  # a graph's replays keep using the captured addresses
             self.state.host.release()

@@ -35,7 +35,7 @@ from executor.capture.captured import Captured
 from executor.capture.python_values import is_scalar
 from executor.capture.reach import check_constant, check_dense
 from executor.training import check as _check  # noqa: F401  (captures are checked)
-from executor.training.bindings import StepError
+from executor.training.bindings import Binding, StepError
 from executor.training.planned_step import PlannedStep
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
@@ -120,6 +120,7 @@ class PlannedSteps:
         self.steps: dict[StepKey, PlannedStep] = {}
         self._number_captures: int | None = 0  # captures in a row that only a number has caused; None: the user knows
         self._current: PlannedStep | None = None
+        self._kept_gradients: list[Binding] = []  # of the step before the current one
         self._is_custom = not isinstance(model, nn.Module)
         if self._is_custom:
             requested = {"loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, **options}
@@ -233,6 +234,7 @@ class PlannedSteps:
                     del self.steps[next(iter(self.steps))]
             else:
                 del self.steps[key]
+            step.kept_gradients = self._kept_gradients
             self.steps[key] = self._current = step
             if self._open:
                 step.__enter__()
@@ -339,6 +341,7 @@ class PlannedSteps:
 
     def _exit_current(self) -> None:
         if self._current is not None:
+            self._kept_gradients = self._current.kept_gradients
             self._current.__exit__()
 
     @property
@@ -380,6 +383,8 @@ def _form(batch: tuple[Any, ...]) -> Form:
                 tuple(v.shape),
                 v.stride(),
                 v.dtype,
+                v.requires_grad,
+                v.is_inference(),
                 str(v.device),
                 seen.setdefault(id(v), len(seen)),
                 seen.setdefault(v.untyped_storage()._cdata, len(seen)),

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from executor.capture.batches import constant_key, flatten
+from executor.capture.batches import constant_key, flatten, format_structure
 from executor.capture.captured import Captured
-from executor.capture.state import view_memory
+from executor.capture.state import first_hook, view_memory
 from executor.memory import ALIGNMENT
 from executor.memory.engines import Engines, TransferError, engines_for
 from executor.training.bindings import Binding, compare, device_of, inputs_of, layout_of
@@ -89,7 +89,7 @@ class StepState:
         host: their pinned memory, of ``pinned_bytes``.
         bindings: the user's tensors.
         inputs: tensors of the batch.
-        layouts: expected device and storage offset of each placeholder.
+        layouts: expected layout of each placeholder.
         work: work items, one per schedule step.
         table: values that persist between steps: constants, the user's tensors and their views.
         commit: index of the first item whose writes cannot be undone.
@@ -185,8 +185,10 @@ class StepState:
         if captured.micro and spec == captured.spec.child(0):
             part = self.parts[done]
         elif spec != captured.spec:
-            forms = (" ".join(str(s).split()) for s in (spec, captured.spec))
-            raise StepError("the batch is {}, but the step was captured with {}".format(*forms))
+            raise StepError(
+                f"the batch is {format_structure(spec)}, but was {format_structure(captured.spec)} at the capture, "
+                "where * stands for a tensor or another value"
+            )
         elif done:
             raise StepError(f"{done} of the step's {len(self.parts)} micro-batches are done; pass the next one alone")
         if any(tensor._version != version for tensor, version in self.progress.needed_batches):
@@ -201,7 +203,14 @@ class StepState:
                 if leaf is not expected and constant_key(leaf) != constant_key(expected):
                     raise StepError(f"argument {i} of the step is {leaf!r}, but was {expected!r} at the capture")
                 continue
-            compare(f"tensor {i} of the batch", leaf, expected, *self.layouts[expected])
+            compare(f"tensor {i} of the batch", leaf, expected, self.layouts[expected])
+            if leaf.requires_grad is not expected.meta["tensor_meta"].requires_grad:
+                raise StepError(
+                    f"tensor {i} of the batch has requires_grad {leaf.requires_grad}, but had {not leaf.requires_grad} "
+                    "at the capture"
+                )
+            if hook := first_hook(leaf):
+                raise StepError(f"tensor {i} of the batch has {hook}")
             if seen.setdefault(expected, leaf) is not leaf:
                 raise StepError(f"tensor {i} of the batch was the same as another one at the capture and now differs")
             block = self.blocks.blocks.get(captured.values.get(expected, -1))

@@ -45,6 +45,10 @@ MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         partial(sdpa_kernel, SDPBackend.MATH),
         "the flash backend of sdpa_kernel was True .* is False now",
     ),
+    "order of backends": (
+        partial(sdpa_kernel, [SDPBackend(i) for i in torch._C._get_sdp_priority_order()[::-1]], set_priority=True),
+        r"the order of backends of sdpa_kernel was \(.*\) at the capture and is \(.*\) now",
+    ),
     "default dtype": (
         partial(switched, torch.get_default_dtype, torch.set_default_dtype, torch.float64),
         r"torch\.get_default_dtype\(\) was torch\.float32 .* is torch\.float64 now",
@@ -143,8 +147,12 @@ def test_evaluation_without_gradients(name: str) -> None:
 def test_the_first_form_of_each_mode_is_compared_with_eager() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()  # one fused kernel, without gradients
     steps = fit(lambda x: model(x).sum(), example_batch=(torch.randn(3, 6, 8),), memory=1.0)
-    with torch.no_grad(), pytest.raises(CaptureError, match="differs from the eager step"):
+    with torch.no_grad(), pytest.raises(CaptureError, match=r"TransformerEncoderLayer .*fused .*fastpath"):
         steps(torch.randn(3, 6, 8))
+    fastpath = torch.backends.mha
+    with switched(fastpath.get_fastpath_enabled, fastpath.set_fastpath_enabled, False), torch.no_grad():
+        x = torch.randn(3, 6, 8)
+        equal(steps(x), model(x).sum())
 
 
 def test_fit_within_autocast_equals_eager_and_knows_its_cache() -> None:
@@ -172,6 +180,41 @@ def test_fit_within_autocast_equals_eager_and_knows_its_cache() -> None:
         twins.train(steps, 2)
     twins.train(steps, 2)
     assert len(steps.steps) == 3
+
+
+def test_a_new_form_does_not_hide_what_autocast_keeps() -> None:
+    model = nn.Linear(8, 4)
+    optimizer = sgd(model)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with bfloat16():
+        steps = fit(step, example_batch=(torch.randn(3, 8),), memory=1.0)
+        steps(torch.randn(3, 8))
+        with pytest.raises(CaptureError, match="autocast keeps the weights"):
+            steps(torch.randn(5, 8))
+    with bfloat16():
+        steps(torch.randn(5, 8))
+
+
+def test_functions_that_pack_activations_are_refused_around_the_step() -> None:
+    def rounded(t: Tensor) -> Tensor:
+        return t.bfloat16().float() if t.is_floating_point() else t
+
+    twins = Twins(attention)
+    step = PlannedStep(twins.captured(), Plan())
+    twins.train(step)
+    with torch.autograd.graph.saved_tensors_hooks(rounded, lambda t: t):
+        with pytest.raises(StepError, match="saved_tensors_hooks surround the step was False"):
+            step(*twins.next_batch())
+        with pytest.raises(CaptureError, match=r"rounded \(test_ambient_modes\.py:\d+\)\) surround the step"):
+            twins.captured()
+    twins.train(step)
 
 
 def test_steps_of_one_model_share_what_autocast_keeps() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 import agents
-from executor import capture, fit
+from executor import CaptureError, PlannedStep, StepError, capture, capture_step, fit
 from simulator import Machine, Plan, Program
 from tests.executor.networks import adamw
 from tests.executor.training.programs import Loop, Twins, moving, standard
@@ -191,3 +191,89 @@ def test_views_of_one_memory_are_one_tensor_of_the_plan(accumulate: int) -> None
     twins.train(steps, 6 // accumulate)
     inputs = {sum(t.kind == "input" for t in step.program.tensors) for step in steps.steps.values()}
     assert inputs == {accumulate, 2 * accumulate}
+
+
+def plain_step() -> tuple[Callable[..., Tensor], nn.Module]:
+    model = nn.Linear(8, 4)
+    optimizer = adamw(model)
+
+    def step(x: Tensor, *_: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, model
+
+
+def with_hook(x: Tensor) -> Tensor:
+    x.requires_grad_().register_hook(lambda gradient: 2 * gradient)
+    return x
+
+
+def in_inference(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "at_capture", "later"),
+    [
+        (Tensor.requires_grad_, "leaves a gradient in its argument input", "has requires_grad True, but had False"),
+        (with_hook, r"argument input of the step has the hook with_hook", "requires_grad True"),
+        (in_inference, r"input was created in inference mode", r"has is_inference\(\) True, but had False"),
+    ],
+    ids=["gradient", "hook", "inference"],
+)
+def test_what_autograd_does_with_the_batch(change: Callable[[Tensor], Tensor], at_capture: str, later: str) -> None:
+    step, model = plain_step()
+    steps = fit(step, example_batch=(torch.randn(3, 8),), memory=1.0)
+    before = model.weight.detach().clone()
+    with pytest.raises(CaptureError, match=at_capture):
+        steps(change(torch.randn(3, 8)))
+    planned = PlannedStep(capture_step(step, torch.randn(3, 8)), Plan())
+    with pytest.raises(StepError, match=later):
+        planned(change(torch.randn(3, 8)))
+    assert torch.equal(before, model.weight)
+
+
+def test_a_hook_of_a_batch_that_requires_gradients() -> None:
+    model = nn.Linear(8, 4)
+
+    def penalty(x: Tensor) -> Tensor:
+        return torch.autograd.grad(model(x).square().sum(), x)[0].square().sum()
+
+    planned = PlannedStep(capture_step(penalty, torch.randn(3, 8, requires_grad=True)), Plan())
+    x = torch.randn(3, 8, requires_grad=True)
+    assert torch.equal(planned(x), penalty(x).detach())
+    with pytest.raises(StepError, match=r"tensor 0 of the batch has the hook with_hook"):
+        planned(with_hook(x))
+
+
+def test_a_packed_sequence_names_its_lengths() -> None:
+    layer = nn.GRU(8, 4, batch_first=True)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 6, 8), torch.tensor([6, 5, 4]), batch_first=True)
+    with pytest.raises(CaptureError, match=r"\(test_batches\.py:\d+\).* PackedSequence: pass padded tensors"):
+        capture_step(lambda p: layer(p)[0].data.sum(), packed)
+
+
+def test_another_structure_is_named_in_words() -> None:
+    step, _ = plain_step()
+    planned = PlannedStep(capture_step(step, torch.randn(3, 8)), Plan())
+    entries = {"a": torch.ones(2), "b": [torch.ones(2)]}
+    with pytest.raises(
+        StepError, match=r"the batch is \(\*, \{a: \*, b: list\(\*\)\}\), but was \(\*\) at the capture"
+    ):
+        planned(torch.randn(3, 8), entries)
+
+
+def test_kept_gradients_do_not_hinder_a_step_of_another_form() -> None:
+    step, model = plain_step()
+    steps = fit(step, example_batch=(torch.randn(3, 8),), memory=1.0, keep_grads=True)
+    steps(torch.randn(3, 8))
+    model.bias.requires_grad_(False)
+    steps(torch.randn(4, 8))
+    assert model.weight.grad is not None and model.bias.grad is None
+    steps.recapture()
+    steps(torch.randn(4, 8))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from executor import PlannedStep
+from executor import PlannedStep, StepError
 from executor.training.memory_source import Place
 from simulator import Plan, Swap
 from simulator.schedule import lower
@@ -114,6 +114,36 @@ def test_tensors_that_numpy_has_seen():
     assert moved and not any(b.device_tensor.untyped_storage().resizable() for b in moved)
     twins.train(step, 2)
     assert not any(np.shares_memory(a, b.device_tensor.numpy()) for a in arrays for b in moved)
+
+
+def swapped_between_steps():
+    twins = Twins("mlp")
+    step = programs.over_the_boundary(twins.captured())
+    twins.train(step)
+    name = next(b.name for b in step.state.bindings if b.name.endswith("bias") and b.block and b.block.is_shown)
+    layers = [loop.model.get_submodule(name.rpartition(".")[0]) for loop in (twins.ours, twins.eager)]
+    return twins, step, layers
+
+
+def test_data_that_is_assigned_while_a_tensor_is_on_the_host():
+    twins, step, layers = swapped_between_steps()
+    for layer in layers:
+        layer.bias.data = layer.bias.data / 2
+    step.finish()
+    twins.compare()
+    twins.train(step, 2)
+
+
+def test_a_refused_step_leaves_tensors_that_are_on_the_host_to_the_user():
+    twins, step, layers = swapped_between_steps()
+    biases = [layer.bias for layer in layers]
+    layers[0].bias = nn.Parameter(biases[0].detach().clone())
+    with pytest.raises(StepError, match=r"bias was replaced by another parameter"):
+        step(*twins.next_batch())
+    step.finish()
+    assert torch.equal(*biases)
+    layers[0].bias = biases[0]
+    twins.train(step, 2)
 
 
 def test_without_a_barrier_between_steps():

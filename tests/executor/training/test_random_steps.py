@@ -113,6 +113,9 @@ MORE_FORWARD = {
     "another list": "h = h + self.two[0]\nself.two = [h.detach().mean(0)]\nreturn h",
     "numbers in a list": "self.kept.append(3.0)\nreturn h",
     "set": "self.unordered.add(h.detach())\nreturn h",
+    # test_random_events.py uses these, too.
+    "convolution": "return self.conv(h.view(-1, 1, 4, 4)).relu().flatten(1)",
+    "attention": "q = h.view(-1, 2, 2, 4)\nreturn h + F.scaled_dot_product_attention(q, q, q).flatten(1)",
 }
 # Bodies of methods that the step calls between the backward pass and the optimizer's step; their blocks are layers.
 AFTER_BACKWARD = {
@@ -148,6 +151,7 @@ ATTRIBUTES = {
     "memory": "(torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH))",
     "grown": "torch.zeros(1)",
     "tabled": "make_tabled()",
+    "conv": "nn.Conv2d(1, 1, 3, padding=1)",
     "recording": "make_hooked(True)",
     "scaling": "make_hooked(False)",
     "phases": "iter([1.0, 0.5, 0.25] * 5)",
@@ -287,6 +291,15 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 MORE_OPTIMIZERS = {"preconditioned": functools.partial(Plain, direction="preconditioned")}  # not drawn
 
 
+class Net(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        first, blocks, last = self
+        h = first(x)
+        for block in blocks:
+            h = block(h, x)
+        return last(h)
+
+
 class Twin:
     """A model, its optimizer and its step, with separate classes and globals."""
 
@@ -297,17 +310,13 @@ class Twin:
         for name in reversed(program.blocks):
             inner = (blocks.pop() if blocks else make("layer", None, table)) if name in WRAPPERS else None
             blocks.append(make(name, inner, table))
-        self.model = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.ModuleList(blocks[::-1]), nn.Linear(WIDTH, CLASSES))
+        self.model = Net(nn.Linear(FEATURES, WIDTH), nn.ModuleList(blocks[::-1]), nn.Linear(WIDTH, CLASSES))
         self.optimizer = (OPTIMIZERS | MORE_OPTIMIZERS)[program.optimizer](self.model.parameters())
         self.schedule = ExponentialLR(self.optimizer, 0.9)
         self.blocks = [m for m in self.model.modules() if isinstance(m, Block)]
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        first, blocks, last = self.model
-        h = first(x)
-        for block in blocks:
-            h = block(h, x)
-        loss = F.cross_entropy(last(h), y)
+        loss = F.cross_entropy(self.model(x), y)
         loss.backward()
         for block in self.blocks:
             block.after_backward(loss)
