@@ -26,7 +26,7 @@ from executor.capture.optimizers import FLAGS
 from executor.capture.python_values import is_scalar, preserve_random_states
 from executor.capture.reach import CaptureError, Reach, Snapshot
 from executor.capture.state import copy_batch
-from executor.training.bindings import device_of
+from executor.training.bindings import StepError, device_of
 from executor.training.planned_step import PlannedStep
 from simulator.plan import Plan
 
@@ -54,14 +54,38 @@ def check(captured: Captured) -> None:
         return
     reduced = captured
     if sum(kernel.flops for kernel in captured.program.kernels) > SMALL_FLOPS:
-        # Batch norm needs two examples.
-        count = 2 if any(isinstance(m, _BatchNorm) for m, *_ in captured.modules) else 1
-        if (args := first_examples(source.args, count)) is not source.args:
+        if (args := first_examples(source.args, _examples(captured))) is not source.args:
             try:
                 reduced = source.recapture(args)
             except CaptureError:  # the step needs the whole batch
                 args = source.args
     _Comparison(reduced, args).compare()
+
+
+def after_first_step(captured: Captured, action: Callable[[], object]) -> None:
+    """Calls ``action`` with all objects as after the user's first step, and restores them.
+
+    The step runs on a few examples of the batch, or on all if the action fails after that.
+
+    Raises:
+        CaptureError: the step fails on the example batch, or an object cannot be restored.
+    """
+    args = captured.source.args
+    for batch in (first_examples(args, _examples(captured)), args):
+        comparison = _Comparison(captured, batch)
+        try:
+            with comparison.restored():
+                comparison.run_eagerly()
+                action()
+            return
+        except (CaptureError, StepError):
+            if batch is args:
+                raise
+
+
+def _examples(captured: Captured) -> int:
+    """Returns the fewest examples that a batch needs; batch norm needs two."""
+    return 2 if any(isinstance(m, _BatchNorm) for m, *_ in captured.modules) else 1
 
 
 def first_examples(args: Any, examples: int) -> Any:
@@ -105,15 +129,14 @@ class _Comparison:
         try:
             with self.restored():
                 eager = self.run(self.step, track_memory=True)
-        except ExceptionGroup:  # the state could not be restored
+        except CaptureError:  # the state could not be restored
             raise
         except Exception as error:  # includes out-of-memory errors
             _warn(f"the step without a plan raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             return
         try:
             with self.restored():
-                plan = Plan.of(self.captured.program, (), "", self.captured.program.peak_bytes, "")
-                planned = self.run(PlannedStep(self.captured, plan, graph=False), track_memory=False)
+                planned = self.run(self.planned(), track_memory=False)
         except torch.OutOfMemoryError:
             _warn("the device has no memory for a copy of the step's state")
             return
@@ -157,15 +180,15 @@ class _Comparison:
                 stacklevel=2,
             )
 
-    def run(self, step: Callable[..., Any], track_memory: bool) -> _Effects:
-        """Runs two steps and records their effects."""
+    def run(self, step: Callable[..., Any], track_memory: bool, steps: int = 2) -> _Effects:
+        """Runs steps and records their effects."""
         effects = _Effects()
-        for is_second in (False, True):
+        for i in range(steps):
             args, _ = copy_batch(self.args)
             leaves, _ = flatten(args)
             self.clear_gradients()
             torch.clear_autocast_cache()  # as if autocast began with this step
-            with _tracker(self, leaves) if track_memory and is_second else nullcontext() as tracker:
+            with _tracker(self, leaves) if track_memory and i == 1 else nullcontext() as tracker:
                 result = step(*args)
                 if hasattr(result, "send"):  # a step of micro-batches is a generator
                     result = _exhaust(result)
@@ -175,6 +198,35 @@ class _Comparison:
         effects.state = {name: _clone(value) for name, value in self.observe()}
         effects.state["the random state"] = torch.get_rng_state()
         return effects
+
+    def run_eagerly(self) -> None:
+        """Runs the user's first step, whose later steps differ.
+
+        Raises:
+            CaptureError: the step fails.
+        """
+        try:
+            self.run(self.step, track_memory=False, steps=1)
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            raise CaptureError(
+                "the step's first run differs from later ones, and it fails on the example batch "
+                f"({type(error).__name__}: {text}): give one with valid values, or run one step without a plan first"
+            ) from error
+
+    def planned(self) -> Callable[..., Any]:
+        """Returns the captured step, without evictions; it is captured again after a first step."""
+        step: PlannedStep | None = None
+
+        def run(*args: Any) -> Any:
+            nonlocal step
+            if step is None or step.captured.is_first:
+                captured = self.captured if step is None else self.captured.source.recapture(self.args)
+                plan = Plan.of(captured.program, (), "", captured.program.peak_bytes, "")
+                step = PlannedStep(captured, plan, graph=False)
+            return step(*args)
+
+        return run
 
     def reach(self) -> Reach:
         reach = Reach()

@@ -137,7 +137,6 @@ def hidden() -> Loop:
     [
         ("another shape", r"changes .*grown from .* keep one shape"),
         ("another list", r"new list of .*two.* change it in place"),
-        ("late state", r"something else once .*late is set.* without a plan first"),
         ("data of a parameter", r"layer\.weight other memory .*write into it"),
         ("numbers in a list", r"changes .*kept from \(\) to \(3\.0"),
         ("set", r"set .*unordered.*make it a list"),
