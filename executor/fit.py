@@ -161,8 +161,7 @@ class FittedSteps(PlannedSteps):
         self._in_backward = optimizer_in_backward
         self._device = torch.device("cpu")
 
-    def _make(self, pairs: tuple[Any, ...]) -> FittedStep:
-        captured = self._capture(pairs)
+    def _make(self, captured: Captured) -> FittedStep:
         if self.limit is None:
             self._set_defaults(device_of(captured))
         machine = self.machine
@@ -339,7 +338,8 @@ def fit(
     these tensors live to the end of the step and count toward its memory.
 
     Batches of other shapes than ``example_batch`` are captured and planned on first use, within the same limit. Errors
-    then occur in that call; the model is unchanged, and other shapes may follow.
+    then occur in that call; the model is unchanged, and other shapes may follow. If the first step differs from later
+    ones (an optimizer averages from its first gradient on), the second call captures and plans again.
 
     Args:
         model: a module, or a function that performs a whole step (any models, optimizers and losses). The function is

@@ -36,6 +36,7 @@ from executor.capture.captured import Captured, Returned, Source
 from executor.capture.cuda_semantics import cuda_operators
 from executor.capture.early_update import InBackward, with_early_update
 from executor.capture.effects import Effects, rebind
+from executor.capture.first_state import has_own_start
 from executor.capture.hooks import hook_name
 from executor.capture.interception import traced_calls
 from executor.capture.operators import Places, is_user_file
@@ -68,6 +69,7 @@ def capture(
     optimizer_in_backward: InBackward = False,
     as_cuda: bool = False,
     check: bool = True,
+    first_step: bool = False,
 ) -> Captured:
     """Captures ``loss_fn(model(x), y)``, its backward pass, the optimizer's step and ``zero_grad``.
 
@@ -110,6 +112,8 @@ def capture(
             can be planned but not executed.
         check: Whether to compare the step with its capture on a few examples of the batch
             (executor/training/check.py). Skipped for models or batches on the meta device and with ``as_cuda``.
+        first_step: Whether a step whose first run differs from later ones is captured as that run
+            (``Captured.is_first``) instead of being refused when it is trained.
 
     Raises:
         CaptureError: If the step cannot be traced or differs from its capture, or if its update needs all gradients
@@ -136,6 +140,7 @@ def capture(
         bucket_bytes,
         as_cuda,
         keep_grads,
+        first_step,
         outside="loss_fn",
         norms=step.norms,
     )
@@ -161,6 +166,7 @@ def capture_step(
     keep_grads: bool = False,
     optimizer_in_backward: InBackward = False,
     check: bool = True,
+    first_step: bool = False,
 ) -> Captured:
     """Captures one call ``step(*args)`` of any callable.
 
@@ -168,7 +174,7 @@ def capture_step(
     persistent, like the tensors in ``args``. The step may return any structure of tensors and None.
 
     Args:
-        machine, name, algorithms, bucket_bytes, optimizer_in_backward, as_cuda, check: As in ``capture``.
+        machine, name, algorithms, bucket_bytes, optimizer_in_backward, as_cuda, check, first_step: As in ``capture``.
         keep_grads: Whether gradients that exist at the end of ``step`` stay until the next one begins.
 
     Raises:
@@ -184,6 +190,7 @@ def capture_step(
         bucket_bytes,
         as_cuda,
         keep_grads,
+        first_step,
         outside="step",
     )
     return with_early_update(_checked(call.capture(), check and not as_cuda), optimizer_in_backward)
@@ -313,7 +320,7 @@ class _Call:
 
     Attributes:
         roots: Objects from which the step's state is reached, each with its name.
-        machine, name, algorithms, bucket_bytes, as_cuda, keep_grads: As in ``capture``.
+        machine, name, algorithms, bucket_bytes, as_cuda, keep_grads, first_step: As in ``capture``.
         outside: Name of the place of operators that run in no module.
         is_generator: Whether the step is a generator that yields at the end of each micro-batch.
         norms: List whose last element is the gradient norm at the end of the step.
@@ -329,6 +336,7 @@ class _Call:
     bucket_bytes: int | None
     as_cuda: bool
     keep_grads: bool
+    first_step: bool
     outside: str
     is_generator: bool = False
     norms: list[Tensor] = field(default_factory=list)
@@ -386,6 +394,7 @@ class _Call:
             python=PythonValues(state.watched, unrepeatable, state.first_run_values),
             hooks=hooks,
             modes=ambient_modes(),
+            is_first=traced.is_first,
             returned=traced.returned,
             source=Source(
                 self.step, self.args, tuple((v, label) for v, label in self.roots if v is not self.args), self.recapture
@@ -423,6 +432,8 @@ class _Tracer:
             for i, v in enumerate(values)
         ]
         self.groups.update((o, tuple(map(options, o.param_groups))) for o in state.optimizers)
+        if self._call.first_step and not self._call.as_cuda and not state.scalers:  # a scaler may skip the first update
+            state.starting = {id(o) for o in state.optimizers if has_own_start(o)}
 
     def trace_effects(self) -> _Traced:
         """Traces the step and finds out which of its effects on Python objects repeat in a second trace."""
@@ -432,7 +443,7 @@ class _Tracer:
         set_values = (*changes.updated, *traced.effects.new_constants)
         if traced.effects.repeatable or set_values:
             traced.effects.restore_rebound()
-            traced = traced.with_repeated_effects(self._trace())
+            traced = traced.with_repeated_effects(self._trace(), self._call.first_step)
         unstable = compare_constants(set_values).first
         if unstable is None:
             state.first_run_values = set_values
@@ -470,8 +481,9 @@ class _Tracer:
 
         state.count_operators = lambda: len(recorder.ops)
         state.begin()
-        with traced_calls(recorder, self.groups, call.bucket_bytes, state.unrepeatable), self._mode:
+        with traced_calls(recorder, self.groups, call.bucket_bytes, state.starting, state.unrepeatable), self._mode:
             graph = make_fx(traced, tracing_mode="real")(*(e.fake for e in state.entries))
+        state.count_operators = int  # releases the recorder, whose graph may hold tensors of an earlier trace
         return _Traced(graph, recorder, numbers, *results[0])
 
     def _outputs(self, leaves: list[Any], spec: TreeSpec, effects: Effects) -> tuple[Returned, tuple[Tensor, ...]]:
@@ -507,9 +519,10 @@ class _Traced(NamedTuple):
     numbers: Numbers
     returned: Returned
     effects: Effects
+    is_first: bool = False
 
-    def with_repeated_effects(self, second: _Traced) -> _Traced:
-        """Returns this trace with the effects that a second trace repeats."""
+    def with_repeated_effects(self, second: _Traced, first_step: bool) -> _Traced:
+        """Returns this trace with the effects that a second trace repeats, or all if it ``is_first``."""
         signatures = [_signature(trace.graph) for trace in (self, second)]
         actions = [{(id(e.owner.container), e.key): e.action for e in t.effects.repeatable} for t in (self, second)]
         # Effects that the second trace does not repeat have to bind persistent tensors.
@@ -517,6 +530,8 @@ class _Traced(NamedTuple):
         is_persistent = all(self.effects.is_persistent(e) for e in transient)
         second.effects.clear()
         if signatures[0] != signatures[1] or not actions[1].keys() <= actions[0].keys() or not is_persistent:
+            if first_step:
+                return self._replace(is_first=True)
             names = [effect.owner.name(effect.key) for effect in self.effects.repeatable] or ["a value of Python's"]
             self.effects.refusals.append(
                 f"the step does something else once {names[0]} is set: run one step without a plan first"

@@ -187,6 +187,7 @@ class Captured:
     python: PythonValues
     hooks: Hooks
     modes: Modes  # PyTorch's ambient modes at the capture
+    is_first: bool  # later steps differ from this one
     returned: Returned
     source: Source
     reads: tuple[HostRead, ...]  # numbers of the batch on which the step branches

@@ -33,7 +33,8 @@ MAX_JOINT_BYTES = 4096  # of a norm, scale or count, by which the updates of sev
 def with_early_update(captured: Captured, wanted: InBackward = True) -> Captured:
     """Returns the step with each bucket of its update directly after the last kernel that uses the bucket's tensors.
 
-    With several micro-batches, the update stays in the last one.
+    With several micro-batches, the update stays in the last one. A first step that differs from later ones stays as it
+    is.
 
     Args:
         captured: The captured step.
@@ -43,7 +44,7 @@ def with_early_update(captured: Captured, wanted: InBackward = True) -> Captured
     Raises:
         CaptureError: If the update cannot be moved and ``wanted`` is True.
     """
-    if not wanted:
+    if not wanted or captured.is_first:
         return captured
     cause = _fixed_order(captured)
     if not cause:

@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,12 @@ from executor.capture.batches import flatten, tensors_in
 from executor.capture.python_values import Owner, Watched, have_same_objects, is_scalar, watch_constants
 
 
+class Constant(NamedTuple):
+    """A Python value that a first step leaves, as a leaf of an effect."""
+
+    value: Any
+
+
 @dataclass(eq=False)
 class Effect:
     """Tensors that a step leaves in one of the user's objects.
@@ -34,7 +40,7 @@ class Effect:
         key: Its entry; unused for a list or deque.
         action: "set" an entry, "append" to a list, or "replace" the whole content.
         spec: Structure of the value; for a list or deque, of the list of values.
-        leaves: Leaves of the value: None, a string, or an index into the step's extra outputs.
+        leaves: Leaves of the value: None, a string, a Constant, or an index into the step's extra outputs.
     """
 
     owner: Owner
@@ -45,7 +51,8 @@ class Effect:
 
     def apply(self, outputs: Sequence[Tensor]) -> None:
         """Stores this step's tensors in the object."""
-        value = tree_unflatten([outputs[x] if isinstance(x, int) else x for x in self.leaves], self.spec)
+        values = (outputs[x] if isinstance(x, int) else x for x in self.leaves)
+        value = tree_unflatten([x.value if isinstance(x, Constant) else x for x in values], self.spec)
         container = self.owner.container
         if self.action == "set":
             container[self.key] = value
@@ -65,7 +72,10 @@ class Effects:
         refusals: Sentences about effects that a planned step cannot repeat.
     """
 
-    def __init__(self, persistent: Mapping[int, Tensor | None], is_used: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self, persistent: Mapping[int, Tensor | None], is_used: Callable[[Tensor], bool], is_first: bool = False
+    ) -> None:
+        self._is_first = is_first  # the step runs once, so it may leave Python values
         self._persistent = persistent  # id of a fake -> the user's tensor
         self._is_used = is_used  # whether an operator of the step has read or written a tensor
         self.repeatable: list[Effect] = []
@@ -118,7 +128,7 @@ class Effects:
                 self._rebind(name, a, b)
         elif old_ids and old_ids == [id(t) for t in tensors_in(new)]:
             return  # a new list of the same tensors, as in an RNN
-        elif next(tensors_in(new), None) is None:
+        elif next(tensors_in(new), None) is None and not (self._is_first and isinstance(new, (dict, list))):
             if old is _MISSING and is_scalar(new) and isinstance(owner.container, dict):
                 self.new_constants += watch_constants(owner._replace(keys=(key,)))
             if old_ids:
@@ -186,6 +196,8 @@ class Effects:
                 self.tensors.append(leaf)
             elif leaf is None or isinstance(leaf, str):
                 indices.append(leaf)
+            elif self._is_first and is_scalar(leaf):
+                indices.append(Constant(leaf))
             else:
                 reason = "the graph cannot recompute" if is_scalar(leaf) else "may hold tensors out of the plan's reach"
                 self.refusals.append(

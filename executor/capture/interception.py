@@ -29,7 +29,11 @@ Change = tuple[Any, str, Any]  # of ``patch_attrs``
 
 @contextmanager
 def traced_calls(
-    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, errors: list[str]
+    recorder: Recorder,
+    groups: dict[Optimizer, tuple[dict[str, Any], ...]],
+    bucket_bytes: int | None,
+    starting: set[int],
+    errors: list[str],
 ) -> Iterator[None]:
     """Intercepts PyTorch calls that are not operators while a step is traced, and reports them to the recorder.
 
@@ -38,6 +42,7 @@ def traced_calls(
     Args:
         groups: Options of each optimizer at capture time.
         bucket_bytes: As in ``capture``; for optimizers of ``torch.optim``.
+        starting: ids of optimizers whose first step is traced.
         errors: Receives a sentence for each Python number that an optimizer's step changes.
     """
     stack: list[tuple[ExitStack, dict[tuple[Any, ...], Any]]] = []
@@ -57,7 +62,7 @@ def traced_calls(
 
     def leave(optimizer: Optimizer, *_: Any) -> None:
         _, before = stack[-1]  # stays until nothing here can raise: what remains is unwound below
-        if (key := changed_number(before, optimizer)) is not None:
+        if (key := changed_number(before, optimizer, id(optimizer) in starting)) is not None:
             errors.append(
                 f"{type(optimizer).__name__} has {key[-1]} as a Python number, which each step changes and the graph "
                 "cannot: use an optimizer that keeps it in a tensor, as those of torch.optim do"

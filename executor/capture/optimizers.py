@@ -96,9 +96,18 @@ def numbers_of(optimizer: Optimizer) -> dict[tuple[Any, ...], Any]:
     return {key: value for key, value in numbers.items() if is_scalar(value) or isinstance(value, SymFloat)}
 
 
-def changed_number(before: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, ...] | None:
-    """Returns the location of a changed number of an optimizer, or None."""
+def changed_number(
+    before: dict[tuple[Any, ...], Any], optimizer: Optimizer, is_first: bool = False
+) -> tuple[Any, ...] | None:
+    """Returns the location of a changed number of an optimizer, or None.
+
+    Args:
+        is_first: Whether the step may create numbers, apart from options.
+    """
+    groups = range(len(optimizer.param_groups))
     for key, value in numbers_of(optimizer).items():
+        if is_first and key not in before and key[0] not in groups:
+            continue
         old = before.get(key, before)
         if value is not old and (isinstance(value, SymFloat) or type(value) is not type(old) or value != old):
             return key

@@ -110,22 +110,24 @@ class Snapshot:
 
     def __init__(self, reach: Reach) -> None:
         self._saved = [(owner, owner.content()) for owner in reach.owners.values()]
-        self._generators = [(generator.set_state, generator.get_state()) for generator in reach.generators]
+        self._generators = [(generator, generator.get_state()) for generator in reach.generators]
 
     def restore(self) -> None:
         """Restores every object, even if some fail.
 
         Raises:
-            ExceptionGroup: If some objects could not be restored.
+            CaptureError: If some objects could not be restored; the message names them.
         """
-        failed: list[Exception] = []
-        for restore, before in [*((owner.restore, old) for owner, old in reversed(self._saved)), *self._generators]:
+        failed: list[str] = []
+        restore = [(owner.path, owner.restore, before) for owner, before in reversed(self._saved)]
+        restore += [("a torch.Generator", generator.set_state, before) for generator, before in self._generators]
+        for name, function, before in restore:
             try:
-                restore(before)
+                function(before)
             except Exception as error:
-                failed.append(error)
+                failed.append(f"{name or 'an object of the step'} ({type(error).__name__}: {error})")
         if failed:
-            raise ExceptionGroup("objects of the step could not be restored", failed)
+            raise CaptureError(f"{', '.join(failed)} could not be restored after a trial of the step: create it again")
 
 
 class Reach:

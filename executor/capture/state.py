@@ -11,6 +11,7 @@ import functools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -106,6 +107,7 @@ class StepState(Reach):
         self.mode = mode
         self.as_capturable = as_capturable  # use the ``capturable`` form of optimizers
         self.as_cuda = as_cuda  # use the form that optimizers have on a GPU
+        self.starting: set[int] = set()  # ids of optimizers whose first step is captured; it creates their state
         self.entries: list[Entry] = []
         self._slots: list[tuple[Any, Any, Any]] = []  # container, key, fake tensor or tuple of them
         self._placed: set[tuple[int, Any]] = set()
@@ -119,6 +121,7 @@ class StepState(Reach):
         self.count_operators: Callable[[], int] = int  # returns the number of operators so far
         self._owners: list[Owner] = []
         self._fake_owners: list[Owner] = []  # fake copies of optimizers' state
+        self._real_tables: dict[int, Any] = {}  # id of a fake copy of a starting optimizer's state -> the state
         self._before: list[tuple[Owner, dict[Any, Any]]] = []  # with fakes in place
         self._storages: list[StorageWeakRef] = []
 
@@ -241,7 +244,7 @@ class StepState(Reach):
             before = [numbers_of(optimizer) for optimizer in self.optimizers]
             yield
             for optimizer, numbers in zip(self.optimizers, before, strict=True):
-                if (key := changed_number(numbers, optimizer)) is not None:
+                if (key := changed_number(numbers, optimizer, id(optimizer) in self.starting)) is not None:
                     self.unrepeatable.append(
                         f"the step changes {key[-1]} of {type(optimizer).__name__}, which the graph cannot repeat: "
                         "call schedules after the step"
@@ -273,13 +276,15 @@ class StepState(Reach):
         Raises:
             CaptureError: If the step gives a persistent tensor other memory.
         """
-        effects = Effects({id(entry.fake): entry.real for entry in self.entries}, used)
+        effects = Effects({id(entry.fake): entry.real for entry in self.entries}, used, bool(self.starting))
         for owner, before in self._before:
             effects.compare(owner, before)
         fake = {id(owner.container) for owner in self._fake_owners}
         names = {id(e.real): e.name for e in self.entries}
-        for effect in effects.repeatable:
-            if id(effect.owner.container) in fake:
+        for i, effect in enumerate(effects.repeatable):
+            if (real := self._real_tables.get(id(effect.owner.container))) is not None:
+                effects.repeatable[i] = replace(effect, owner=effect.owner._replace(container=real))
+            elif id(effect.owner.container) in fake:
                 name = names.get(id(effect.key), effect.key)
                 effects.refusals.append(
                     f"the step creates state of {effect.owner.path} for {name}: run one step without a plan first"
@@ -348,6 +353,10 @@ class StepState(Reach):
                 state[key] = swapped(dict(values), f"{prefix}.{names.get(id(key), 'param')}", param)
             else:
                 state[param] = swapped(values, f"{prefix}.{param}", param)
+        if id(optimizer) in self.starting:
+            reals = {id(e.fake): e.real for e in self.entries}
+            self._real_tables[id(state)] = optimizer.state
+            self._real_tables |= {id(table): optimizer.state[reals.get(id(key), key)] for key, table in state.items()}
         return state
 
     def _make_state(self, optimizer: Optimizer, prefix: str) -> None:
@@ -366,7 +375,7 @@ class StepState(Reach):
         stateless = {id(p) for p in trainable if not state.get(p)}
         wraps = any(isinstance(part, Optimizer) for part in vars(optimizer).values())
         with self.mode, self.mode.shape_env.ignore_fresh_unbacked_symbols():
-            for is_stateless in (True, False):
+            for is_stateless in () if id(optimizer) in self.starting else (True, False):
                 chosen = [p for p in trainable if (id(p) in stateless) is is_stateless]
                 for param in trainable:
                     param.grad = None

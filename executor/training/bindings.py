@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
@@ -13,11 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from executor.capture.ambient import CastWeights, ambient_modes, mode_change
 from executor.capture.capture import Captured
-from executor.capture.optimizers import step_without_hooks
+from executor.capture.first_state import first_step_differs, initial_state, is_builtin
 from executor.capture.python_values import Change
 from executor.capture.state import Home
 from executor.training.memory_source import Block, Place, StepError, UserTensor, is_movable, is_shared
@@ -303,57 +301,26 @@ def _count_references(home: Home) -> tuple[int, int]:
     return id(tensor), sys.getrefcount(tensor) + sys.getrefcount(container) + memory
 
 
-class _FirstValues(dict[Any, Any]):
-    """Dictionary that records the first value stored under each key."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first_values: dict[Any, Any] = {}
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.first_values.setdefault(key, tree_map_only(Tensor, Tensor.clone, value))
-        super().__setitem__(key, value)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-
 def create_state(b: Binding, bindings: list[Binding]) -> None:
     """Creates the state that an optimizer's first step would create for a parameter.
 
     Raises:
-        StepError: the tensor has moved since the capture, or its initial state cannot be determined.
+        StepError: the tensor has moved since the capture, or the optimizer's first step is not like later ones.
     """
     if b.home is None or not isinstance(b.home.container, Optimizer) or not isinstance(b.home.key[0], Tensor):
         raise StepError(f"{b.name} is not where it was at the capture; capture the step again")
     optimizer = b.home.container
     param = b.home.key[0]
-    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
-    if group.get("dampening") and group.get("momentum"):
-        raise StepError("SGD with dampening uses its first gradient undamped: run the first step eagerly")
-    builtin = type(optimizer).__module__.startswith("torch.optim")  # these fill each new state tensor with one value
-    like = torch.full((1,) * param.dim(), -0.0, dtype=param.dtype, device=param.device) if builtin else param.detach()
-    probe = like.clone().requires_grad_()
-    probe.grad = torch.full_like(probe, -0.0)
-    attributes = dict(vars(optimizer))
-    recorded: defaultdict[Any, _FirstValues] = defaultdict(_FirstValues)
-    try:
-        optimizer.param_groups = [{**group, "params": [probe]}]
-        optimizer.state = recorded
-        step_without_hooks(optimizer)
-    finally:
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
+    if reason := first_step_differs(optimizer, param):
+        raise StepError(f"{reason}: run the first step eagerly, or take fit, which captures it by itself")
     placeholders = {
         x.home.key[1]: x.node for x in bindings if x.home and x.home.container is optimizer and x.home.key[0] is param
     }
     state = optimizer.state[param]
-    for key, value in recorded[probe].first_values.items():
+    for key, value in initial_state(optimizer, param).items():
         if key in state:
             continue
-        if not builtin or not isinstance(value, Tensor):
+        if not is_builtin(optimizer) or not isinstance(value, Tensor):
             state[key] = value
         elif key in placeholders:
             meta = placeholders[key].meta["tensor_meta"]

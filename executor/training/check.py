@@ -1,8 +1,9 @@
 """Differential check: refuses a captured step whose effects differ from those of the user's step.
 
-The user's step runs twice eagerly, then the captured step twice, from equal states and on a few examples of the batch.
-All reachable tensors and Python values, results, batches and random states must then be bit-identical. The check runs
-on the user's own objects, because functions cannot be copied, and restores them afterwards.
+The user's step runs twice eagerly, then the captured step twice under a plan with some swaps and recomputations (on
+CUDA the second time as a graph), from equal states and on a small part of the batch. All reachable tensors and Python
+values, results, batches and random states must then be bit-identical. The check runs on the user's own objects, because
+functions cannot be copied, and restores them afterwards.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tag, Tensor, nn
+from torch._ops import OpOverload
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_unflatten
 
@@ -26,11 +28,15 @@ from executor.capture.optimizers import FLAGS
 from executor.capture.python_values import is_scalar, preserve_random_states
 from executor.capture.reach import CaptureError, Reach, Snapshot
 from executor.capture.state import copy_batch
-from executor.training.bindings import device_of
+from executor.training.bindings import StepError, device_of
 from executor.training.planned_step import PlannedStep
-from simulator.plan import Plan
+from simulator.decisions import Recompute, Swap
+from simulator.plan import Plan, PlanError
+from simulator.schedule import lower
 
 SMALL_FLOPS = 10**8  # smaller steps are checked on the whole batch: a second capture would take longer
+FEW_TOKENS = 16  # of a sequence
+EVICTIONS = 2  # swaps and recomputations, each, in the plan of the checked step
 # Attributes that a planned step does not update and that no result depends on.
 _NOT_COMPARED = FLAGS | {"_step_count", "training"}
 
@@ -49,19 +55,59 @@ def check(captured: Captured) -> None:
     if captured.python.unrepeatable or any(d.type == "meta" for d in captured.devices):
         return
     source = captured.source
-    args = captured.source.args
+    args = source.args
     if any(isinstance(x, Tensor) and x.device.type == "meta" for x in (*captured.sources, *flatten(args)[0])):
         return
-    reduced = captured
     if sum(kernel.flops for kernel in captured.program.kernels) > SMALL_FLOPS:
-        # Batch norm needs two examples.
-        count = 2 if any(isinstance(m, _BatchNorm) for m, *_ in captured.modules) else 1
-        if (args := first_examples(source.args, count)) is not source.args:
-            try:
-                reduced = source.recapture(args)
-            except CaptureError:  # the step needs the whole batch
-                args = source.args
-    _Comparison(reduced, args).compare()
+        examples = first_examples(args, _examples(captured))
+        pair = first_examples(args, 2)  # one example needs other copies
+        tokens = few_tokens(pair)
+        if tokens is not pair and (reduced := _recaptured(captured, tokens)):
+            if _operators(reduced) == _operators(captured) and _Comparison(reduced, tokens).compare(is_last=False):
+                return
+        if examples is not args and (reduced := _recaptured(captured, examples)):
+            _Comparison(reduced, examples).compare()
+            return
+    _Comparison(captured, args).compare()
+
+
+def _recaptured(captured: Captured, args: Any) -> Captured | None:
+    """Returns the capture of the same step with a part of its batch, or None if the step needs more of it."""
+    try:
+        return captured.source.recapture(args)
+    except CaptureError:
+        return None
+
+
+def _operators(captured: Captured) -> list[Any]:
+    """Returns the operators of a captured step, in order."""
+    return [node.target for node in captured.graph.graph.nodes if isinstance(node.target, OpOverload)]
+
+
+def after_first_step(captured: Captured, action: Callable[[], object]) -> None:
+    """Calls ``action`` with all objects as after the user's first step, and restores them.
+
+    The step runs on a few examples of the batch, or on all if the action fails after that.
+
+    Raises:
+        CaptureError: the step fails on the example batch, or an object cannot be restored.
+    """
+    args = captured.source.args
+    for batch in (first_examples(args, _examples(captured)), args):
+        comparison = _Comparison(captured, batch)
+        try:
+            with comparison.restored():
+                comparison.run_eagerly()
+                action()
+            return
+        except (CaptureError, StepError):
+            if batch is args:
+                raise
+
+
+def _examples(captured: Captured) -> int:
+    """Returns the fewest examples that a batch needs; batch norm needs two."""
+    return 2 if any(isinstance(m, _BatchNorm) for m, *_ in captured.modules) else 1
 
 
 def first_examples(args: Any, examples: int) -> Any:
@@ -74,6 +120,52 @@ def first_examples(args: Any, examples: int) -> Any:
         return args
     cut_tensors = {key: x[:examples].clone() for key, x in tensors.items()}
     return tree_unflatten([cut_tensors.get(id(x), x) for x in leaves], spec)
+
+
+def few_tokens(args: Any) -> Any:
+    """Returns a few consecutive tokens of a batch of sequences, else the batch itself.
+
+    A batch of sequences has only integers or booleans, in tensors of one or two dimensions, and one length. The tokens
+    are those that differ most, since padding and ignored labels repeat.
+    """
+    leaves, spec = flatten(args)
+    tensors = {id(x): x for x in leaves if isinstance(x, Tensor) and x.dim()}
+    sequences = {key: x for key, x in tensors.items() if x.dim() == 2}
+    lengths = {x.shape[1] for x in sequences.values()}
+    has_values = any(x.dim() > 2 or x.is_floating_point() or x.is_complex() for x in tensors.values())
+    if has_values or len(lengths) != 1 or (length := lengths.pop()) <= FEW_TOKENS:
+        return args
+    changes = torch.zeros(length - FEW_TOKENS + 1, dtype=torch.int64)
+    for x in sequences.values():
+        windows = x.long().cpu().unfold(1, FEW_TOKENS, 1).sort(-1).values
+        changes += windows.diff().ne(0).sum((0, 2))
+    begin = int(changes.argmax())
+    cut_tensors = {key: x[:, begin : begin + FEW_TOKENS].clone() for key, x in sequences.items()}
+    return tree_unflatten([cut_tensors.get(id(x), x) for x in leaves], spec)
+
+
+def evicting(captured: Captured) -> Plan:
+    """Returns a plan that swaps and recomputes some of the largest activations, for the peak of the step."""
+    program = captured.program
+    returned = {captured.values[node] for node in captured.outputs if node in captured.values}
+    gaps = [g for g in program.gaps() if g.tensor not in returned and not program.tensors[g.tensor].persistent]
+    decisions: list[Swap | Recompute] = []
+    for kind in (Swap, Recompute):
+        count = 0
+        for gap in sorted(gaps, key=lambda gap: program.tensors[gap.tensor].nbytes, reverse=True)[: 8 * EVICTIONS]:
+            decision = kind(gap.tensor, gap.after, gap.before)
+            if count == EVICTIONS or any(decision.tensor == other.tensor for other in decisions):
+                continue
+            plan = Plan((*decisions, decision), program.fingerprint)
+            with suppress(PlanError):  # a tensor that cannot be recomputed
+                plan.check(program)
+                schedule = lower(program, plan)
+                reruns = [captured.nodes[s.kernel] for s in schedule.steps if s.is_recomputation]
+                draws = any(Tag.nondeterministic_seeded in getattr(n[0].target, "tags", ()) for n in reruns if n)
+                if not draws and schedule.required_bytes <= program.peak_bytes:  # a graph recomputes no random kernel
+                    decisions.append(decision)
+                    count += 1
+    return Plan.of(program, tuple(decisions), "", program.peak_bytes, "")
 
 
 @dataclass
@@ -100,23 +192,28 @@ class _Comparison:
         self.roots = (*captured.source.roots, (args, ""))
         self.device = device_of(captured)
 
-    def compare(self) -> None:
-        """Raises CaptureError if the two steps differ."""
+    def compare(self, is_last: bool = True) -> bool:
+        """Raises CaptureError if the two steps differ; returns whether they could run.
+
+        Args:
+            is_last: whether to warn if they could not.
+        """
         try:
             with self.restored():
                 eager = self.run(self.step, track_memory=True)
-        except ExceptionGroup:  # the state could not be restored
+        except CaptureError:  # the state could not be restored
             raise
         except Exception as error:  # includes out-of-memory errors
+            if not is_last:
+                return False
             _warn(f"the step without a plan raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-            return
+            return False
         try:
-            with self.restored():
-                plan = Plan.of(self.captured.program, (), "", self.captured.program.peak_bytes, "")
-                planned = self.run(PlannedStep(self.captured, plan, graph=False), track_memory=False)
+            with self.restored(), self.planned() as step:
+                planned = self.run(step, track_memory=False)
         except torch.OutOfMemoryError:
             _warn("the device has no memory for a copy of the step's state")
-            return
+            return False
         tolerance: float | None = None
 
         def agree(a: Any, b: Any) -> bool:
@@ -156,6 +253,7 @@ class _Comparison:
                 "limit may not hold on the device",
                 stacklevel=2,
             )
+        return True
 
     def cause(self) -> str:
         """Returns the likely cause of a different result, and a way out."""
@@ -168,15 +266,15 @@ class _Comparison:
             )
         return "the step reads a value that was not captured; pass it as an argument"
 
-    def run(self, step: Callable[..., Any], track_memory: bool) -> _Effects:
-        """Runs two steps and records their effects."""
+    def run(self, step: Callable[..., Any], track_memory: bool, steps: int = 2) -> _Effects:
+        """Runs steps and records their effects."""
         effects = _Effects()
-        for is_second in (False, True):
+        for i in range(steps):
             args, _ = copy_batch(self.args)
             leaves, _ = flatten(args)
             self.clear_gradients()
             torch.clear_autocast_cache()  # as if autocast began with this step
-            with _tracker(self, leaves) if track_memory and is_second else nullcontext() as tracker:
+            with _tracker(self, leaves) if track_memory and i == 1 else nullcontext() as tracker:
                 result = step(*args)
                 if hasattr(result, "send"):  # a step of micro-batches is a generator
                     result = _exhaust(result)
@@ -186,6 +284,41 @@ class _Comparison:
         effects.state = {name: _clone(value) for name, value in self.observe()}
         effects.state["the random state"] = torch.get_rng_state()
         return effects
+
+    def run_eagerly(self) -> None:
+        """Runs the user's first step, whose later steps differ.
+
+        Raises:
+            CaptureError: the step fails.
+        """
+        try:
+            self.run(self.step, track_memory=False, steps=1)
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            raise CaptureError(
+                "the step's first run differs from later ones, and it fails on the example batch "
+                f"({type(error).__name__}: {text}): give one with valid values, or run one step without a plan first"
+            ) from error
+
+    @contextmanager
+    def planned(self) -> Iterator[Callable[..., Any]]:
+        """Yields the captured step under a plan; it is captured again after a first step."""
+        step: PlannedStep | None = None
+
+        def run(*args: Any) -> Any:
+            nonlocal step
+            if step is None or step.captured.is_first:
+                captured = self.captured if step is None else self.captured.source.recapture(self.args)
+                step = PlannedStep(captured, evicting(captured))
+            return step(*args)
+
+        try:
+            yield run
+        finally:
+            if step is not None:
+                step.finish()
+                if step.graph:
+                    step.graph.close()
 
     def reach(self) -> Reach:
         reach = Reach()
@@ -256,8 +389,12 @@ def equal(a: Any, b: Any) -> bool:
         return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)))
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
         return False
-    x, y = (t.resolve_conj().resolve_neg().contiguous().view(-1) for t in (a, b))
-    return x.numel() == 0 or torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+    x, y = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (a, b))
+    word = _WORDS.get(a.element_size(), torch.uint8)
+    return x.numel() == 0 or torch.equal(x.view(word), y.view(word))
+
+
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # compared faster than bytes
 
 
 def repeats(device: torch.device) -> bool:

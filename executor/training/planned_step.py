@@ -138,6 +138,7 @@ class PlannedStep:
         self.differing: dict[str, tuple[int, int]] = {}
         self._observer = FirstStepObserver(self.state)
         self._open = False
+        self._is_over = False  # the first step, to which the capture is limited, has run
 
         # The user's tensors and numbers, as last seen.
         self._numbers: list[Any] = []  # the optimizers' numbers, each with its type
@@ -191,6 +192,8 @@ class PlannedStep:
 
         It also detaches the gradients that the last step kept.
         """
+        if self._is_over:
+            raise StepError("later steps differ from the captured first one: capture the step again, as fit does")
         for b in (*self.kept_gradients, *self._with_grad):
             b.user.grad = None
         change = self._python_change()
@@ -391,6 +394,7 @@ class PlannedStep:
 
     def _finish_step(self, outputs: Sequence[Tensor]) -> Any:
         """Finishes a step: assigns kept gradients, applies effects and returns the step's result."""
+        self._is_over = self.captured.is_first
         returned = self.captured.returned
         first = sum(returned.tensors)
         end = first + len(self._with_grad)

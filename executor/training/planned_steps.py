@@ -34,8 +34,8 @@ from executor.capture.capture import StepOptions, capture, capture_step
 from executor.capture.captured import Captured
 from executor.capture.python_values import is_scalar
 from executor.capture.reach import check_constant, check_dense
-from executor.training import check as _check  # noqa: F401  (captures are checked)
 from executor.training.bindings import Binding, StepError
+from executor.training.check import after_first_step
 from executor.training.planned_step import PlannedStep
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
@@ -131,6 +131,7 @@ class PlannedSteps:
             self.options = {name: value for name, value in options.items() if name not in own}
         self._open = False
         self._is_announced = False  # whether ``begin`` has announced the step's micro-batches
+        self._has_run = False  # whether a step has run since the last selection
         self._modes: set[Modes] = set()  # ambient modes whose first form was captured, and checked
         self._structures: set[TreeSpec] = set()  # structures of (micro-)batches seen so far
 
@@ -149,7 +150,9 @@ class PlannedSteps:
             StepError: as in PlannedStep, or a micro-batch has another shape than announced (the step can continue).
         """
         if pairs := self._pairs(batch):
-            return self._select_step(pairs)(*(pairs if len(pairs) > 1 else pairs[0]))
+            result = self._select_step(pairs)(*(pairs if len(pairs) > 1 else pairs[0]))
+            self._has_run = True
+            return result
         form = _form(batch)
         if not (self._is_announced or self.in_progress):
             self._select_step((batch,) * self.accumulate)
@@ -167,6 +170,7 @@ class PlannedSteps:
                 f"micro-batch {done + 1} of {len(forms)} has another form than the step's first call: {error}; "
                 "announce all forms with begin(*pairs), or undo the step with finish()"
             ) from error
+        self._has_run = True
         self._is_announced = was_announced and step.done > 0
         return loss
 
@@ -217,6 +221,9 @@ class PlannedSteps:
         if not 0 < len(pairs) <= self.accumulate or not (self._is_custom or all(pairs)):
             raise StepError(f"a step takes 1 to {self.accumulate} micro-batches, each a pair (x, y) or one object")
         self._is_announced = False
+        if self._has_run:
+            self._has_run = False
+            self.steps = {key: step for key, step in self.steps.items() if not step.captured.is_first}
         forms = tuple(map(_form, pairs))
         key, step = self._find(forms, pairs)
         if step is None or step is not self._current:
@@ -225,7 +232,10 @@ class PlannedSteps:
             self._exit_current()
             self._current = None
             if step is None:
-                step = self._make(pairs)
+                captured = self._capture(pairs)
+                if captured.is_first:
+                    after_first_step(captured, lambda: self._look_ahead(pairs))
+                step = self._make(captured)
                 self.limit = step.limit
                 self._structures.update(map(structure, pairs))
                 key = key._replace(numbers=tuple(constant_key(read.value) for read in step.captured.reads))
@@ -297,7 +307,8 @@ class PlannedSteps:
 
     def _capture(self, pairs: tuple[Any, ...]) -> Captured:
         modes = ambient_modes()
-        options = {**self.options, "check": self.options.get("check", True) and modes not in self._modes}
+        options = {**self.options, "first_step": True}
+        options["check"] = self.options.get("check", True) and modes not in self._modes
         if self._is_custom:
             captured = capture_step(self.parts[0], *pairs[0], machine=self.machine, **options)
         else:
@@ -308,9 +319,15 @@ class PlannedSteps:
         self._modes.add(modes)
         return captured
 
-    def _make(self, pairs: tuple[Any, ...]) -> PlannedStep:
-        """Captures and plans a step of these micro-batches."""
+    def _look_ahead(self, pairs: tuple[Any, ...]) -> None:
+        """Captures and plans the step that follows the first one, to which a limit applies that is a fraction."""
         captured = self._capture(pairs)
+        if captured.is_first:
+            raise StepError("each step differs from the one before it, so that no capture repeats: use no plan")
+        self.limit = self._make(captured).limit
+
+    def _make(self, captured: Captured) -> PlannedStep:
+        """Plans a captured step."""
         limit = self.limit or limit_bytes(self._requested_limit, captured.program)
         with default_modes():
             plan = self.planner(captured.program, self.machine, limit)
