@@ -52,7 +52,7 @@ class UserHolds(NamedTuple):
     Attributes:
         outputs: Tensors of the model's result.
         outputs_end: First kernel after the model's next result replaces ``outputs``.
-        gradients: Tensors that are ``.grad`` of parameters when an optimizer steps.
+        gradients: Tensors that are ``.grad`` of parameters when an optimizer steps, or at the step's end.
         zero_grad: First kernel after ``zero_grad`` (the number of kernels if it is called at the step's end); -1 if it
             is not called and gradients accumulate.
     """

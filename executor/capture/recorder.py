@@ -360,8 +360,11 @@ class Recorder(TorchDispatchMode):
         for op in self.ops:
             done.append(done[-1] + op.launches)
         held_until: dict[int, list[int]] = {}  # number of kernels done -> storages that eager holds until then
+        (outputs,) = graph.graph.output_node().args
+        # A planned step leaves no gradient in ``p.grad`` unless it is an output, so each ends at its last use.
+        released = self.gradients.keys() - {self.values[node] for node in outputs if node in self.values}
         for s, k in last.items():
-            if s not in self.persistent:
+            if s not in self.persistent and s not in released:
                 until = done[self.death.get(s, len(self.ops))]
                 if until > k + 1:
                     held_until.setdefault(until, []).append(s)
@@ -417,7 +420,6 @@ class Recorder(TorchDispatchMode):
             """Returns the tensors of these storages that live within a step."""
             return tuple(sorted({index[s] for s in storages if s in index and not tensors[index[s]].persistent}))
 
-        (outputs,) = graph.graph.output_node().args
         placeholders = dict(zip((id(e.fake) for e in entries), graph.graph.find_nodes(op="placeholder"), strict=True))
         return Captured(
             program=Program(name, tuple(tensors), tuple(kernels)),
