@@ -380,8 +380,9 @@ class Recorder(TorchDispatchMode):
             # Storages that no kernel has written are empty.
             if k in held_until and (read := tuple(sorted(index[s] for s in held_until[k] if s in index))):
                 phase = ops[k - 1].phase
-                kernels.append(Kernel("marker", "other", phase, read, (), 0, recomputable=False))
-                places.append(ops[k - 1].place)
+                place = ops[k - 1].place
+                kernels.append(Kernel("marker", "other", phase, read, (), 0, recomputable=False, module=place.module))
+                places.append(place)
                 nodes.append(())
             if k < len(ops):
                 op = ops[k]
@@ -398,6 +399,7 @@ class Recorder(TorchDispatchMode):
                         flops=op.flops,
                         bytes=op.bytes,
                         recomputable=is_recomputable,
+                        module=op.place.module,
                     )
                 )
                 places.append(op.place)
