@@ -1,7 +1,7 @@
 """Checkpoints of every block: what ``gradient_checkpointing_enable`` of transformers and diffusers does.
 
-A block is a member of a module list, such as ``model.layers.7``. It keeps its inputs and outputs. Its other feature
-maps are dropped, and all of them are recomputed at once, when its backward pass first needs one of them
+A block is a member of a module list, such as a layer of a transformer. It keeps its inputs and outputs. Its other
+feature maps are dropped, and all of them are recomputed at once, when its backward pass first needs one of them
 (``torch.utils.checkpoint`` with ``use_reentrant=False``). The blocks are found by the module paths of the kernels
 (``Kernel.module``). Numbered choices: README.md.
 """
