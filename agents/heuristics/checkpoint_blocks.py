@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
-from agents.heuristics.layers import feature_maps, is_marker
-from agents.heuristics.memonger import recomputable, recomputations
+from agents.heuristics.layers import FeatureMap, feature_maps, is_marker
 from agents.planner import Infeasible, PlannerInfo, Rows, RowsPlanner
-from simulator.compiled.encoding import WHEN
+from simulator.compiled.encoding import rows_of
 from simulator.compiled.engine import Engine
+from simulator.plan import Rerun
 from simulator.program import Program
 
 
@@ -52,19 +52,36 @@ class CheckpointBlocks(RowsPlanner):
                 f"{self.name}: {program.name!r} cannot be planned within {engine.limit:,} bytes; it has no known "
                 f"blocks: {reason}"
             )
-        block_of = {k: name for name, kernels in found.items() for k in kernels}
-        dropped = []
-        first_needed: dict[str, int] = {}  # block -> first kernel that needs one of its dropped feature maps
-        for m in recomputable(program, feature_maps(program, self.min_bytes)):
-            users = [k for k in program.accesses[m.tensor] if k <= m.gap.after and not is_marker(program.kernels[k])]
-            block = block_of.get(m.layer)
-            is_inner = block is not None and all(block_of.get(k) == block for k in users)
-            if block is not None and is_inner and not is_marker(program.kernels[m.gap.before]):
-                dropped.append((m, block))
-                first_needed[block] = min(first_needed.get(block, m.gap.before), m.gap.before)
-        rows = recomputations([m for m, _ in dropped])
-        rows[:, WHEN] = [first_needed[block] for _, block in dropped]
-        return rows
+        decisions: list[Rerun] = []
+        maps = feature_maps(program, self.min_bytes)
+        for kernels in found.values():
+            inside = set(kernels)
+            inner = [m for m in maps if m.layer in inside and _is_inner(program, m, inside)]
+            chains = {m: chain for m in inner if (chain := _chain(program, m.tensor, inside))}
+            if chains:
+                at = min(m.gap.before for m in chains)
+                decisions += (Rerun(k, at) for k in sorted(set().union(*chains.values())))
+        return rows_of(decisions)
+
+
+def _is_inner(program: Program, m: FeatureMap, inside: set[int]) -> bool:
+    """Returns whether only the forward kernels of a block read a feature map, besides references that Python holds."""
+    users = [k for k in program.accesses[m.tensor] if k <= m.gap.after and not is_marker(program.kernels[k])]
+    return inside.issuperset(users) and not is_marker(program.kernels[m.gap.before])
+
+
+def _chain(program: Program, tensor: int, inside: set[int]) -> set[int]:
+    """Returns the kernels of a block that recompute a tensor from the block's inputs; empty if one cannot run twice."""
+    chain: set[int] = set()
+    pending = [k for k in program.writes[tensor] if k in inside]
+    while pending:
+        k = pending.pop()
+        if not program.kernels[k].recomputable:
+            return set()
+        if k not in chain:
+            chain.add(k)
+            pending += (w for x in program.kernels[k].inputs for w in program.writes[x] if w in inside and w < k)
+    return chain
 
 
 def blocks(program: Program) -> dict[str, list[int]]:
