@@ -79,6 +79,9 @@ class Kernel:
     bytes: int = 0  # memory traffic
     recomputable: bool = True  # running it twice has no side effects besides its outputs
     variants: tuple[tuple[int, int], ...] = ()  # (duration_ns, workspace) per algorithm
+    module: str = (
+        ""  # dotted path of the module that runs it, in a backward pass of its forward operator's; "": unknown
+    )
 
     @property
     def accesses(self) -> tuple[int, ...]:
@@ -215,18 +218,25 @@ class Program:
     @cached_property
     @no_collections()
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON; plans store it to identify their program."""
-        return _sha256(self.to_dict())
+        """SHA-256 of the canonical JSON without modules; plans store it to identify their program."""
+        return _sha256(self._unnamed())
 
     @cached_property
     @no_collections()
     def structure(self) -> str:
-        """SHA-256 of the canonical JSON without times; equal for programs that differ only in durations."""
-        data = self.to_dict()
+        """SHA-256 of the canonical JSON without times and modules; equal for programs that differ only in durations."""
+        data = self._unnamed()
         for kernel in data["kernels"]:
             del kernel["duration_ns"]
             kernel["variants"] = [workspace for _, workspace in kernel["variants"]]
         return _sha256(data)
+
+    def _unnamed(self) -> dict[str, Any]:
+        """Returns the ``program/1`` dictionary without modules, which change no simulation."""
+        data = self.to_dict()
+        for kernel in data["kernels"]:
+            kernel.pop("module", None)
+        return data
 
     def gaps(self, min_bytes: int = 0) -> list[Gap]:
         """Returns the intervals between consecutive uses of tensors that contain at least one other kernel.
@@ -336,7 +346,7 @@ class Program:
         return Program(self.name, self.tensors, tuple(kernels))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the ``program/1`` dictionary with every field."""
+        """Returns the ``program/1`` dictionary with every field; kernels without a module lack that key."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -356,6 +366,7 @@ class Program:
                     "bytes": k.bytes,
                     "recomputable": k.recomputable,
                     "variants": [list(v) for v in k.variants],
+                    **({"module": k.module} if k.module else {}),
                 }
                 for k in self.kernels
             ],
@@ -382,6 +393,7 @@ class Program:
             "bytes": (int, 0),
             "recomputable": (bool, True),
             "variants": (list, []),
+            "module": (str, ""),
         }
         tensors = [Tensor(**fields(entry, f"tensors[{i}]", tensor_types, {})) for i, entry in enumerate(top["tensors"])]
         kernels = []
@@ -392,7 +404,8 @@ class Program:
                 values[key] = integers(values[key], f"{where}.{key}")
             pairs = enumerate(values["variants"])
             values["variants"] = tuple(integers(pair, f"{where}.variants[{j}]", length=2) for j, pair in pairs)
-            _printable(values["name"], f"{where}.name")
+            for key in ("name", "module"):
+                _printable(values[key], f"{where}.{key}")
             kernels.append(Kernel(**values))
         for i, tensor in enumerate(tensors):
             _printable(tensor.name, f"tensors[{i}].name")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from agents.planner import MIB
-from simulator.program import Gap, Program
+from simulator.program import Gap, Kernel, Program
 
 
 class FeatureMap(NamedTuple):
@@ -35,3 +35,8 @@ def feature_maps(program: Program, min_bytes: int = MIB) -> list[FeatureMap]:
         if later[0] - last > 1:
             found.append(FeatureMap(t, uses[0], Gap(t, last, later[0])))
     return sorted(found, key=lambda f: (f.layer, f.tensor))
+
+
+def is_marker(kernel: Kernel) -> bool:
+    """Returns whether a kernel computes nothing: in a captured step it stands for references that Python holds."""
+    return not kernel.outputs and not kernel.duration_ns

@@ -12,11 +12,14 @@ deviations: README.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
-from agents.heuristics.layers import FeatureMap, feature_maps
+from agents.heuristics.layers import FeatureMap, feature_maps, is_marker
 from agents.planner import MIB, PlannerInfo, Rows, RowsPlanner, at_least
 from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import Engine
@@ -24,6 +27,8 @@ from simulator.decisions import can_recompute
 from simulator.files import no_collections
 from simulator.modes import Choice
 from simulator.program import Program
+
+COMPUTE_INTENSIVE = frozenset({"conv", "matmul", "rnn"})
 
 
 @dataclass(eq=False)
@@ -72,11 +77,12 @@ class Stages:
     def __init__(self, program: Program, min_bytes: int = MIB) -> None:
         self._maps = feature_maps(program, min_bytes)
         self._nbytes = {m.tensor: program.tensors[m.tensor].nbytes for m in self._maps}
-        self._droppable = {m.tensor for m in recomputable(program, self._maps)}
+        cuts, through = cuts_of(program, min_bytes)
+        self._droppable = {m.tensor for m in recomputable(program, self._maps)} - through
         self._results: dict[int, list[int]] = {}
         for m in self._maps:
             self._results.setdefault(m.layer, []).append(m.tensor)
-        self._splits = {s.kernel: s for s in splits(program, min_bytes)}
+        self._splits = {s.kernel: s for s in cuts}
         self._layers = [  # the kernels considered, and the bytes of their results
             (v, sum(self._nbytes[t] for t in self._results.get(v, ())))
             for v in sorted(self._results.keys() | self._splits.keys())
@@ -108,22 +114,48 @@ class Split(NamedTuple):
     crossing: frozenset[int]  # tensors written up to the cut and used by later forward kernels
 
 
+class Cuts(NamedTuple):
+    """Candidate cuts of a forward pass."""
+
+    splits: list[Split]
+    through: frozenset[int]  # tensors that cross all blocks of a model of repeated blocks, and stay
+
+
 def splits(program: Program, min_bytes: int = MIB) -> list[Split]:
+    """Returns the candidate cuts of the forward pass, as ``cuts_of``."""
+    return cuts_of(program, min_bytes).splits
+
+
+def cuts_of(program: Program, min_bytes: int = MIB) -> Cuts:
     """Returns the candidate cuts of the forward pass.
 
     At a cut, at most one tensor of ``min_bytes`` crosses, and all crossing tensors reach the backward pass unchanged.
-    Of consecutive kernels with the same crossing tensors only the first is returned.
+    Of consecutive kernels with the same crossing tensors only the first is returned. If that divides the forward pass
+    into equal blocks, tensors that cross all blocks do not count, and neither do references that Python holds.
     """
+    through = _lasting(program)
+    if through or _is_held(program):
+        relaxed = _splits(program, min_bytes, through, ignores_markers=True)
+        if _is_repeated(program, relaxed):
+            return Cuts(relaxed, through)
+    return Cuts(_splits(program, min_bytes), frozenset())
+
+
+def _splits(
+    program: Program, min_bytes: int, through: frozenset[int] = frozenset(), ignores_markers: bool = False
+) -> list[Split]:
+    """Returns the cuts at which at most one tensor of ``min_bytes`` crosses, besides those in ``through``."""
     forward = [k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward"]
+    counted = {k for k in forward if not (ignores_markers and is_marker(program.kernels[k]))}
     begins: dict[int, list[int]] = {}
     last_use: dict[int, int] = {}  # last use in the forward pass
     for t, uses in enumerate(program.accesses):
-        forward_uses = [k for k in uses if program.kernels[k].phase == "forward"]
-        if forward_uses and not program.tensors[t].persistent:
+        forward_uses = [k for k in uses if k in counted]
+        if forward_uses and not program.tensors[t].persistent and t not in through:
             begins.setdefault(forward_uses[0], []).append(t)
             last_use[t] = forward_uses[-1]
     written = {t: max(k for k in program.writes[t] if k <= last) for t, last in last_use.items()}
-    consumed = {t for t, last in last_use.items() if program.accesses[t][-1] == last}
+    consumed = {t for t in last_use if program.kernels[program.accesses[t][-1]].phase == "forward"}
     cuts: list[Split] = []
     crossing: set[int] = set()
     for k in forward:
@@ -133,6 +165,68 @@ def splits(program: Program, min_bytes: int = MIB) -> list[Split]:
             if not cuts or cuts[-1].crossing != crossing:
                 cuts.append(Split(k, frozenset(crossing)))
     return cuts
+
+
+def _is_repeated(program: Program, cuts: Sequence[Split]) -> bool:
+    """Returns whether most forward kernels lie in segments between two cuts that occur more than once."""
+    kernels = program.kernels
+    names = [tuple(k.name for k in kernels[a.kernel : b.kernel] if not is_marker(k)) for a, b in pairwise(cuts)]
+    repeated = sum(len(segment) * count for segment, count in Counter(names).items() if count > 1)
+    return 2 * repeated > sum(k.phase == "forward" and not is_marker(k) for k in kernels)
+
+
+def _lasting(program: Program) -> frozenset[int]:
+    """Returns the tensors that operators of one kind read in each block, at about equal distances.
+
+    Examples are rotary tables, masks, position biases, and the encoder's result in a decoder.
+    """
+    kernels = [k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward" and not is_marker(kernel)]
+    position = {k: i for i, k in enumerate(kernels)}
+    heads = [k for k in kernels if program.kernels[k].kind in COMPUTE_INTENSIVE]
+    found = set()
+    for t, tensor in enumerate(program.tensors):
+        uses = [k for k in program.accesses[t] if k in position]
+        is_constant = bool(uses) and not tensor.persistent and program.writes[t] == (uses[0],)
+        if is_constant and _repeats(program, uses[1:], position, heads):
+            found.add(t)
+    return frozenset(found)
+
+
+def _is_held(program: Program) -> bool:
+    """Returns whether Python holds a tensor beyond its last use for most of the forward pass, such as embeddings."""
+    forward = [k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward"]
+    position = {k: i for i, k in enumerate(forward)}
+    for t, tensor in enumerate(program.tensors):
+        uses = [k for k in program.accesses[t] if k in position]
+        held_for = [position[b] - position[a] for a, b in pairwise(uses) if is_marker(program.kernels[b])]
+        if not tensor.persistent and 2 * max(held_for, default=0) > len(forward):
+            return True
+    return False
+
+
+def _repeats(program: Program, readers: Sequence[int], position: Mapping[int, int], heads: Sequence[int]) -> bool:
+    """Returns whether readers of a tensor repeat: those of one operator and result size are at about equal distances.
+
+    Readers with no compute-intensive kernel (``heads``) between them, besides other readers, count once. Two readings
+    repeat if they are half the forward pass apart.
+    """
+    own = set(readers)
+    other_heads = [k for k in heads if k not in own]
+    groups: dict[tuple[str, int], list[int]] = {}
+    for k in readers:
+        kernel = program.kernels[k]
+        group = groups.setdefault((kernel.name, sum(program.tensors[x].nbytes for x in kernel.outputs)), [])
+        if not group or bisect_left(other_heads, group[-1]) < bisect_left(other_heads, k):
+            group.append(k)
+    for group in groups.values():
+        distances = sorted(position[b] - position[a] for a, b in pairwise(group))
+        if not distances:
+            continue
+        middle = distances[len(distances) // 2]
+        equal = sum(8 * abs(distance - middle) <= middle for distance in distances)  # the first block may compute more
+        if (equal >= 2 and 2 * equal >= len(distances)) or 2 * distances[-1] > len(position):
+            return True
+    return False
 
 
 def recomputable(program: Program, maps: Iterable[FeatureMap]) -> list[FeatureMap]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.heuristics.layers import FeatureMap, feature_maps
-from agents.heuristics.memonger import Split, recomputable, recomputations, splits
+from agents.heuristics.memonger import COMPUTE_INTENSIVE, Split, cuts_of, recomputable, recomputations, splits
 from agents.planner import MIB, PlannerInfo, Rows, RowsPlanner, at_least, one_of
 from simulator.compiled.encoding import SYNC_SWAP
 from simulator.compiled.engine import Engine
@@ -28,7 +28,6 @@ from simulator.program import Program
 from simulator.residency import reruns
 
 SEGMENTS = {"sqrt": "checkpoints, √n segments", "all": "checkpoints, every block"}
-COMPUTE_INTENSIVE = frozenset({"conv", "matmul", "rnn"})
 ALLOWLIST = frozenset({"activation", "elementwise", "norm", "reduce", "copy"})
 UNITS = 10_000  # capacity steps of the knapsack
 
@@ -68,7 +67,7 @@ class Checkpoint(RowsPlanner):
         segments = math.isqrt(layers) if self.segments == "sqrt" else layers
         size = layers // segments
         cuts = ends[size - 1 : size * (segments - 1) : size]
-        checkpoints = {t for cut in cuts for t in cut.crossing}
+        checkpoints = {t for cut in cuts for t in cut.crossing} | cuts_of(program, self.min_bytes).through
         maps = [m for m in feature_maps(program, self.min_bytes) if cuts and m.layer <= cuts[-1].kernel]
         return recomputable(program, (m for m in maps if m.tensor not in checkpoints))
 

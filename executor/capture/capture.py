@@ -5,7 +5,7 @@ the model and leaves the user's objects unchanged. Parameters, buffers, optimize
 placeholders, which are persistent tensors. One storage is one tensor, and nodes that only create views are not kernels.
 
 Tensor lifetimes are those of eager PyTorch, not those of the graph. executor/capture/README.md lists the known
-differences from eager mode: cuDNN kernels and workspaces, bucketed updates, gradients at the end of the step, Python
+differences from eager mode: cuDNN kernels and workspaces, bucketed updates, gradients after their last use, Python
 branches and ``capturable`` optimizers.
 """
 
@@ -78,8 +78,8 @@ def capture(
     or the first element of a tuple. If ``loss_fn`` returns ``(loss, …)``, the step also returns the extra values,
     detached.
 
-    Gradients are released at the end of the step (``set_to_none=True``). A model on the meta device is captured as a
-    CPU model.
+    Each gradient is released after its last use in the step, unless ``keep_grads`` is set. A model on the meta device
+    is captured as a CPU model.
 
     Args:
         model: Module to train.
@@ -474,6 +474,7 @@ class _Tracer:
                 effects = state.effects(recorder.is_used)
                 rebind(effects, leaves)
             torch.clear_autocast_cache()
+            recorder.record_gradients(e.fake for e in state.entries if e.kind == "parameter")
             returned, outputs = self._outputs(leaves, spec, effects)
             results.append((returned, effects))
             recorder.reap()

@@ -25,7 +25,7 @@ from executor.capture.state import Home
 from simulator.kernel_times import scaled
 from simulator.machine import Machine
 from simulator.program import Program
-from simulator.report import Origins, Place
+from simulator.report import Origins, Place, size
 
 
 class MicroBatch(NamedTuple):
@@ -52,7 +52,7 @@ class UserHolds(NamedTuple):
     Attributes:
         outputs: Tensors of the model's result.
         outputs_end: First kernel after the model's next result replaces ``outputs``.
-        gradients: Tensors that are ``.grad`` of parameters when an optimizer steps.
+        gradients: Tensors that are ``.grad`` of parameters when an optimizer steps, or at the step's end.
         zero_grad: First kernel after ``zero_grad`` (the number of kernels if it is called at the step's end); -1 if it
             is not called and gradients accumulate.
     """
@@ -235,7 +235,7 @@ class Captured:
         return tuple(compute_dtype(kernel, nodes, machine, self.precision) for kernel, nodes in pairs)
 
     def arithmetic(self, machine: Machine) -> str:
-        """Returns a sentence about the dtypes and estimates with which convolutions and products are timed, or ""."""
+        """Returns sentences about dtypes and estimates of convolutions and products, and copied weights, or ""."""
         dtypes: dict[str, set[str]] = {}
         for kernel, name in zip(self.program.kernels, self.dtypes(machine), strict=True):
             if kernel.flops and name:
@@ -248,7 +248,31 @@ class Captured:
             k.name for k, nodes in zip(self.program.kernels, self.nodes, strict=True) if estimated_flops(k, nodes)
         }
         note = f"FLOPs of {', '.join(sorted(estimated))} are estimated from shapes." if estimated else ""
-        return " ".join(filter(None, (sentence, note)))
+        return " ".join(filter(None, (sentence, note, self._copied_weights)))
+
+    @property
+    def _copied_weights(self) -> str:
+        """A sentence about stacked weights that an index copies into more bytes than they have, or ""."""
+        kernels = []
+        for k, nodes in zip(self.program.kernels, self.nodes, strict=True):
+            if nodes and nodes[0].target in (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default):
+                weights = nodes[0].args[0]
+                assert isinstance(weights, fx.Node)
+                tensor = self.program.tensors[self.values[weights]]
+                nbytes = sum(self.program.tensors[t].nbytes for t in k.outputs)
+                is_stack = tensor.kind == "parameter" and len(weights.meta["tensor_meta"].shape) > 2
+                if is_stack and nbytes > tensor.nbytes:
+                    kernels.append((k.module, nbytes))
+        if not kernels:
+            return ""
+        configs = (getattr(module, "config", None) for module, *_ in self.modules)
+        names = (getattr(config, "_experts_implementation", None) for config in configs)
+        name = next((f" (experts_implementation={name!r})" for name in names if name), "")
+        total = size(sum(nbytes for _, nbytes in kernels))
+        return (
+            f"{kernels[0][0]}{name} copies the weights of experts for every token, {total} in the step: choose "
+            "an implementation that does not, such as 'grouped_mm' of transformers."
+        )
 
     @property
     def _is_multi_tensor(self) -> bool:

@@ -360,8 +360,11 @@ class Recorder(TorchDispatchMode):
         for op in self.ops:
             done.append(done[-1] + op.launches)
         held_until: dict[int, list[int]] = {}  # number of kernels done -> storages that eager holds until then
+        (outputs,) = graph.graph.output_node().args
+        # A planned step leaves no gradient in ``p.grad`` unless it is an output, so each ends at its last use.
+        released = self.gradients.keys() - {self.values[node] for node in outputs if node in self.values}
         for s, k in last.items():
-            if s not in self.persistent:
+            if s not in self.persistent and s not in released:
                 until = done[self.death.get(s, len(self.ops))]
                 if until > k + 1:
                     held_until.setdefault(until, []).append(s)
@@ -377,8 +380,9 @@ class Recorder(TorchDispatchMode):
             # Storages that no kernel has written are empty.
             if k in held_until and (read := tuple(sorted(index[s] for s in held_until[k] if s in index))):
                 phase = ops[k - 1].phase
-                kernels.append(Kernel("marker", "other", phase, read, (), 0, recomputable=False))
-                places.append(ops[k - 1].place)
+                place = ops[k - 1].place
+                kernels.append(Kernel("marker", "other", phase, read, (), 0, recomputable=False, module=place.module))
+                places.append(place)
                 nodes.append(())
             if k < len(ops):
                 op = ops[k]
@@ -395,6 +399,7 @@ class Recorder(TorchDispatchMode):
                         flops=op.flops,
                         bytes=op.bytes,
                         recomputable=is_recomputable,
+                        module=op.place.module,
                     )
                 )
                 places.append(op.place)
@@ -417,7 +422,6 @@ class Recorder(TorchDispatchMode):
             """Returns the tensors of these storages that live within a step."""
             return tuple(sorted({index[s] for s in storages if s in index and not tensors[index[s]].persistent}))
 
-        (outputs,) = graph.graph.output_node().args
         placeholders = dict(zip((id(e.fake) for e in entries), graph.graph.find_nodes(op="placeholder"), strict=True))
         return Captured(
             program=Program(name, tuple(tensors), tuple(kernels)),

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tag, Tensor, nn
 from torch._ops import OpOverload
@@ -246,7 +247,7 @@ class _Comparison:
                     f"result {i} of the captured step differs from the eager step ({_diff(a, b)}): {self.cause()}, or "
                     "set check=False"
                 )
-        expected = self.captured.program.peak_bytes
+        expected = eager_peak(self.captured)
         if eager.peak and abs(eager.peak - expected) > max(0.01 * expected, 4096):
             warnings.warn(
                 f"the step's peak is {eager.peak:,} bytes by PyTorch's MemTracker and {expected:,} by the capture: a "
@@ -374,6 +375,17 @@ class _Comparison:
             for storage, copy in memory:
                 storage.copy_(copy)
             snapshot.restore()
+
+
+def eager_peak(captured: Captured) -> int:
+    """Returns the eager step's peak in bytes, in which gradients live until ``zero_grad`` or the step's end."""
+    program = captured.program
+    live = np.array(program.live_bytes)
+    for t in captured.holds.gradients:
+        last = program.accesses[t][-1]
+        zero_grad = captured.holds.zero_grad
+        live[last + 1 : zero_grad if zero_grad > last else None] += program.tensors[t].nbytes
+    return int(live.max())
 
 
 def tensors_of(reach: Reach) -> list[Tensor]:

@@ -68,8 +68,15 @@ class Effort:
     kernel_s: float = 2e-3
     least_s: float = 2.0
     longest_s: float = 30.0
-    first: tuple[str, ...] = ("tensile", "autoswap_swdoa", "tflms", "superneurons", "activation_budget")
-    first_if_huge: tuple[str, ...] = ("autoswap_doa", "memonger")
+    first: tuple[str, ...] = (
+        "tensile",
+        "autoswap_swdoa",
+        "tflms",
+        "superneurons",
+        "activation_budget",
+        "checkpoint_blocks",
+    )
+    first_if_huge: tuple[str, ...] = ("autoswap_doa", "memonger", "checkpoint_blocks")
     kind_share: float = 0.15
     method_share: float = 0.15
     search_share: float = 0.5

@@ -41,7 +41,7 @@ class Hues(NamedTuple):
 HUES: dict[Family, Hues] = {
     "swap: AutoSwap": Hues("#1f5fa8", ("#8cc5ee", "#4a9bd4", "#1f5fa8", "#08306b", "#00a6c8", "#5b5be0")),
     "swap: other heuristics": Hues("#f16913", ("#fdae6b", "#f16913", "#a63603", "#b8860b", "#7a5c3a", "#d4c200")),
-    "recompute": Hues("#8e5bd0", ("#b39ddb", "#8e5bd0", "#4a148c", "#a3319f")),
+    "recompute": Hues("#8e5bd0", ("#b39ddb", "#8e5bd0", "#4a148c", "#a3319f", "#d4a5f7")),
     "swap and recompute": Hues("#238b45", ("#74c476", "#238b45", "#00441b")),
     "search": Hues(
         "#cb181d", ("#222222", "#9a9a9a", "#fb6a4a", "#cb181d", "#67000d", "#f4a582", "#e7298a", "#e34a33"), "xos^DPX*"

@@ -85,6 +85,7 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     Args:
         batch: Batch size that replaces the workload's own; durations are then the roofline's.
         as_cuda: As in ``capture``, with optimizer updates of several parameters in buckets, as ``fit`` captures them.
+            Otherwise gradients of bundled networks live until the next step.
 
     Raises:
         WorkloadError: The configuration is invalid.
@@ -105,7 +106,10 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
         raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
     name = str(workload.get("name") or (type(parts[0]).__name__ if _is_custom(workload) else _family(workload)))
     buckets = BUCKET_BYTES if as_cuda else None
-    options = {"as_cuda": as_cuda, "bucket_bytes": buckets, "check": False}  # the program is planned, not trained
+    # Benchmark tasks pin the programs of bundled networks, whose gradients live until the next step as in the papers.
+    keep_grads = not (as_cuda or _is_custom(workload))
+    # The program is planned, not trained.
+    options = {"as_cuda": as_cuda, "bucket_bytes": buckets, "keep_grads": keep_grads, "check": False}
     with defer_ctrl_c():  # an interrupt within PyTorch's C++ may abort the process
         if len(parts) == 2:
             captured = capture_step(parts[0], *arguments(parts[1]), machine=machine, name=name, **options)

@@ -8,7 +8,7 @@ import agents
 from agents.heuristics.autoswap import SCORES
 from simulator import Program, simulate
 from tests import tiny
-from tests.agents.heuristics import test_memonger, test_pytorch, test_superneurons, test_vdnn
+from tests.agents.heuristics import test_checkpoint_blocks, test_memonger, test_pytorch, test_superneurons, test_vdnn
 from tests.agents.heuristics.test_autoswap import FOUR, MACHINE
 from tests.agents.planned import planned
 from tests.agents.test_floor import sandwich
@@ -38,6 +38,7 @@ REACH: list[tuple[str, dict[str, object], Program, int]] = [
     # all: 8 a_i, h9 and a9: 90 + 100. sqrt: a3, a6 and the last three layers: 20 + 3 (100 + 10).
     ("checkpoint_all", {}, test_pytorch.chain(9, h=100), 190),
     ("checkpoint_sqrt", {}, test_pytorch.chain(9, h=100), 350),
+    ("checkpoint_blocks", {}, test_checkpoint_blocks.chain(), 50),  # test_blocks_are_recomputed_at_once_by_hand
     ("activation_budget", {}, test_pytorch.THREE, 30),  # test_the_budget_is_tuned_to_the_limit
     ("lp_round", {}, sandwich(), 100),  # as the floor proves
 ]

@@ -123,7 +123,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer, batch) -> list[Ten
 def test_lifetimes_equal_allocator(model_type, batch):
     """Records a step with the profiler, without a dispatch mode, so that gradients are summed in place."""
     training = build(model_type, batch)
-    program = capture(*training, machine=GPU).program
+    program = capture(*training, machine=GPU, keep_grads=True).program  # gradients live to the end, as in eager mode
     eager_step(*training)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss = eager_step(*training)
