@@ -12,6 +12,7 @@ Source: "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerializati
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from functools import cached_property, partial
@@ -24,6 +25,8 @@ from numpy.typing import NDArray
 from agents.floor.lp import Linear, Terms
 from simulator.program import Gap, Program
 from simulator.residency import residency
+
+EXACT = 2_000  # kernels times versions, up to which every kernel that uses a version begins a window
 
 
 class Version(NamedTuple):
@@ -45,11 +48,11 @@ class Version(NamedTuple):
         return pairwise([self.writer, *self.uses])
 
 
-def versions_of(program: Program, min_nbytes: int) -> list[Version]:
-    """Returns the versions of non-persistent tensors of at least ``min_nbytes`` bytes."""
+def versions_of(program: Program, modeled: Collection[int]) -> list[Version]:
+    """Returns the versions of the non-persistent tensors among ``modeled``."""
     versions = []
     for x, tensor in enumerate(program.tensors):
-        if not tensor.persistent and tensor.nbytes >= min_nbytes:
+        if not tensor.persistent and x in modeled:
             for w, overwritten in pairwise([*program.writes[x], len(program.kernels)]):
                 versions.append(Version(x, w, overwritten, [k for k in program.accesses[x] if w < k <= overwritten]))
     return versions
@@ -109,8 +112,9 @@ class Reruns:
     the memory.
 
     Args:
-        min_nbytes: bytes; smaller tensors are always available and take no memory in their gaps.
-        live_bytes: int64[n], load per kernel with the gaps of smaller tensors emptied.
+        live_bytes: int64[n], load per kernel with the gaps of all tensors but ``modeled`` emptied.
+        min_load: int64[n], load per kernel with all gaps emptied.
+        modeled: tensors with versions; the others are always available and take no memory in their gaps.
         parts: approximate number of windows, by used bytes relative to the peak load; reduced until there are at most
             ``cells`` pairs of a window and a version.
         byte: the unit of the linear program, in bytes.
@@ -123,7 +127,8 @@ class Reruns:
         program: Program,
         limit: int,
         live_bytes: NDArray[np.int64],
-        min_nbytes: int,
+        min_load: NDArray[np.int64],
+        modeled: Collection[int],
         parts: int,
         cells: int,
         byte: float,
@@ -136,7 +141,8 @@ class Reruns:
         self.limits = RerunLimits(program)
         self.n = len(program.kernels)
         self.live_bytes = live_bytes
-        self.versions = versions_of(program, min_nbytes)
+        self.peaks = live_bytes + min_load
+        self.versions = versions_of(program, modeled)
         self.size = [program.tensors[v.tensor].nbytes / byte for v in self.versions]
         self.index = {(v.tensor, v.writer): i for i, v in enumerate(self.versions)}
         # Larger windows until the program is small enough. Above 1,900 versions it gets fewer cells, in proportion.
@@ -170,25 +176,33 @@ class Reruns:
         for v in self.versions:
             for k in (v.writer, *v.uses):
                 users[k].add(v.tensor)
-        # Small programs are exact: every kernel that uses a version begins a window.
-        fine = (last - first) * len(self.versions) <= 2_000
+        fine = (last - first) * len(self.versions) <= EXACT
         max_bytes = 0.0 if fine else self.program.peak_bytes / parts
+        nbytes = [tensor.nbytes for tensor in self.program.tensors]
+        kernels = sorted(k for k in users if first <= k <= last)
         windows = []
         begin = first
-        end = first
-        current = set[int]()
-        total = 0
-        for k in sorted(k for k in users if first <= k <= last):
-            added = sum(self.program.tensors[x].nbytes for x in users[k] - current)
-            if current and total + added > max_bytes:
-                windows.append((begin, end))
-                begin = end
-                current = set()
-                total = 0
-                added = sum(self.program.tensors[x].nbytes for x in users[k])
-            current |= users[k]
-            total = total + added
-            end = k + 1
+        start = 0
+        while True:
+            current = set[int]()
+            totals = list[int]()  # bytes used in the window, up to each of its kernels
+            for k in kernels[start:]:
+                total = (totals[-1] if totals else 0) + sum(nbytes[x] for x in users[k] - current)
+                if totals and total > max_bytes:
+                    break
+                current |= users[k]
+                totals.append(total)
+            if start + len(totals) == len(kernels):
+                break
+            end = kernels[start + len(totals) - 1] + 1
+            if not fine:
+                # A window ends at a peak: bytes held at its start, and bytes recomputed from them in it, are counted at
+                # its ends only, so a peak within the window would see neither.
+                middle = kernels[start + bisect_left(totals, totals[-1] / 2)]
+                end -= int(self.peaks[middle:end][::-1].argmax())
+            windows.append((begin, end))
+            begin = end
+            start = bisect_left(kernels, end)
         windows.append((begin, last + 1))
         return [*windows, (last + 1, self.n)] if last + 1 < self.n else windows
 
@@ -303,30 +317,31 @@ class Reruns:
             self.lp.row([(column, 1), *rerun(writer)], 0)
 
     def _futures(self, j: int) -> None:
-        """Requires one full recomputation, in window j or later, of versions not held at its start and used later.
+        """Requires full recomputation, until their next use, of versions missing at the start of window j.
 
-        The same holds for the missing inputs of that recomputation. Without this constraint, a hundredth of a held
-        input could serve a hundred windows that recompute a hundredth each.
+        Missing inputs of that recomputation are fully recomputed until the same window. Without this
+        constraint, a hundredth of a held input could serve a hundred windows that recompute a hundredth each.
         """
-        later: dict[int, int] = {}  # kernel: column of its recomputation in window j or later
-        pending: list[int] = []
+        within: dict[tuple[int, int], int] = {}  # (last window, kernel): column of its recomputation from window j on
+        pending: list[tuple[int, int]] = []
 
-        def rerun(w: int) -> Terms:
-            if w not in later:
-                columns = [(self.rerun[k, w], -1.0) for k in range(j, len(self.windows)) if (k, w) in self.rerun]
+        def rerun(last: int, w: int) -> Terms:
+            if (last, w) not in within:
+                columns = [(self.rerun[k, w], -1.0) for k in range(j, last + 1) if (k, w) in self.rerun]
                 if not columns:
                     return []
-                later[w] = self.lp.column()
-                self.lp.row([(later[w], 1.0), *columns], 0)
-                pending.append(w)
-            return [(later[w], -1.0)]
+                within[last, w] = self.lp.column()
+                self.lp.row([(within[last, w], 1.0), *columns], 0)
+                pending.append((last, w))
+            return [(within[last, w], -1.0)]
 
         for i, v in enumerate(self.versions):
             if self.droppable[i] and self.window_of[v.writer] < j <= self.window_of[v.ends]:
-                self._require(j, i, [], -1.0, rerun)
+                next_use = next(self.window_of[k] for k in v.uses if self.window_of[k] >= j)
+                self._require(j, i, [], -1.0, partial(rerun, next_use))
         while pending:
-            w = pending.pop()
-            self._inputs(j, w, later[w], rerun)
+            last, w = pending.pop()
+            self._inputs(j, w, within[last, w], partial(rerun, last))
 
     def load(self, kernels: Collection[int]) -> dict[int, tuple[Terms, float]]:
         """Returns the minimum memory at each kernel, as terms and a constant in the program's units.
