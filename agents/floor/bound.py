@@ -67,13 +67,20 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Refinement:
-    """One solve of ``refined_floor``: its ``max_gaps`` and ``detail``, as in ``floor``."""
+    """One solve of ``refined_floor``, with arguments of ``floor``."""
 
     max_gaps: int | None
     detail: float
+    deadlines: bool = False
 
 
-REFINEMENTS = (Refinement(800, 0.15), Refinement(None, 0.15), Refinement(None, 0.4), Refinement(None, 1.0))
+REFINEMENTS = (
+    Refinement(800, 0.15),
+    Refinement(None, 0.15),
+    Refinement(None, 0.4),
+    Refinement(None, 1.0),
+    Refinement(None, 1.0, True),
+)
 GROWTH = 4.0  # assumed ratio of the times of consecutive refinements
 
 
@@ -109,6 +116,7 @@ def floor(
     detail: float = 1.0,
     families: Collection[str] = FAMILIES,
     seconds: float | None = None,
+    deadlines: bool = False,
 ) -> Floor:
     """Computes the lower bound on plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
@@ -123,6 +131,8 @@ def floor(
         families: constraint families, of ``FAMILIES``; omitting one can only lower the bound.
         seconds: approximate time limit of the solver; on a timeout the ideal time is returned. Building the program
             takes time in proportion to ``detail``; with ``detail=0`` nothing is solved.
+        deadlines: windows of recomputation end at peaks of memory, and what is missing at a window's start is fully
+            recomputed until its next use, not just at some time. Usually a higher bound, at a multiple of the time.
 
     Raises:
         ValueError: the mode or family is unknown, or the mode has decisions that the relaxation does not cover.
@@ -169,6 +179,7 @@ def floor(
                 cells,
                 count,
                 families,
+                deadlines,
             )
             solver = Solver(problem.lp, deadline)
             share = min(1.0, options.full_rows / len(problem.lp.rows)) if mode == "recompute" else 0.0
@@ -215,7 +226,7 @@ def refined_floor(
     best: Floor | None = None
     for step in REFINEMENTS:
         start = time.monotonic()
-        result = floor(program, machine, limit, mode, step.max_gaps, step.detail, families, timeout_s)
+        result = floor(program, machine, limit, mode, step.max_gaps, step.detail, families, timeout_s, step.deadlines)
         if best is None or not result.feasible or result.iteration_ns > best.iteration_ns:
             best = result
         now = time.monotonic()
@@ -287,6 +298,7 @@ class _Problem:
         cells: int,
         max_groups: int,
         families: Collection[str],
+        deadlines: bool,
     ) -> None:
         largest = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Scales bytes and times so that coefficients are near 1.
@@ -301,7 +313,9 @@ class _Problem:
         self.knapsacks: list[Row] = []
         self.integer_sums: list[tuple[Terms, float]] = []
         if mode != "swap":
-            self.reruns = Reruns(self.lp, program, limit, live_bytes, min_load, modeled, windows, cells, byte, families)
+            self.reruns = Reruns(
+                self.lp, program, limit, live_bytes, min_load, modeled, windows, cells, byte, families, deadlines
+            )
         if mode == "recompute" and self.reruns is not None:
             # Without swaps nothing waits: the delay is the time of the recomputed kernels.
             loads = self.reruns.load(set(np.flatnonzero(live_bytes > limit).tolist()))

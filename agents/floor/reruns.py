@@ -118,7 +118,7 @@ class Reruns:
         parts: approximate number of windows, by used bytes relative to the peak load; reduced until there are at most
             ``cells`` pairs of a window and a version.
         byte: the unit of the linear program, in bytes.
-        families: constraint families, as in ``floor``.
+        families, deadlines: as in ``floor``.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class Reruns:
         cells: int,
         byte: float,
         families: Collection[str],
+        deadlines: bool,
     ) -> None:
         self.lp = lp
         self.program = program
@@ -142,6 +143,7 @@ class Reruns:
         self.n = len(program.kernels)
         self.live_bytes = live_bytes
         self.peaks = live_bytes + min_load
+        self.deadlines = deadlines
         self.versions = versions_of(program, modeled)
         self.size = [program.tensors[v.tensor].nbytes / byte for v in self.versions]
         self.index = {(v.tensor, v.writer): i for i, v in enumerate(self.versions)}
@@ -195,7 +197,7 @@ class Reruns:
             if start + len(totals) == len(kernels):
                 break
             end = kernels[start + len(totals) - 1] + 1
-            if not fine:
+            if self.deadlines and not fine:
                 # A window ends at a peak: bytes held at its start, and bytes recomputed from them in it, are counted at
                 # its ends only, so a peak within the window would see neither.
                 middle = kernels[start + bisect_left(totals, totals[-1] / 2)]
@@ -317,10 +319,15 @@ class Reruns:
             self.lp.row([(column, 1), *rerun(writer)], 0)
 
     def _futures(self, j: int) -> None:
-        """Requires full recomputation, until their next use, of versions missing at the start of window j.
+        """Requires one full recomputation, in window j or later, of versions not held at its start and used later.
 
-        Missing inputs of that recomputation are fully recomputed until the same window. Without this
-        constraint, a hundredth of a held input could serve a hundred windows that recompute a hundredth each.
+        With ``deadlines`` it happens until the window of their next use. Missing inputs of that recomputation are fully
+        recomputed between the same windows. Without this constraint, a hundredth of a held input could serve a hundred
+        windows that recompute a hundredth each.
+
+        A plan is a point of these rows: within[last, w] is 1 if w is recomputed in windows j to ``last``. A version
+        that is missing and used in window ``last`` was recomputed there or before, and each input of a recomputation in
+        that interval was held at the start of window j or recomputed in the interval.
         """
         within: dict[tuple[int, int], int] = {}  # (last window, kernel): column of its recomputation from window j on
         pending: list[tuple[int, int]] = []
@@ -338,7 +345,8 @@ class Reruns:
         for i, v in enumerate(self.versions):
             if self.droppable[i] and self.window_of[v.writer] < j <= self.window_of[v.ends]:
                 next_use = next(self.window_of[k] for k in v.uses if self.window_of[k] >= j)
-                self._require(j, i, [], -1.0, partial(rerun, next_use))
+                last = next_use if self.deadlines else len(self.windows) - 1
+                self._require(j, i, [], -1.0, partial(rerun, last))
         while pending:
             last, w = pending.pop()
             self._inputs(j, w, within[last, w], partial(rerun, last))

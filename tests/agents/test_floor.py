@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 import agents
-from agents.floor import FAMILIES, Floor, bound as bound_module, floor, refined_floor, reruns
+from agents.floor import FAMILIES, UNPROVEN, Floor, bound as bound_module, floor, refined_floor, reruns
 from agents.floor.lp import Solver
 from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.modes import MODES
@@ -192,8 +192,8 @@ def test_more_time_refines_the_floor(monkeypatch: pytest.MonkeyPatch, seconds: f
     clock = iter(range(1000))  # each solve takes 1 s
 
     def counted(*args: Any) -> Floor:
-        seen.append(floor(*args[:-1]).iteration_ns)
-        return floor(*args[:-1])
+        seen.append(floor(*args[:7], deadlines=args[8]).iteration_ns)
+        return floor(*args[:7], deadlines=args[8])
 
     monkeypatch.setattr(bound_module, "floor", counted)
     monkeypatch.setattr(bound_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -202,8 +202,10 @@ def test_more_time_refines_the_floor(monkeypatch: pytest.MonkeyPatch, seconds: f
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("exact", [0, reruns.EXACT])
-def test_no_enumerated_plan_of_equal_blocks_is_below(monkeypatch: pytest.MonkeyPatch, seed: int, exact: int) -> None:
+@pytest.mark.parametrize(("exact", "deadlines"), [(0, False), (0, True), (reruns.EXACT, True)])
+def test_no_enumerated_plan_of_equal_blocks_is_below(
+    monkeypatch: pytest.MonkeyPatch, seed: int, exact: int, deadlines: bool
+) -> None:
     """Merges kernels into windows as in large programs, or not."""
     monkeypatch.setattr(reruns, "EXACT", exact)
     rng = np.random.default_rng(seed)
@@ -216,9 +218,17 @@ def test_no_enumerated_plan_of_equal_blocks_is_below(monkeypatch: pytest.MonkeyP
         limit = int(share * program.peak_bytes)
         best = min((ns for ns, required in schedules if required <= limit), default=np.inf)
         if best < np.inf:
-            result = floor(program, MACHINE, limit, "recompute")
+            result = floor(program, MACHINE, limit, "recompute", deadlines=deadlines)
             assert result.feasible and result.iteration_ns <= best
-            assert floor(program, MACHINE, limit).iteration_ns <= best
+            assert floor(program, MACHINE, limit, deadlines=deadlines).iteration_ns <= best
+
+
+@pytest.mark.parametrize("mode", ["recompute", "joint"])
+def test_deadlines_raise_the_floor(mode: str) -> None:
+    program = Program.load(DATA / "checkmate" / "un_11.json.gz")
+    limit = 6 * 2**30
+    bounds = [floor(program, MACHINE, limit, mode, detail=0.5, families=UNPROVEN, deadlines=on) for on in (False, True)]
+    assert bounds[0].iteration_ns < bounds[1].iteration_ns
 
 
 # A persistent tensor that is never written has a permanent host copy.
@@ -410,14 +420,14 @@ def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
     swaps = [isinstance(d, Swap) for d in plan.decisions]
     modes = ["joint"] + ["swap"] * all(swaps) + ["recompute"] * (not any(swaps))
     detail, merged = data.draw(st.sampled_from([(1.0, {}), (0.02, {}), (0.005, {}), (1.0, SMALL), (0.1, SMALL)]))
-    exact = data.draw(st.sampled_from([0, reruns.EXACT]))
+    exact, deadlines = data.draw(st.sampled_from([(0, False), (0, True), (reruns.EXACT, False), (reruns.EXACT, True)]))
     try:
         timeline = in_the_long_run(program, plan, machine, limit)
     except PlanError:  # the host is full
         assume(False)
     for mode in modes:
         with patch.dict(bound_module.OPTIONS, merged), patch.object(reruns, "EXACT", exact):
-            result = floor(program, machine, limit, mode, detail=detail)
+            result = floor(program, machine, limit, mode, detail=detail, deadlines=deadlines)
         assert result.feasible and result.least_bytes <= required
         assert result.iteration_ns <= timeline.iteration_ns
         assert ((result.swapped >= 0) & (result.swapped + result.recomputed <= 1 + 1e-6)).all()
