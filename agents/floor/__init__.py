@@ -1,5 +1,5 @@
 """Certified lower bound ("floor") on the iteration time of every plan; start with bound.py (page: agents/README.md)."""
 
-from agents.floor.bound import FAMILIES, UNPROVEN, Floor, floor
+from agents.floor.bound import FAMILIES, UNPROVEN, Floor, floor, refined_floor
 
-__all__ = ["FAMILIES", "UNPROVEN", "Floor", "floor"]
+__all__ = ["FAMILIES", "UNPROVEN", "Floor", "floor", "refined_floor"]

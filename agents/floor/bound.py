@@ -9,8 +9,11 @@ optimistic, so no plan beats its optimum. The bound is computed from the dual so
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +66,25 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
+class Refinement:
+    """One solve of ``refined_floor``, with arguments of ``floor``."""
+
+    max_gaps: int | None
+    detail: float
+    deadlines: bool = False
+
+
+REFINEMENTS = (
+    Refinement(800, 0.15),
+    Refinement(None, 0.15),
+    Refinement(None, 0.4),
+    Refinement(None, 1.0),
+    Refinement(None, 1.0, True),
+)
+GROWTH = 4.0  # assumed ratio of the times of consecutive refinements
+
+
+@dataclass(frozen=True)
 class Floor:
     """Lower bound that holds for every plan.
 
@@ -94,6 +116,7 @@ def floor(
     detail: float = 1.0,
     families: Collection[str] = FAMILIES,
     seconds: float | None = None,
+    deadlines: bool = False,
 ) -> Floor:
     """Computes the lower bound on plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
@@ -102,12 +125,14 @@ def floor(
         machine: Machine that runs it.
         limit: Memory limit in bytes, persistent tensors included.
         mode: Eviction kinds of the plans: swap, recompute or joint.
-        max_gaps: number of gaps that are variables of the linear program, those of the largest tensors; the others are
-            emptied at no cost. None: ``FloorOptions.max_gaps``, reduced with ``detail``.
+        max_gaps: maximum number of gaps that are variables of the linear program, those of the largest tensors; the
+            others are emptied at no cost. None: ``FloorOptions.max_gaps``, reduced with ``detail``.
         detail: resolution of the merging in large programs; lower values solve faster and give a lower bound.
         families: constraint families, of ``FAMILIES``; omitting one can only lower the bound.
         seconds: approximate time limit of the solver; on a timeout the ideal time is returned. Building the program
             takes time in proportion to ``detail``; with ``detail=0`` nothing is solved.
+        deadlines: windows of recomputation end at peaks of memory, and what is missing at a window's start is fully
+            recomputed until its next use, not just at some time. Usually a higher bound, at a multiple of the time.
 
     Raises:
         ValueError: the mode or family is unknown, or the mode has decisions that the relaxation does not cover.
@@ -126,11 +151,11 @@ def floor(
     size = np.array([nbytes[g.tensor] for g in candidates], np.int64)
     spans = np.array([(g.after, end) for g, end in zip(candidates, ends, strict=True)], np.int64).reshape(-1, 2)
     min_load = residency(live_bytes, spans, size)
-    # Gaps of small tensors are no variables. They are emptied at no cost, which no plan can improve on.
-    cutoff = _threshold(sorted(size.tolist(), reverse=True), max_gaps)
-    gaps = [g for g in candidates if nbytes[g.tensor] >= cutoff]
-    is_small = size < cutoff
-    live_bytes = residency(live_bytes, spans[is_small], size[is_small])
+    # The other tensors' gaps are no variables. They are emptied at no cost, which no plan can improve on.
+    modeled = _modeled_tensors(program, candidates, max_gaps)
+    gaps = [g for g in candidates if g.tensor in modeled]
+    is_free = np.array([g.tensor not in modeled for g in candidates], bool)
+    live_bytes = residency(live_bytes, spans[is_free], size[is_free])
     least_bytes = int(min_load.max())
     zeros = np.zeros(len(gaps))
     ideal = Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), zeros, zeros)
@@ -149,11 +174,12 @@ def floor(
                 gaps,
                 live_bytes,
                 min_load,
-                cutoff,
+                modeled,
                 options.windows,
                 cells,
                 count,
                 families,
+                deadlines,
             )
             solver = Solver(problem.lp, deadline)
             share = min(1.0, options.full_rows / len(problem.lp.rows)) if mode == "recompute" else 0.0
@@ -174,6 +200,40 @@ def floor(
     overhead = iteration / program.ideal_ns - 1 if program.ideal_ns else 0.0
     swapped, recomputed = problem.fractions(solution.x)
     return Floor(True, least_bytes, iteration, overhead, tuple(gaps), swapped, recomputed)
+
+
+def refined_floor(
+    program: Program,
+    machine: Machine,
+    limit: int,
+    mode: str = "joint",
+    seconds: float = 1.0,
+    timeout_s: float | None = None,
+    families: Collection[str] = UNPROVEN,
+) -> Floor:
+    """Computes the highest floor of ``REFINEMENTS`` within a time: more gaps and more detail the more time is left.
+
+    Args:
+        program, machine, limit, mode, families: as in ``floor``.
+        seconds: approximate time in s; a finer solve begins only if ``GROWTH`` times the last one's time is left.
+        timeout_s: time limit in s of the first solve, which is always tried; None: ``seconds``.
+
+    Raises:
+        ValueError: as in ``floor``.
+    """
+    begin = time.monotonic()
+    timeout_s = seconds if timeout_s is None else timeout_s
+    best: Floor | None = None
+    for step in REFINEMENTS:
+        start = time.monotonic()
+        result = floor(program, machine, limit, mode, step.max_gaps, step.detail, families, timeout_s, step.deadlines)
+        if best is None or not result.feasible or result.iteration_ns > best.iteration_ns:
+            best = result
+        now = time.monotonic()
+        timeout_s = seconds - (now - begin)
+        if not best.feasible or timeout_s < GROWTH * (now - start):
+            break
+    return best
 
 
 def _resolution(
@@ -197,20 +257,24 @@ def _resolution(
     return groups, swap_groups if n <= swap_groups else swap_groups // 2, int(cells * detail)
 
 
-def _threshold(sizes: list[int], count: int) -> int:
-    """Returns the size threshold that keeps about ``count`` of the sizes (descending).
+def _modeled_tensors(program: Program, gaps: list[Gap], count: int) -> set[int]:
+    """Returns the tensors whose gaps are variables: the largest, with at most ``count`` gaps (but at least one tensor).
 
-    At most ``count`` sizes are kept, except if these are fewer than half of ``count``. The next smaller size is then
-    kept as well if the total stays within 1.5 times ``count``.
+    Among tensors of one size, those whose gaps last longest come first, so that many equal tensors do not all fall
+    out. A tensor is modeled with all of its gaps, because recomputation treats its versions together.
     """
-    if len(sizes) <= count:
-        return 1
-    next_size = sizes[count]
-    larger = [size for size in sizes if size > next_size]
-    if not larger:
-        return next_size
-    keeps_next = len(larger) < count / 2 and len(larger) + sizes.count(next_size) <= 1.5 * count
-    return next_size if keeps_next else larger[-1]
+    end_ns = np.cumsum([k.duration_ns for k in program.kernels])
+    absence_ns: dict[int, int] = defaultdict(int)
+    gap_count = Counter(g.tensor for g in gaps)
+    for g in gaps:
+        absence_ns[g.tensor] += int((end_ns[g.before - 1] - end_ns[g.after]) % end_ns[-1]) if end_ns[-1] else 0
+    nbytes = [t.nbytes for t in program.tensors]
+    ranked = sorted(gap_count, key=lambda x: (-nbytes[x], -absence_ns[x], x))
+    totals = list(accumulate(gap_count[x] for x in ranked))
+    kept = max(bisect_right(totals, count), 1)
+    left_out = set(ranked[kept:])
+    smallest = min((nbytes[x] for x in ranked[:kept]), default=1) if left_out else 1
+    return {x for x, size in enumerate(nbytes) if size >= smallest and x not in left_out}
 
 
 class _Problem:
@@ -229,11 +293,12 @@ class _Problem:
         gaps: list[Gap],
         live_bytes: NDArray[np.int64],
         min_load: NDArray[np.int64],
-        min_nbytes: int,
+        modeled: set[int],
         windows: int,
         cells: int,
         max_groups: int,
         families: Collection[str],
+        deadlines: bool,
     ) -> None:
         largest = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Scales bytes and times so that coefficients are near 1.
@@ -248,7 +313,9 @@ class _Problem:
         self.knapsacks: list[Row] = []
         self.integer_sums: list[tuple[Terms, float]] = []
         if mode != "swap":
-            self.reruns = Reruns(self.lp, program, limit, live_bytes, min_nbytes, windows, cells, byte, families)
+            self.reruns = Reruns(
+                self.lp, program, limit, live_bytes, min_load, modeled, windows, cells, byte, families, deadlines
+            )
         if mode == "recompute" and self.reruns is not None:
             # Without swaps nothing waits: the delay is the time of the recomputed kernels.
             loads = self.reruns.load(set(np.flatnonzero(live_bytes > limit).tolist()))

@@ -12,6 +12,7 @@ Source: "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerializati
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from functools import cached_property, partial
@@ -24,6 +25,8 @@ from numpy.typing import NDArray
 from agents.floor.lp import Linear, Terms
 from simulator.program import Gap, Program
 from simulator.residency import residency
+
+EXACT = 2_000  # kernels times versions, up to which every kernel that uses a version begins a window
 
 
 class Version(NamedTuple):
@@ -45,11 +48,11 @@ class Version(NamedTuple):
         return pairwise([self.writer, *self.uses])
 
 
-def versions_of(program: Program, min_nbytes: int) -> list[Version]:
-    """Returns the versions of non-persistent tensors of at least ``min_nbytes`` bytes."""
+def versions_of(program: Program, modeled: Collection[int]) -> list[Version]:
+    """Returns the versions of the non-persistent tensors among ``modeled``."""
     versions = []
     for x, tensor in enumerate(program.tensors):
-        if not tensor.persistent and tensor.nbytes >= min_nbytes:
+        if not tensor.persistent and x in modeled:
             for w, overwritten in pairwise([*program.writes[x], len(program.kernels)]):
                 versions.append(Version(x, w, overwritten, [k for k in program.accesses[x] if w < k <= overwritten]))
     return versions
@@ -109,12 +112,13 @@ class Reruns:
     the memory.
 
     Args:
-        min_nbytes: bytes; smaller tensors are always available and take no memory in their gaps.
-        live_bytes: int64[n], load per kernel with the gaps of smaller tensors emptied.
+        live_bytes: int64[n], load per kernel with the gaps of all tensors but ``modeled`` emptied.
+        min_load: int64[n], load per kernel with all gaps emptied.
+        modeled: tensors with versions; the others are always available and take no memory in their gaps.
         parts: approximate number of windows, by used bytes relative to the peak load; reduced until there are at most
             ``cells`` pairs of a window and a version.
         byte: the unit of the linear program, in bytes.
-        families: constraint families, as in ``floor``.
+        families, deadlines: as in ``floor``.
     """
 
     def __init__(
@@ -123,11 +127,13 @@ class Reruns:
         program: Program,
         limit: int,
         live_bytes: NDArray[np.int64],
-        min_nbytes: int,
+        min_load: NDArray[np.int64],
+        modeled: Collection[int],
         parts: int,
         cells: int,
         byte: float,
         families: Collection[str],
+        deadlines: bool,
     ) -> None:
         self.lp = lp
         self.program = program
@@ -136,7 +142,9 @@ class Reruns:
         self.limits = RerunLimits(program)
         self.n = len(program.kernels)
         self.live_bytes = live_bytes
-        self.versions = versions_of(program, min_nbytes)
+        self.peaks = live_bytes + min_load
+        self.deadlines = deadlines
+        self.versions = versions_of(program, modeled)
         self.size = [program.tensors[v.tensor].nbytes / byte for v in self.versions]
         self.index = {(v.tensor, v.writer): i for i, v in enumerate(self.versions)}
         # Larger windows until the program is small enough. Above 1,900 versions it gets fewer cells, in proportion.
@@ -170,25 +178,33 @@ class Reruns:
         for v in self.versions:
             for k in (v.writer, *v.uses):
                 users[k].add(v.tensor)
-        # Small programs are exact: every kernel that uses a version begins a window.
-        fine = (last - first) * len(self.versions) <= 2_000
+        fine = (last - first) * len(self.versions) <= EXACT
         max_bytes = 0.0 if fine else self.program.peak_bytes / parts
+        nbytes = [tensor.nbytes for tensor in self.program.tensors]
+        kernels = sorted(k for k in users if first <= k <= last)
         windows = []
         begin = first
-        end = first
-        current = set[int]()
-        total = 0
-        for k in sorted(k for k in users if first <= k <= last):
-            added = sum(self.program.tensors[x].nbytes for x in users[k] - current)
-            if current and total + added > max_bytes:
-                windows.append((begin, end))
-                begin = end
-                current = set()
-                total = 0
-                added = sum(self.program.tensors[x].nbytes for x in users[k])
-            current |= users[k]
-            total = total + added
-            end = k + 1
+        start = 0
+        while True:
+            current = set[int]()
+            totals = list[int]()  # bytes used in the window, up to each of its kernels
+            for k in kernels[start:]:
+                total = (totals[-1] if totals else 0) + sum(nbytes[x] for x in users[k] - current)
+                if totals and total > max_bytes:
+                    break
+                current |= users[k]
+                totals.append(total)
+            if start + len(totals) == len(kernels):
+                break
+            end = kernels[start + len(totals) - 1] + 1
+            if self.deadlines and not fine:
+                # A window ends at a peak: bytes held at its start, and bytes recomputed from them in it, are counted at
+                # its ends only, so a peak within the window would see neither.
+                middle = kernels[start + bisect_left(totals, totals[-1] / 2)]
+                end -= int(self.peaks[middle:end][::-1].argmax())
+            windows.append((begin, end))
+            begin = end
+            start = bisect_left(kernels, end)
         windows.append((begin, last + 1))
         return [*windows, (last + 1, self.n)] if last + 1 < self.n else windows
 
@@ -305,28 +321,35 @@ class Reruns:
     def _futures(self, j: int) -> None:
         """Requires one full recomputation, in window j or later, of versions not held at its start and used later.
 
-        The same holds for the missing inputs of that recomputation. Without this constraint, a hundredth of a held
-        input could serve a hundred windows that recompute a hundredth each.
-        """
-        later: dict[int, int] = {}  # kernel: column of its recomputation in window j or later
-        pending: list[int] = []
+        With ``deadlines`` it happens until the window of their next use. Missing inputs of that recomputation are fully
+        recomputed between the same windows. Without this constraint, a hundredth of a held input could serve a hundred
+        windows that recompute a hundredth each.
 
-        def rerun(w: int) -> Terms:
-            if w not in later:
-                columns = [(self.rerun[k, w], -1.0) for k in range(j, len(self.windows)) if (k, w) in self.rerun]
+        A plan is a point of these rows: within[last, w] is 1 if w is recomputed in windows j to ``last``. A version
+        that is missing and used in window ``last`` was recomputed there or before, and each input of a recomputation in
+        that interval was held at the start of window j or recomputed in the interval.
+        """
+        within: dict[tuple[int, int], int] = {}  # (last window, kernel): column of its recomputation from window j on
+        pending: list[tuple[int, int]] = []
+
+        def rerun(last: int, w: int) -> Terms:
+            if (last, w) not in within:
+                columns = [(self.rerun[k, w], -1.0) for k in range(j, last + 1) if (k, w) in self.rerun]
                 if not columns:
                     return []
-                later[w] = self.lp.column()
-                self.lp.row([(later[w], 1.0), *columns], 0)
-                pending.append(w)
-            return [(later[w], -1.0)]
+                within[last, w] = self.lp.column()
+                self.lp.row([(within[last, w], 1.0), *columns], 0)
+                pending.append((last, w))
+            return [(within[last, w], -1.0)]
 
         for i, v in enumerate(self.versions):
             if self.droppable[i] and self.window_of[v.writer] < j <= self.window_of[v.ends]:
-                self._require(j, i, [], -1.0, rerun)
+                next_use = next(self.window_of[k] for k in v.uses if self.window_of[k] >= j)
+                last = next_use if self.deadlines else len(self.windows) - 1
+                self._require(j, i, [], -1.0, partial(rerun, last))
         while pending:
-            w = pending.pop()
-            self._inputs(j, w, later[w], rerun)
+            last, w = pending.pop()
+            self._inputs(j, w, within[last, w], partial(rerun, last))
 
     def load(self, kernels: Collection[int]) -> dict[int, tuple[Terms, float]]:
         """Returns the minimum memory at each kernel, as terms and a constant in the program's units.

@@ -12,7 +12,7 @@ from typing import Any
 
 import agents
 from agents.deadline import TimeUp, within
-from agents.floor import UNPROVEN, Floor, floor
+from agents.floor import Floor, floor, refined_floor
 from agents.learned.best import HUGE, LOADING
 from agents.planner import small
 from agents.search.retimed import ForFaster, TimesError
@@ -60,7 +60,7 @@ class Effort:
         tighter_limits: fractions of the limit at which that search plans, until a plan is served.
         batch_share: plans at other batches.
         batch_plans: planner calls that the search for the largest batch usually needs.
-        floor_gaps, floor_detail: gaps and detail of a second floor besides the search's.
+        floor_share: a second floor besides the search's (``refined_floor``).
         timeout_factor: multiple of the planning time after which the floor, and the capture of the largest batch, are
             given up.
     """
@@ -85,8 +85,7 @@ class Effort:
     tighter_limits: tuple[float, ...] = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
     batch_share: float = 0.15
     batch_plans: int = 16
-    floor_gaps: int = 800
-    floor_detail: float = 0.15
+    floor_share: float = 0.15
     timeout_factor: float = 3
 
     def default_s(self, program: Program) -> float:
@@ -109,7 +108,7 @@ def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
         **dict.fromkeys(families_of(mode).values(), EFFORT.kind_share),
         Stage.SEARCH: EFFORT.search_share,
         **({} if error is None else {Stage.FASTER: EFFORT.faster_share}),
-        Stage.FLOOR: EFFORT.floor_detail,
+        Stage.FLOOR: EFFORT.floor_share,
         Stage.LARGEST: EFFORT.batch_share,
     }
 
@@ -163,7 +162,7 @@ def make_plans(
     floors: list[Floor] = [getattr(search, "floor", None) or quick_floor]
     timeout_s = EFFORT.timeout_factor * seconds
     with suppress(TimeUp), within(min(timeout_s, EFFORT.longest_s)):
-        floors.append(floor(*task, mode, EFFORT.floor_gaps, EFFORT.floor_detail, UNPROVEN, timeout_s))
+        floors.append(refined_floor(*task, mode, EFFORT.floor_share * seconds, timeout_s))
     bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
     return [replace(b, row=report.with_bounds(b.row, bound) if b.row else None) for b in bests], bound
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 import agents
-from agents.floor import FAMILIES, bound as bound_module, floor
+from agents.floor import FAMILIES, UNPROVEN, Floor, bound as bound_module, floor, refined_floor, reruns
 from agents.floor.lp import Solver
 from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.modes import MODES
@@ -153,6 +155,80 @@ def test_the_smallest_gaps_are_empty_for_nothing() -> None:
     program = Program("two sizes", (*sandwich().tensors, Tensor("u", 10)), kernels)
     assert floor(program, MACHINE, 110, max_gaps=1).iteration_ns == 50 + 2 * 90
     assert floor(program, MACHINE, 110).iteration_ns == 50 + 2 * 100
+
+
+def blocks(count: int, small: int = 100, large: int = 100, cheap_ns: int = 10, dear_ns: int = 100) -> Program:
+    """Builds ``count`` equal blocks of two activations each, and their backward pass.
+
+    Args:
+        small, large: sizes of the first and the second activation, in bytes.
+        cheap_ns, dear_ns: durations of their kernels.
+    """
+    forward = []
+    for k in range(count):
+        first, second = 2 * k, 2 * k + 1
+        forward += [(() if k == 0 else (first - 1,), (first,), cheap_ns), ((first,), (second,), dear_ns)]
+    backward = [((2 * k, 2 * k + 1), (), 20) for k in reversed(range(count))]
+    return steps([small, large] * count, *forward, *backward, recomputable=True)
+
+
+def test_a_limit_of_gaps_is_kept_among_equal_tensors() -> None:
+    program = blocks(8)
+    limit = program.peak_bytes // 2
+    full = floor(program, MACHINE, limit)
+    for count in (5, 9, len(full.gaps) - 1):
+        some = floor(program, MACHINE, limit, max_gaps=count)
+        assert count - 2 < len(some.gaps) <= count
+        assert some.iteration_ns <= full.iteration_ns
+    # Without the shortest absences nearly the same floor is proven; if all ties fell out, nothing would be.
+    assert some.iteration_ns > program.ideal_ns
+
+
+@pytest.mark.parametrize(("seconds", "solves"), [(1.0, 1), (7.0, 2), (1e9, len(bound_module.REFINEMENTS))])
+def test_more_time_refines_the_floor(monkeypatch: pytest.MonkeyPatch, seconds: float, solves: int) -> None:
+    program = pyramid(40, 0)
+    task = (program, MACHINE, int(0.5 * program.peak_bytes), "swap")
+    seen = []
+    clock = iter(range(1000))  # each solve takes 1 s
+
+    def counted(*args: Any) -> Floor:
+        seen.append(floor(*args[:7], deadlines=args[8]).iteration_ns)
+        return floor(*args[:7], deadlines=args[8])
+
+    monkeypatch.setattr(bound_module, "floor", counted)
+    monkeypatch.setattr(bound_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    refined = refined_floor(*task, seconds=seconds, timeout_s=1e9)
+    assert (refined.iteration_ns, len(seen)) == (max(seen), solves)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("exact", "deadlines"), [(0, False), (0, True), (reruns.EXACT, True)])
+def test_no_enumerated_plan_of_equal_blocks_is_below(
+    monkeypatch: pytest.MonkeyPatch, seed: int, exact: int, deadlines: bool
+) -> None:
+    """Merges kernels into windows as in large programs, or not."""
+    monkeypatch.setattr(reruns, "EXACT", exact)
+    rng = np.random.default_rng(seed)
+    program = blocks(2 + seed % 2, *(int(x) for x in rng.integers(1, 120, 4)))
+    n = len(program.kernels)
+    writers = [k for k in range(n) if program.kernels[k].outputs]
+    pairs = [Rerun(w, k) for w in writers for k in range(w + 2, n) if k >= len(writers)]
+    schedules = list(enumeration.rerun_plans(program, pairs, 4))
+    for share in (0.4, 0.55, 0.7, 0.85):
+        limit = int(share * program.peak_bytes)
+        best = min((ns for ns, required in schedules if required <= limit), default=np.inf)
+        if best < np.inf:
+            result = floor(program, MACHINE, limit, "recompute", deadlines=deadlines)
+            assert result.feasible and result.iteration_ns <= best
+            assert floor(program, MACHINE, limit, deadlines=deadlines).iteration_ns <= best
+
+
+@pytest.mark.parametrize("mode", ["recompute", "joint"])
+def test_deadlines_raise_the_floor(mode: str) -> None:
+    program = Program.load(DATA / "checkmate" / "un_11.json.gz")
+    limit = 6 * 2**30
+    bounds = [floor(program, MACHINE, limit, mode, detail=0.5, families=UNPROVEN, deadlines=on) for on in (False, True)]
+    assert bounds[0].iteration_ns < bounds[1].iteration_ns
 
 
 # A persistent tensor that is never written has a permanent host copy.
@@ -344,13 +420,14 @@ def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
     swaps = [isinstance(d, Swap) for d in plan.decisions]
     modes = ["joint"] + ["swap"] * all(swaps) + ["recompute"] * (not any(swaps))
     detail, merged = data.draw(st.sampled_from([(1.0, {}), (0.02, {}), (0.005, {}), (1.0, SMALL), (0.1, SMALL)]))
+    exact, deadlines = data.draw(st.sampled_from([(0, False), (0, True), (reruns.EXACT, False), (reruns.EXACT, True)]))
     try:
         timeline = in_the_long_run(program, plan, machine, limit)
     except PlanError:  # the host is full
         assume(False)
     for mode in modes:
-        with patch.dict(bound_module.OPTIONS, merged):
-            result = floor(program, machine, limit, mode, detail=detail)
+        with patch.dict(bound_module.OPTIONS, merged), patch.object(reruns, "EXACT", exact):
+            result = floor(program, machine, limit, mode, detail=detail, deadlines=deadlines)
         assert result.feasible and result.least_bytes <= required
         assert result.iteration_ns <= timeline.iteration_ns
         assert ((result.swapped >= 0) & (result.swapped + result.recomputed <= 1 + 1e-6)).all()
