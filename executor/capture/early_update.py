@@ -218,18 +218,19 @@ def _is_random(captured: Captured, k: int) -> bool:
 
 
 def _reordered(captured: Captured, order: list[int]) -> Captured:
-    """Returns the step with its kernels in this order; it frees gradients and the update's temporaries at once."""
+    """Returns the step with its kernels in this order; temporaries of the update are freed at once."""
     program = captured.program
     outputs = {captured.values[node] for node in captured.outputs if node in captured.values}
     born = {t: k for k in reversed(range(len(program.kernels))) for t in program.kernels[k].outputs}
-    freed = {t for t, k in born.items() if program.kernels[k].phase == "optimizer"} | set(captured.holds.gradients)
-    freed = {t for t in freed - outputs if not program.tensors[t].persistent}
+    freed = {
+        t for t, k in born.items() if program.kernels[k].phase == "optimizer" and not program.tensors[t].persistent
+    }
     kernels = {}
     for k in order:
         kernel = program.kernels[k]
         if captured.nodes[k]:
             kernels[k] = kernel
-        elif kept := tuple(t for t in kernel.inputs if t not in freed):
+        elif kept := tuple(t for t in kernel.inputs if t not in freed - outputs):
             kernels[k] = replace(kernel, inputs=kept)
     count = len(program.kernels)
     position = {-1: -1, **{k: i for i, k in enumerate(kernels)}, count: len(kernels)}
