@@ -84,8 +84,8 @@ class Annealing(RowsPlanner):
         deadline = time.monotonic() + self.seconds if self.seconds is not None else None
         engine = Engine(program, machine, limit)
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
-        if moves.accepts(self.first):
-            best = self.first
+        best: Rows | None = self.first
+        if moves.accepts(best):
             best_ns = engine.score(best).iteration_ns
         else:
             until = half_way(deadline)

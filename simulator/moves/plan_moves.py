@@ -8,14 +8,7 @@ repaired by emptying random gaps that are open where the load is largest. Moves:
 - empty: a gap is emptied, then random emptied gaps are filled while the limit holds;
 - shift: ``after``, ``copy`` or ``prefetch`` of a swap changes, or ``at`` of a recomputation;
 - choice: an emptied gap changes between swap, recompute, and recompute with ``keep``.
-
-In programs of repeated parts, classes of alike gaps (classes.py) move, too:
-
-- run: consecutive members of a class take one choice;
-- border: the border between members of different choices moves by some members;
-- exchange: a run of one class is filled, and a run of another class is emptied instead.
-
-A plan that exceeds the limit then is repaired by emptying runs.
+- class: in repetitive programs, a class of alike gaps changes (``_move_class``).
 """
 
 from __future__ import annotations
@@ -414,7 +407,11 @@ def _exchange(rng, gaps, new, differ, first, last):
 
 @stage
 def _move_class(rng, gaps, new, differ):
-    """Makes a random move of a class; returns whether the plan changes."""
+    """Makes a random move of a class of alike gaps; returns whether the plan changes.
+
+    A run of consecutive members takes one choice, or the border between members of different choices moves, or a run is
+    filled and one of another class emptied.
+    """
     c = _sample_class(rng, gaps.classes.chances)
     begin = gaps.classes.begin[c]
     end = gaps.classes.begin[c + 1]

@@ -106,7 +106,7 @@ def test_a_plan_exists_before_any_method_has_run(mode: str, monkeypatch: pytest.
 def test_methods_suit_the_processor_time_within_the_budget(
     processor: float, methods: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A busy computer leaves too little of 6 s for the linear program, although the wall clock does not say so."""
+    """A busy computer leaves too little of 6 s for the linear program, although the wall clock shows more."""
     program = stack(*[("attend", 200)] * 12)
     clock = count()
     for method in (Annealing, PolicySearch, LPRound):
