@@ -34,11 +34,13 @@ def within(seconds: float | None) -> Iterator[None]:
             code = frame.f_code
             # Python prints and drops exceptions that leave a finalizer or a weak reference's callback.
             is_dropped = code.co_name == "__del__" or code.co_filename == weakref.__file__
+            # Compiled code that restores its constants reports every exception as a SystemError.
+            is_restoring = code.co_name == "_numba_unpickle"
             # An interrupted import cannot be repeated: extension modules refuse to be initialized twice.
             is_import = code.co_filename.startswith("<frozen importlib")
             # A context manager that is interrupted as it enters or exits leaves its state behind (torch.no_grad).
             is_context = code.co_name in CONTEXT and frame.f_globals["__name__"].startswith(("torch.", "contextlib"))
-            if is_dropped or is_import or is_context:  # tries again in 10 ms
+            if is_dropped or is_restoring or is_import or is_context:  # tries again in 10 ms
                 signal.setitimer(signal.ITIMER_REAL, 0.01, REPEAT)
                 return
             frame = frame.f_back

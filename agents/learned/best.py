@@ -1,8 +1,12 @@
 """Portfolio planner: runs several methods within a time budget and returns the best plan.
 
-``shares`` is the table of methods and their shares of the time, by mode, program size and time budget. Searches that
-converge early are restarted. LP rounding continues from the best plan so far, after a search of its own. README.md
-shows the table.
+It begins with the plans of thinning.py, whatever the budget, so that it has a plan from the start. ``shares`` is the
+table of the methods that follow and their shares of the time, by mode, program and time budget. Searches that converge
+early are restarted. In repetitive programs annealing moves classes of gaps, from the best plan so far. LP rounding
+continues from it, too, after a search of its own. README.md shows the table.
+
+Other processes may leave this one a fraction of the processor. The methods are those that suit the processor time
+within the budget, since a network or a linear program would take all of it.
 """
 
 from __future__ import annotations
@@ -20,10 +24,15 @@ from agents.search.annealing import Annealing
 from agents.search.budgeted import SLACK
 from agents.search.lp_round import LPRound
 from agents.search.rerun_search import RerunSearch
-from simulator.compiled.encoding import NEVER, rows_of
-from simulator.compiled.engine import Engine
+from agents.search.thinning import thinned
+from simulator.compiled import warm
+from simulator.compiled.encoding import rows_of
+from simulator.compiled.engine import Engine, simulate
+from simulator.decisions import Recompute
+from simulator.machine import Machine
 from simulator.modes import MODES
-from simulator.program import Program
+from simulator.moves.classes import gap_classes
+from simulator.plan import Plan
 
 LOADING = 6.0  # seconds below which PyTorch is not loaded for the network alone
 HUGE = 50_000  # kernels from which the network and restarted searches take too long
@@ -33,6 +42,10 @@ HUGE = 50_000  # kernels from which the network and restarted searches take too 
 class PortfolioOptions:
     """Division of the budget among the methods."""
 
+    first_share: float = 0.1  # of the time, for plans of thinning.py after the first that fits
+    classes_share: float = 0.5  # of the time, for annealing of repetitive programs if LP rounding follows
+    classes_hot: float = 3e-4  # first temperature there: annealing keeps what is good in the start plan
+    measured_s: float = 0.02  # seconds from which the share of the processor is known
     lp_s: float = 3.0  # seconds from which the LP solution is accurate enough to guide a search
     search_s: float = 2e-3  # seconds of a search per kernel, at least 1 s in all
     max_searches: int = 16
@@ -52,12 +65,25 @@ class Share(NamedTuple):
     hot: float = OPTIONS.hot[0]
 
 
-def shares(mode: str, kernels: int, seconds: float | None, network: bool) -> list[Share]:
-    """Returns the methods and their shares, which sum to 1. ``network``: PyTorch is loaded, or the time allows it."""
-    search = "policy_search" if network else "annealing"
+def shares(mode: str, kernels: int, seconds: float | None, network: bool, repetitive: bool = False) -> list[Share]:
+    """Returns the methods and their shares, which sum to 1.
+
+    Args:
+        mode: "swap", "recompute" or "joint".
+        kernels: number of kernels of the program.
+        seconds: processor time of one core within the budget; None: unlimited.
+        network: whether PyTorch is loaded, or the time allows it.
+        repetitive: whether the program has classes of alike gaps.
+    """
+    search = "policy_search" if network and not repetitive else "annealing"
+    solver = seconds is None or seconds >= OPTIONS.lp_s
     if kernels >= HUGE:
         return [Share("annealing", 0.25), Share("lp_round", 0.75)]
-    solver = seconds is None or seconds >= OPTIONS.lp_s
+    if repetitive and mode != "recompute":
+        if seconds is not None and seconds < max(OPTIONS.lp_s, OPTIONS.search_s * kernels):
+            return [Share("annealing", 1.0, OPTIONS.classes_hot)]
+        fraction = OPTIONS.classes_share
+        return [Share("annealing", fraction, OPTIONS.classes_hot), Share("lp_round", 1 - fraction)]
     if mode == "recompute":
         rounding = [Share("lp_round", 0.2)] if solver else []
         return [Share(search, 0.1), *rounding, Share("rerun_search", 0.7 if solver else 0.9)]
@@ -75,7 +101,8 @@ class Best(RowsPlanner):
     """Portfolio of the methods of ``shares``, run one after the other.
 
     Args:
-        seconds: wall-clock budget, exceeded by at most a tenth plus one second. The plan then depends on the computer.
+        seconds: wall-clock budget, exceeded by at most a tenth plus one second, or by the time to compile code and make
+            the first plan. The plan then depends on the computer.
         calls: approximate simulator budget instead of ``seconds``. If both are None, each method uses its own default,
             and the plan is the same on any computer.
         mode: "swap", "recompute" or "joint".
@@ -99,7 +126,6 @@ class Best(RowsPlanner):
 
     def choose(self, engine: Engine) -> Rows:
         """Returns the best plan found; raises Infeasible if the floor excludes every plan or no method finds one."""
-        began = time.monotonic()
         share_end = 0.0
         program = engine.program
         machine = engine.machine
@@ -108,17 +134,29 @@ class Best(RowsPlanner):
         self.best_ns = {}
         if program.peak_bytes <= limit:
             return NO_ROWS
-        best = None
-        best_ns = NEVER
+        if self.seconds is not None:
+            _compile_search(machine)
+        began = time.monotonic()
+        processor_began = time.process_time()
+        min_bytes = small(program) if self.min_bytes is None else self.min_bytes
+        until = None if self.seconds is None else began + OPTIONS.first_share * self.seconds
+        best, best_ns = thinned(engine, self.mode, min_bytes, until)
+        # The final check takes one more call.
+        calls = None if self.calls is None else self.calls - 1 - engine.calls
         reason = ""
-        network = "torch" in sys.modules or self.seconds is None or self.seconds >= LOADING
-        for turn, share in enumerate(shares(self.mode, len(program.kernels), self.seconds, network)):
+        repetitive = gap_classes(program, program.gaps(min_bytes)).prob > 0
+        seconds = self.seconds
+        elapsed = time.monotonic() - began
+        if seconds is not None and elapsed > OPTIONS.measured_s:
+            seconds *= min((time.process_time() - processor_began) / elapsed, 1.0)
+        network = "torch" in sys.modules or seconds is None or seconds >= LOADING
+        for turn, share in enumerate(shares(self.mode, len(program.kernels), seconds, network, repetitive)):
             share_end += share.fraction
             remaining_s = None if self.seconds is None else began + share_end * self.seconds - time.monotonic()
             if best is not None and remaining_s is not None and remaining_s <= 0:
                 continue
-            planner = self._make_planner(share, turn, program, remaining_s)
-            if isinstance(planner, LPRound):
+            planner = self._make_planner(share, turn, min_bytes, calls, remaining_s)
+            if isinstance(planner, LPRound) or (repetitive and isinstance(planner, Annealing)):
                 planner.first = best
             try:
                 with within(None if remaining_s is None else max(remaining_s, 0.0) + SLACK):
@@ -142,20 +180,27 @@ class Best(RowsPlanner):
         return best
 
     def _make_planner(
-        self, share: Share, turn: int, program: Program, remaining_s: float | None
+        self, share: Share, turn: int, min_bytes: int, calls: int | None, remaining_s: float | None
     ) -> Annealing | LPRound | PolicySearch | RerunSearch:
-        """Returns the planner of a method, with its share of the calls or the seconds ``remaining_s``."""
+        """Returns the planner of a method, with its share of ``calls`` or the seconds ``remaining_s``."""
         seconds = None if remaining_s is None else max(remaining_s, 1e-2)
-        min_bytes = small(program) if self.min_bytes is None else self.min_bytes
         if share.method == "rerun_search":
             # Either the kicks or the seconds end the search; the other number is no limit in practice.
             if seconds is None:
                 return RerunSearch(seconds=1e6, kicks=OPTIONS.kicks, min_bytes=min_bytes, seed=self.seed)
             return RerunSearch(seconds, kicks=10**6, min_bytes=min_bytes, seed=self.seed)
-        calls = None if self.calls is None else max(int(share.fraction * (self.calls - 1)), LEAST)
+        share_calls = None if calls is None else max(int(share.fraction * calls), LEAST)
         seed = self.seed + OPTIONS.seed_step * turn
-        budgets: dict[str, Any] = {"calls": calls, "seconds": seconds, "jobs": self.jobs}
+        budgets: dict[str, Any] = {"calls": share_calls, "seconds": seconds, "jobs": self.jobs}
         if share.method == "lp_round":
             return LPRound(mode=self.mode, min_bytes=min_bytes, seed=seed, **budgets)
         kind = PolicySearch if share.method == "policy_search" else Annealing
         return kind(mode=self.mode, hot=share.hot, min_bytes=min_bytes, seed=seed, **budgets)
+
+
+def _compile_search(machine: Machine) -> None:
+    """Compiles or loads the code of annealing: a search that is interrupted in compilation would never get beyond."""
+    tiny = warm.TINY
+    simulate(tiny, warm.SWAPPED, machine, 2 * tiny.peak_bytes)  # first, since the next line covers plans of swaps, too
+    simulate(tiny, Plan((Recompute(0, 1, 3),)), machine, 2 * tiny.peak_bytes)
+    Annealing(calls=LEAST, min_bytes=1).plan(tiny, machine, tiny.peak_bytes - 1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -59,6 +59,9 @@ class Annealing(RowsPlanner):
         cold: final temperature, as a fraction of the ideal time.
         seconds: wall-clock budget. If set, the plan depends on the speed of the computer.
         jobs: parallel chains (one per core) if ``seconds`` is set; None: all cores.
+
+    Attributes:
+        first: rows of a feasible plan from which the search starts instead; or None.
     """
 
     facts = PlannerInfo("annealing", "simulated annealing", family="search", slot=2, place=220, slow=1)
@@ -69,6 +72,7 @@ class Annealing(RowsPlanner):
     cold: float = 3e-5
     seconds: float | None = positive(None)
     jobs: int | None = at_least(1, None)
+    first: Rows | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,29 +83,33 @@ class Annealing(RowsPlanner):
         """Returns the best plan found; raises Infeasible if none of the starts fits ``limit``."""
         deadline = time.monotonic() + self.seconds if self.seconds is not None else None
         engine = Engine(program, machine, limit)
-        best, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes, half_way(deadline))
-        if best is None:
-            # Recomputation chains need memory, so recomputing everything does not reach the minimum.
-            raise self.beyond_reach(engine, required if self.mode == "swap" else None)
+        moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
+        best: Rows | None = self.first
+        if moves.accepts(best):
+            best_ns = engine.score(best).iteration_ns
+        else:
+            until = half_way(deadline)
+            best, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes, until)
+            if best is None:
+                # Recomputation chains need memory, so recomputing everything does not reach the minimum.
+                raise self.beyond_reach(engine, required if self.mode == "swap" else None)
         if deadline is None:
-            moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
             calls = self._remaining_calls(engine.calls)
             best, best_ns = anneal(moves, engine, best, best_ns, calls, self.hot, self.cold, self.seed)
         elif time.monotonic() < deadline:
-            best = self._on_all_cores(engine, best, best_ns, deadline)
+            best = self._on_all_cores(engine, moves, best, best_ns, deadline)
         return self.finish(engine, best)
 
     def _remaining_calls(self, calls: int) -> int:
         """Returns the remaining calls after ``calls``, with one reserved for the final check."""
         return max((20_000 if self.calls is None else self.calls) - 1 - calls, 0)
 
-    def _on_all_cores(self, engine: Engine, best: Rows, best_ns: int, deadline: float) -> Rows:
+    def _on_all_cores(self, engine: Engine, moves: Moves, best: Rows, best_ns: int, deadline: float) -> Rows:
         """Returns the best plan of parallel chains, one per core."""
         jobs = self.jobs or cores()
         program = engine.program
         machine = engine.machine
         limit = engine.limit
-        moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
         chains = [
             (moves, engine),
             *((moves.fork(self.seed + i), Engine(program, machine, limit)) for i in range(1, jobs)),

@@ -13,7 +13,9 @@ from agents.deadline import TimeUp, within
 from agents.heuristics.autoswap import AutoSwap
 from agents.heuristics.memonger import Memonger
 from agents.planner import Infeasible, Planner
+from agents.search.thinning import thinned
 from simulator.compiled.encoding import decisions_of
+from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -68,7 +70,11 @@ def quick_plan(planner: Any, program: Program, machine: Machine, limit: int) -> 
     if getattr(planner, "first", None) is not None:  # an existing plan
         return Plan.of(program, decisions_of(planner.first), planner.name, limit, machine.name), 0
     mode = planner.mode if hasattr(planner, "mode") else planner.facts.moves
-    calls = 0
+    engine = Engine(program, machine, limit)
+    rows, _ = thinned(engine, mode, planner.min_bytes, time.monotonic())
+    calls = engine.calls
+    if rows is not None:
+        return Plan.of(program, decisions_of(rows), planner.name, limit, machine.name), calls
     heuristics: list[Planner] = [AutoSwap("doa", min_bytes=planner.min_bytes)] if mode != "recompute" else []
     heuristics += [Memonger(min_bytes=planner.min_bytes)] if mode != "swap" else []
     for heuristic in heuristics:

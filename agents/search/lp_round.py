@@ -26,10 +26,11 @@ from agents.planner import LEAST, PlannerInfo, Rows, RowsPlanner, at_least, infe
 from agents.search.annealing import half_way, start
 from agents.search.budgeted import budgeted
 from agents.search.local_search import anneal
+from agents.search.thinning import pruned
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN, row_of
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
-from simulator.modes import MODES, Choice, evictions, spans
+from simulator.modes import MODES, Choice, evictions
 from simulator.moves.moves import Moves, since_write
 from simulator.plan import Plan
 from simulator.program import Gap, Program
@@ -99,7 +100,7 @@ class LPRound(RowsPlanner):
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
         plans = [rounded]
         if len(program.kernels) > OPTIONS.few_kernels:
-            plans += _variants(program, pruned(program, limit, rounded))
+            plans += _variants(program, pruned(engine, rounded))
         scores = engine.scores(plans)
         best_index = min(range(len(plans)), key=lambda i: scores[i].iteration_ns)
         best = plans[best_index]
@@ -168,23 +169,6 @@ class LPRound(RowsPlanner):
         order = chosen[np.argsort(evicted[chosen], kind="stable")].tolist()
         rows = [row_of(gaps[i], Choice.RECOMPUTED if recomputed[i] > OPTIONS.drop else Choice.SWAPPED) for i in order]
         return np.array(rows, dtype=np.int64).reshape(-1, 6)
-
-
-def pruned(program: Program, limit: int, rows: Rows) -> Rows:
-    """Returns ``rows`` without decisions that the limit does not need, tried in order."""
-    load = np.array(program.live_bytes, np.int64)
-    nbytes = [program.tensors[t].nbytes for t in rows[:, TENSOR].tolist()]
-    opened = [spans(after, before, len(load)) for after, before in rows[:, [AFTER, BEFORE]].tolist()]
-    for gap_spans, size in zip(opened, nbytes, strict=True):
-        for span in gap_spans:
-            load[span] -= size
-    is_needed = np.ones(len(rows), dtype=bool)
-    for i, (gap_spans, size) in enumerate(zip(opened, nbytes, strict=True)):
-        if all((load[span] <= limit - size).all() for span in gap_spans):
-            is_needed[i] = False
-            for span in gap_spans:
-                load[span] += size
-    return rows[is_needed]
 
 
 def _variants(program: Program, plan: Rows) -> list[Rows]:

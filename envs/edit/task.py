@@ -57,7 +57,7 @@ class EditTask:
         self.limit = int(limit)
         self.mode = check_mode(mode)
         self.engine = Engine(program, machine, self.limit)
-        self.moves = Moves(program, self.limit, mode, min_bytes, 0)
+        self.moves = Moves(program, self.limit, mode, min_bytes, 0, by_class=False)  # an edit changes few gaps
         if not self.moves.gaps:
             raise ValueError(
                 f"{program.name!r}: no tensor of at least {min_bytes:,} bytes can be evicted in mode {mode!r}"

@@ -18,10 +18,7 @@ from envs.edit.columns import MAX_CHANGES, N_CHANGES, Change
 from simulator.compiled.encoding import (
     AFTER,
     BEFORE,
-    EXTRA,
-    KIND,
     NEVER,
-    RECOMPUTE,
     Cause,
     Event,
 )
@@ -31,6 +28,7 @@ from simulator.modes import Choice
 from simulator.moves.gap_graph import BINS
 from simulator.moves.plan_moves import (
     PlanArrays,
+    choice_in,
     propose,
     prune,
     put,
@@ -88,16 +86,6 @@ def effect_of(ns, now_ns, ideal):
     """Returns the observed effect of a trial: log-scaled points of overhead in [-1.24, 1.24]."""
     points = MAX_EFFECT if ns >= NEVER else min(max(100.0 * (ns - now_ns) / ideal, -MAX_EFFECT), MAX_EFFECT)
     return _log(points, 20.0) / 3
-
-
-@stage
-def choice_in(on, rows, g):
-    """Returns the ``Choice`` of a plan in gap g."""
-    if not on[g]:
-        return Choice.RESIDENT
-    if rows[g, KIND] == RECOMPUTE:
-        return Choice.CHAIN_KEPT if rows[g, EXTRA] == 1 else Choice.RECOMPUTED
-    return Choice.SWAPPED
 
 
 @stage

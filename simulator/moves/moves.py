@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from simulator.compiled.encoding import AFTER, BEFORE, KIND, RECOMPUTE, SWAP, TENSOR, WHEN, Ints, rows_for
 from simulator.modes import Choice, evictions
 from simulator.moves import plan_moves
+from simulator.moves.classes import gap_classes
 from simulator.moves.plan_moves import Gaps, PlanArrays, Scratch
 from simulator.program import Gap, Program
 from simulator.residency import residency
@@ -24,6 +25,7 @@ class Moves:
     Args:
         weights: float64 (m, 4), relative probability of each ``Choice`` in each of the m gaps of
             ``program.gaps(min_bytes)``; None: uniform.
+        by_class: Whether classes of alike gaps are moved together if the program is repetitive.
 
     Attributes:
         gaps: Gaps that can be emptied in at least one way.
@@ -32,7 +34,14 @@ class Moves:
     """
 
     def __init__(
-        self, program: Program, limit: int, mode: str, min_bytes: int, seed: int, weights: Floats | None = None
+        self,
+        program: Program,
+        limit: int,
+        mode: str,
+        min_bytes: int,
+        seed: int,
+        weights: Floats | None = None,
+        by_class: bool = True,
     ) -> None:
         gaps = program.gaps(min_bytes)
         choices = [evictions(program, gap, mode) for gap in gaps]
@@ -41,6 +50,7 @@ class Moves:
         self.index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
         m = len(usable)
         self._live_bytes = np.array(program.live_bytes, np.int64)
+        classes = gap_classes(program, self.gaps)
         self._gaps = Gaps(
             np.array([program.tensors[g.tensor].nbytes for g in self.gaps], np.int64),
             np.zeros((m, len(Choice), 6), np.int64),
@@ -48,6 +58,8 @@ class Moves:
             np.array([g.after for g in self.gaps], np.int64),
             np.array([since_write(program, g) for g in self.gaps], np.int64),
             _earlier(program, self.gaps),
+            classes,
+            classes.prob if by_class else 0.0,
         )
         self.weights = self._gaps.weights
         for choice in Choice:
@@ -83,6 +95,11 @@ class Moves:
     def load(self) -> NDArray[np.int64]:
         """Planned residency, int64 (kernels,)."""
         return self._current.load
+
+    @property
+    def class_prob(self) -> float:
+        """Probability that a move is one of a class of alike gaps; 0 if the program is not repetitive."""
+        return self._gaps.class_prob
 
     def fork(self, seed: int) -> Moves:
         """Returns moves of the same gaps with a separate plan and random state; the weights are shared."""

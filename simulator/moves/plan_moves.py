@@ -8,6 +8,7 @@ repaired by emptying random gaps that are open where the load is largest. Moves:
 - empty: a gap is emptied, then random emptied gaps are filled while the limit holds;
 - shift: ``after``, ``copy`` or ``prefetch`` of a swap changes, or ``at`` of a recomputation;
 - choice: an emptied gap changes between swap, recompute, and recompute with ``keep``.
+- class: in repetitive programs, a class of alike gaps changes (``_move_class``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, RECOMPUTE, SWAP, WHEN
 from simulator.compiled.jit import stage
 from simulator.modes import Choice
+from simulator.moves.classes import Classes
 
 
 class MoveOptions(NamedTuple):
@@ -33,6 +35,10 @@ class MoveOptions(NamedTuple):
     mean_shift: float = 8.0  # kernels
     prunes: int = 3  # gaps that an empty move tries to fill
     tries: int = 100  # moves tried before giving up
+    run_prob: float = 0.4  # of the moves of classes
+    border_prob: float = 0.3  # of the moves of classes; otherwise two classes are exchanged
+    whole_prob: float = 0.3  # that a run is the whole class
+    mean_run: float = 3.0  # members of another run beyond the first
 
 
 OPTIONS = MoveOptions()
@@ -47,6 +53,8 @@ class Gaps(NamedTuple):
     opens: NDArray[np.int64]  # (m,) kernel after which a gap is open
     since: NDArray[np.int64]  # (m,) kernels from the last write to ``opens``
     earlier: NDArray[np.int64]  # (m,) previous gap of the same tensor, or -1
+    classes: Classes  # of alike gaps
+    class_prob: float  # probability that a move is one of a class
 
 
 class PlanArrays(NamedTuple):
@@ -300,6 +308,151 @@ def repair(rng, limit, gaps, new, differ, i):
 
 
 @stage
+def choice_in(on, rows, i):
+    """Returns the ``Choice`` of a plan in gap i."""
+    if not on[i]:
+        return Choice.RESIDENT
+    if rows[i, KIND] == RECOMPUTE:
+        return Choice.CHAIN_KEPT if rows[i, EXTRA] == 1 else Choice.RECOMPUTED
+    return Choice.SWAPPED
+
+
+@stage
+def _choose(gaps, new, differ, i, choice):
+    """Makes a choice in gap i if the gap has it; returns whether the plan changes."""
+    if choice == choice_in(new.on, new.rows, i):
+        return False
+    if choice == Choice.RESIDENT:
+        put(new, gaps.nbytes, differ, i, False, new.rows[i])
+        return True
+    if gaps.weights[i, choice] <= 0.0:
+        return False
+    put(new, gaps.nbytes, differ, i, True, gaps.choice_rows[i, choice])
+    return True
+
+
+@stage
+def _sample_class(rng, chances):
+    """Returns a random class, by its chance."""
+    threshold = uniform(rng)
+    last = chances.shape[0] - 1
+    for c in range(last):
+        threshold -= chances[c]
+        if threshold < 0.0:
+            return c
+    return last
+
+
+@stage
+def _sample_length(rng):
+    """Returns the random number of members of a run that is not a whole class."""
+    return 1 + int(-OPTIONS.mean_run * math.log(1.0 - uniform(rng)))
+
+
+@stage
+def _sample_run(rng, begin, end):
+    """Returns the bounds of a random run within the bounds of a class."""
+    if uniform(rng) < OPTIONS.whole_prob:
+        return begin, end
+    first = begin + int(uniform(rng) * (end - begin))
+    return first, min(first + _sample_length(rng), end)
+
+
+@stage
+def _move_border(rng, gaps, new, differ, begin, end):
+    """Moves a random border between members of different choices; returns whether the plan changes."""
+    members = gaps.classes.members
+    borders = 0
+    border = end
+    for p in range(begin + 1, end):
+        if choice_in(new.on, new.rows, members[p - 1]) != choice_in(new.on, new.rows, members[p]):
+            borders += 1
+            if uniform(rng) * borders < 1.0:
+                border = p
+    if border == end:
+        return False
+    length = _sample_length(rng)
+    is_forward = uniform(rng) < 0.5
+    choice = choice_in(new.on, new.rows, members[border - 1 if is_forward else border])
+    changed = False
+    for p in range(border, min(border + length, end)) if is_forward else range(max(border - length, begin), border):
+        changed |= _choose(gaps, new, differ, members[p], choice)
+    return changed
+
+
+@stage
+def _exchange(rng, gaps, new, differ, first, last):
+    """Fills a run and empties one of another class that is at least as large; returns whether both change."""
+    (bounds, members) = (gaps.classes.begin, gaps.classes.members)
+    filled = 0
+    for p in range(first, last):
+        i = members[p]
+        if _choose(gaps, new, differ, i, Choice.RESIDENT):
+            filled += gaps.nbytes[i]
+    other = _sample_class(rng, gaps.classes.chances)
+    if filled == 0 or other == gaps.classes.owners[members[first]]:
+        return False
+    begin = bounds[other]
+    end = bounds[other + 1]
+    p = begin + int(uniform(rng) * (end - begin))
+    choice = _sample_choice(rng, gaps.weights, members[p])
+    emptied = 0
+    while p < end and emptied < filled:
+        i = members[p]
+        if not new.on[i] and _choose(gaps, new, differ, i, choice):
+            emptied += gaps.nbytes[i]
+        p += 1
+    return emptied > 0
+
+
+@stage
+def _move_class(rng, gaps, new, differ):
+    """Makes a random move of a class of alike gaps; returns whether the plan changes.
+
+    A run of consecutive members takes one choice, or the border between members of different choices moves, or a run is
+    filled and one of another class emptied.
+    """
+    c = _sample_class(rng, gaps.classes.chances)
+    begin = gaps.classes.begin[c]
+    end = gaps.classes.begin[c + 1]
+    kind = uniform(rng)
+    if OPTIONS.run_prob <= kind < OPTIONS.run_prob + OPTIONS.border_prob:
+        return _move_border(rng, gaps, new, differ, begin, end)
+    first, last = _sample_run(rng, begin, end)
+    if kind >= OPTIONS.run_prob:
+        return _exchange(rng, gaps, new, differ, first, last)
+    choice = int(uniform(rng) * gaps.weights.shape[1])
+    changed = False
+    for p in range(first, last):
+        changed |= _choose(gaps, new, differ, gaps.classes.members[p], choice)
+    return changed
+
+
+@stage
+def _repair_by_runs(rng, limit, gaps, new, differ):
+    """Repairs as ``repair``; after each random gap, empties alike ones next to it while the load is too large there."""
+    (bounds, members) = (gaps.classes.begin, gaps.classes.members)
+    for _ in range(new.on.shape[0]):
+        k = _fullest(new.load, limit)
+        if k < 0:
+            _reset_early_copies(new, gaps.earlier, differ)
+            return True
+        i = _sample_filled_gap(rng, new.on, gaps.weights, new.rows, -1, k)
+        if i < 0:
+            return False
+        choice = _sample_choice(rng, gaps.weights, i)
+        c = gaps.classes.owners[i]
+        p = gaps.classes.slots[i]
+        step = 1 if uniform(rng) < 0.5 else -1
+        while bounds[c] <= p < bounds[c + 1] and new.load[k] > limit:
+            i = members[p]
+            if not new.on[i]:
+                _choose(gaps, new, differ, i, choice)
+            p += step
+    return False
+
+
+@stage
 def rows_in_use(plan, out):
     """Writes the rows of the gaps that a plan empties; returns their number."""
     count = 0
@@ -325,6 +478,11 @@ def propose(rng, limit, gaps, now, new, scratch):
     on = now.on
     for _ in range(OPTIONS.tries):
         start_proposal(now, new, differ)
+        # No number is drawn for a program without repetition, so that its plans do not depend on classes.
+        if gaps.class_prob > 0.0 and uniform(rng) < gaps.class_prob:
+            if _move_class(rng, gaps, new, differ) and _repair_by_runs(rng, limit, gaps, new, differ):
+                return rows_in_use(new, plan)
+            continue
         kind = uniform(rng)
         if OPTIONS.fill_prob <= kind < OPTIONS.fill_prob + OPTIONS.empty_prob:
             i = _sample_filled_gap(rng, on, weights, rows, -1, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -104,3 +105,20 @@ def test_a_context_is_not_interrupted_as_it_enters_or_exits() -> None:
         while True:
             pass
     assert log == ["entered", "exited"]
+
+
+def test_compiled_code_is_not_interrupted_as_it_restores_its_constants() -> None:
+    """It would end in a SystemError instead of TimeUp."""
+    ended = False
+
+    def _numba_unpickle() -> None:
+        nonlocal ended
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            pass
+        ended = True
+
+    with pytest.raises(TimeUp), within(1e-3):
+        while True:
+            _numba_unpickle()
+    assert ended

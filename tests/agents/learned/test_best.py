@@ -1,18 +1,28 @@
 """Tests the planner ``best``: its table of shares, and that it is at least as good as each of its methods."""
 
-from itertools import product
+from itertools import count, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import agents
+from agents.deadline import TimeUp
 from agents.learned.best import HUGE, OPTIONS, shares
+from agents.learned.policy import PolicySearch
+from agents.planner import Candidates, decisions_of
+from agents.search.annealing import Annealing
 from agents.search.lp_round import LPRound
-from simulator import Program, simulate
-from simulator.compiled.encoding import rows_of
-from simulator.modes import MODES
+from agents.search.rerun_search import RerunSearch
+from agents.search.thinning import thinned, thinned_plans
+from simulator import Plan, Program, simulate
+from simulator.compiled.encoding import AFTER, BEFORE, NEVER, TENSOR, rows_of
+from simulator.compiled.engine import Engine
+from simulator.modes import KINDS_OF, MODES
+from simulator.program import Gap
 from tests.agents.planned import planned
 from tests.agents.search.test_search import MACHINE, pyramid
+from tests.simulator.test_classes import stack
 
 PROGRAM = pyramid(12, 0)
 LIMIT = int(0.6 * PROGRAM.peak_bytes)
@@ -32,6 +42,13 @@ def test_time_shares_of_the_methods_add_up_to_one() -> None:
         assert network or "policy_search" not in names
         assert kernels >= HUGE or ("rerun_search" in names) == (mode == "recompute")
     assert len(shares("joint", 500, 10.0, True)) > len(shares("joint", 500, 1.0, True)) == 1  # restarts
+    for mode, seconds, methods in (
+        ("joint", 5.0, ["annealing"]),
+        ("swap", 50.0, ["annealing", "lp_round"]),
+        ("recompute", 50.0, ["annealing", "lp_round", "rerun_search"]),
+    ):
+        table = shares(mode, 5_000, seconds, True, repetitive=True)
+        assert [share.method for share in table] == methods and np.isclose(sum(share.fraction for share in table), 1)
 
 
 def test_no_method_alone_is_better_and_plans_are_deterministic() -> None:
@@ -39,8 +56,10 @@ def test_no_method_alone_is_better_and_plans_are_deterministic() -> None:
     plan = best.plan(PROGRAM, MACHINE, LIMIT)
     assert plan == repeated.plan(PROGRAM, MACHINE, LIMIT)
     assert list(best.best_ns) == ["policy_search", "lp_round"] and best.best_ns["lp_round"] == ns(PROGRAM, plan)
+    engine = Engine(PROGRAM, MACHINE, LIMIT)
+    assert thinned(engine, "joint", 1)[1] < NEVER
     for name, turn in (("policy_search", 0), ("lp_round", 1)):
-        method = agents.make(name, min_bytes=1, calls=300, seed=OPTIONS.seed_step * turn)
+        method = agents.make(name, min_bytes=1, calls=(600 - engine.calls) // 2, seed=OPTIONS.seed_step * turn)
         assert ns(PROGRAM, plan) <= ns(PROGRAM, method.plan(PROGRAM, MACHINE, LIMIT))
     assert best.floor is not None and best.floor.iteration_ns <= ns(PROGRAM, plan)
 
@@ -66,3 +85,64 @@ def test_infeasible_limits_raise_and_unneeded_plans_are_empty() -> None:
         planned("best", PROGRAM, MACHINE, 1)
     planner = agents.make("best", seconds=60)
     assert not planner.plan(PROGRAM, MACHINE, PROGRAM.peak_bytes).decisions and planner.simulator_calls == 1
+
+
+def late(*_: object) -> None:
+    raise TimeUp
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_exists_before_any_method_has_run(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy computer every method may be interrupted before it has a plan."""
+    for method in (Annealing, PolicySearch, LPRound, RerunSearch):
+        monkeypatch.setattr(method, "plan", late)
+    monkeypatch.setattr("agents.learned.best._compile_search", lambda _: None)
+    limit = int(0.7 * PROGRAM.peak_bytes)
+    plan = agents.make("best", min_bytes=1, seconds=1e-6, mode=mode).plan(PROGRAM, MACHINE, limit)
+    assert plan.decisions and simulate(PROGRAM, plan, MACHINE, limit).peak_bytes <= limit
+
+
+@pytest.mark.parametrize(("processor", "methods"), [(1.0, {"annealing", "lp_round"}), (0.1, {"annealing"})])
+def test_methods_suit_the_processor_time_within_the_budget(
+    processor: float, methods: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy computer leaves too little of 6 s for the linear program, although the wall clock shows more."""
+    program = stack(*[("attend", 200)] * 12)
+    clock = count()
+    for method in (Annealing, PolicySearch, LPRound):
+        monkeypatch.setattr(method, "plan", late)
+    monkeypatch.setattr("agents.learned.best._compile_search", lambda _: None)
+    times = SimpleNamespace(monotonic=lambda: 0.1 * next(clock), process_time=lambda: processor * 0.1 * next(clock))
+    monkeypatch.setattr("agents.learned.best.time", times)
+    best = agents.make("best", min_bytes=10, seconds=6.0)
+    best.plan(program, MACHINE, int(0.6 * program.peak_bytes))
+    assert set(best.best_ns) == methods
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_thinned_plans_fit_and_empty_no_gap_in_vain(mode: str) -> None:
+    program = pyramid(12, 1)
+    limit = int(0.75 * program.peak_bytes)
+    engine = Engine(program, MACHINE, limit)
+    plans = list(thinned_plans(engine, mode, 1))
+    assert len({rows.tobytes() for rows in plans}) > 1
+    for rows in plans:
+        decisions = decisions_of(rows)
+        Plan.of(program, decisions, "the test", limit, MACHINE.name).only("the test", *KINDS_OF[mode])
+        gaps = [Gap(*row) for row in rows[:, [TENSOR, AFTER, BEFORE]].tolist()]
+        every = Candidates(program, gaps)
+        chosen = np.ones(len(gaps), np.bool_)
+        assert every.residency(chosen).max() <= limit
+        for i in range(len(gaps)):
+            chosen[i] = False
+            assert every.residency(chosen).max() > limit
+            chosen[i] = True
+    rows, ns_of_best = thinned(engine, mode, 1)
+    assert rows is not None and ns_of_best == min(engine.score(plan).iteration_ns for plan in plans)
+
+
+def test_thinning_stops_at_the_deadline_with_a_plan() -> None:
+    engine = Engine(PROGRAM, MACHINE, LIMIT)
+    rows, _ = thinned(engine, "swap", 1, deadline=0.0)
+    assert rows is not None and engine.calls == 1
+    assert thinned(Engine(PROGRAM, MACHINE, 1), "swap", 1, deadline=0.0)[0] is None
