@@ -14,7 +14,7 @@ import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
@@ -79,9 +79,8 @@ class Kernel:
     bytes: int = 0  # memory traffic
     recomputable: bool = True  # running it twice has no side effects besides its outputs
     variants: tuple[tuple[int, int], ...] = ()  # (duration_ns, workspace) per algorithm
-    module: str = (
-        ""  # dotted path of the module that runs it, in a backward pass of its forward operator's; "": unknown
-    )
+    # Dotted path of the module that runs it, in a backward pass of its forward operator's; "": unknown.
+    module: str = field(default="", repr=False, compare=False)
 
     @property
     def accesses(self) -> tuple[int, ...]:

@@ -233,6 +233,7 @@ def refined_floor(
         timeout_s = seconds - (now - begin)
         if not best.feasible or timeout_s < GROWTH * (now - start):
             break
+    assert best is not None
     return best
 
 
