@@ -294,6 +294,8 @@ class Reach:
             self._object(value, name, kind, depth)
 
     def _object(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
+        if type(value).__module__.startswith(("executor.training.", "executor.fit")):
+            return  # a planned step, which the user's object may hold, is no part of the step that it runs
         if type(value).__module__.startswith("executor."):  # private attributes of this package are not state
             self._items(vars(value), [k for k in vars(value) if not k.startswith("_")], name, kind, depth)
             return

@@ -16,7 +16,8 @@ from transformers import BatchEncoding
 import agents
 from executor import CaptureError, PlannedStep, StepError, capture, capture_step, fit
 from simulator import Machine, Plan, Program
-from tests.executor.networks import adamw
+from tests.executor.conftest import mlp
+from tests.executor.networks import CLASSES, adamw, sgd
 from tests.executor.training.programs import Loop, Twins, moving, standard
 from tests.executor.training.test_equal_to_eager import gradient_penalty, net, pairs
 
@@ -277,3 +278,37 @@ def test_kept_gradients_do_not_hinder_a_step_of_another_form() -> None:
     assert model.weight.grad is not None and model.bias.grad is None
     steps.recapture()
     steps(torch.randn(4, 8))
+
+
+class Trainee:
+    """Holds its planned step, as classes of training loops do."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = mlp()
+        self.optimizer = sgd(self.model)
+        self.planned: Any = None
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def test_an_object_holds_the_planned_step_of_its_method() -> None:
+    """A second shape is captured when the object already holds the step."""
+    ours, eager = Trainee(), Trainee()
+    for i, n in enumerate((64, 32, 64)):
+        batch = torch.randn(n, 16), torch.randint(CLASSES, (n,))
+        if ours.planned is None:
+            ours.planned = fit(ours.step, example_batch=batch, memory=0.7, planner="capuchin")
+        torch.manual_seed(i)
+        loss = ours.planned(*batch)
+        torch.manual_seed(i)
+        assert torch.equal(loss, eager.step(*batch))
+    ours.planned.finish()
+    assert len(ours.planned.steps) == 2
+    for p, q in zip(ours.model.parameters(), eager.model.parameters(), strict=True):
+        assert torch.equal(p, q)
