@@ -480,6 +480,8 @@ class _Tracer:
             recorder.reap()
             return outputs
 
+        # Comparing objects that hold fake tensors, between two traces, may have left symbols.
+        self._shapes.pending_fresh_unbacked_symbols.clear()
         state.count_operators = lambda: len(recorder.ops)
         state.begin()
         with traced_calls(recorder, self.groups, call.bucket_bytes, state.starting, state.unrepeatable), self._mode:

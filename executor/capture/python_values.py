@@ -272,7 +272,11 @@ class Watched:
 
 def _is_kept(old: Any, new: Any) -> bool:
     """Returns whether a step leaves a value as it is; its tensors are compared elsewhere."""
-    return old is new or (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or are_equal(old, new)
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return True
+    if isinstance(old, tuple) and type(old) is type(new):
+        return len(old) == len(new) and all(map(_is_kept, old, new))
+    return are_equal(old, new)
 
 
 def watch_constants(owner: Owner) -> list[Watched]:

@@ -227,7 +227,7 @@ class GraphStep:
         step = self._step
         blocks = self._step.blocks.blocks
         values = self._step.captured.values
-        self._slots = {node: tensor.detach().clone() for node, tensor in batch.items()}
+        self._slots = {node: tensor.detach().as_subclass(Tensor).clone() for node, tensor in batch.items()}
         swapped = {node: blocks[values[node]] for node in batch if values.get(node) in blocks}
         for node, block in swapped.items():
             block.attach(self._slots[node])

@@ -434,7 +434,8 @@ class PlannedStep:
             t = self.captured.values.get(node, -1)
             if t in blocks:
                 blocks[t].attach(tensor)
-            table[self.calls.slots[node]] = tensor.detach()
+            # Of a subclass of Tensor, as captured; autograd's gradients would be of the subclass else.
+            table[self.calls.slots[node]] = tensor.detach().as_subclass(Tensor)
             if t in part.read_later:
                 progress.needed_batches.append((tensor, tensor._version))
             if t in state.early:

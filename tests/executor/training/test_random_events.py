@@ -161,8 +161,8 @@ _GRADIENTS = r"|needs gradients"
 for _name, (_context, _) in MODES.items():
     _cause = {
         "no_grad": r"is_grad_enabled" + _GRADIENTS,
-        "inference_mode": r"nference.mode|is_grad_enabled" + _GRADIENTS,
-        "default dtype": "default_dtype",
+        "inference_mode": r"nference|is_grad_enabled" + _GRADIENTS,
+        "default dtype": "default_dtype|has type torch.float64",
         "default device": "default_device",
         "deterministic algorithms": "deterministic_algorithms",
         "deterministic cuDNN": "cudnn.deterministic",
@@ -720,6 +720,7 @@ def attribute_of_the_class_changed(run: Run) -> None:
 @event(r"optimizer")
 def optimizer_replaced(run: Run) -> None:
     run.trainer.optimizer = torch.optim.SGD(run.model.parameters(), 0.01)
+    run.model.zero_grad()  # parameters that the last optimizer had not keep their gradients in eager steps only
 
 
 @event(r"model")
