@@ -198,9 +198,9 @@ def differences(name: str, variant: Variant) -> list[str]:
         except Exception as error:
             return [f"{type(error).__name__}: {error}"]
     problems = []
-    expected = eager_peak(captured)
-    if difference := expected - peak_bytes:
-        problems.append(f"the captured peak is {expected:,} bytes, {difference:+,} from MemTracker's")
+    captured_bytes = eager_peak(captured)
+    if difference := captured_bytes - peak_bytes:
+        problems.append(f"the captured peak is {captured_bytes:,} bytes, {difference:+,} from MemTracker's")
     as_bytes = [{k: x.reshape(-1).view(torch.uint8) for k, x in state.items()} for state in (expected, actual)]
     if unequal := [key for key, value in as_bytes[0].items() if not torch.equal(as_bytes[1][key], value)]:
         problems.append(f"{len(unequal)} tensors differ, first {unequal[0]}")
