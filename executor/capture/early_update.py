@@ -17,16 +17,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-import torch
-from torch import Tag, fx
-from torch._ops import OpOverload
+from torch import fx
 
 from executor.capture.captured import Captured
+from executor.capture.operators import NUMBER, is_random
 from executor.capture.reach import CaptureError
 
 InBackward = bool | Literal["auto"]
 
-NUMBER = torch.ops.aten._local_scalar_dense.default
 MAX_JOINT_BYTES = 4096  # of a norm, scale or count, by which the updates of several weights may be connected
 
 
@@ -113,8 +111,8 @@ class _Update:
                 tensors = {t for k in bucket for t in self.accesses[k]}
                 before = (uses[t][i - 1] for t in tensors if (i := bisect_left(uses[t], run[0])))
                 last = max((place.get(k, k) for k in before), default=-1)
-                is_random = any(_is_random(captured, k) for k in bucket)
-                place.update(dict.fromkeys(bucket, run[0] - 1 if is_random else max(first, last)))
+                draws = any(is_random(node) for k in bucket for node in captured.nodes[k])
+                place.update(dict.fromkeys(bucket, run[0] - 1 if draws else max(first, last)))
         kernels = range(len(captured.program.kernels))
         return sorted(kernels, key=lambda k: (place.get(k, k), k in place, k))
 
@@ -209,12 +207,6 @@ def _tensors_of_numbers(captured: Captured) -> dict[fx.Node, set[int]]:
         elif node not in in_kernel and any(a in numbers for a in inputs):
             numbers[node] = set[int]().union(*(numbers.get(a, ()) for a in inputs))
     return numbers
-
-
-def _is_random(captured: Captured, k: int) -> bool:
-    """Returns whether a kernel draws random numbers."""
-    targets = (node.target for node in captured.nodes[k])
-    return any(isinstance(f, OpOverload) and Tag.nondeterministic_seeded in f.tags for f in targets)
 
 
 def _reordered(captured: Captured, order: list[int]) -> Captured:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tag, Tensor, fx, nn
 from torch._dynamo import eval_frame
 from torch._ops import OpOverload
 from torch._prims_common import is_non_overlapping_and_dense_or_false
@@ -30,6 +30,14 @@ aten = torch.ops.aten
 ALLOCATIONS = frozenset(
     {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.empty_permuted}
 )
+
+NUMBER = aten._local_scalar_dense.default  # reads a tensor's number on the host (``item``)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Returns whether a graph node draws random numbers."""
+    return isinstance(node.target, OpOverload) and Tag.nondeterministic_seeded in node.target.tags
+
 
 # First match wins; the strings are parts of operator names.
 _KINDS: tuple[tuple[KernelKind, tuple[str, ...]], ...] = (

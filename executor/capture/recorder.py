@@ -37,6 +37,7 @@ from executor.capture.durations import Precision
 from executor.capture.effects import remove_fakes
 from executor.capture.operators import (
     ALLOCATIONS,
+    NUMBER,
     Places,
     adds_gradients,
     caller,
@@ -80,9 +81,6 @@ class _Op:
     sums: tuple[int, int] | None  # storages of two gradients that autograd adds
     optional: bool  # part of an update that a GradScaler may skip
     launches: bool  # False: a view or a no-op
-
-
-_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 class Recorder(TorchDispatchMode):
@@ -180,7 +178,7 @@ class Recorder(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if func is _NUMBER and not (self.is_stepping or self._is_reading_flag):
+        if func is NUMBER and not (self.is_stepping or self._is_reading_flag):
             return self._read_number(args[0])
         if func is torch.ops.aten.set_.source_Storage:
             raise CaptureError(
@@ -230,7 +228,7 @@ class Recorder(TorchDispatchMode):
         if func._overloadpacket.__name__.startswith("_fused_") and self.is_stepping and nodes:
             self.numbers.connect(nodes[0], args[0][0])
         if self._is_reading_flag:
-            self.skip_flags.update(node for node in nodes if node.target is _NUMBER)
+            self.skip_flags.update(node for node in nodes if node.target is NUMBER)
         if Tag.nondeterministic_seeded in func.tags:
             if self.draw_index != self.last_draw:
                 self.draws[len(self.ops)] = self.draw_index
@@ -295,7 +293,7 @@ class Recorder(TorchDispatchMode):
                 "(torch.autograd.set_detect_anomaly)"
             )
         if other_inputs or is_random or any(real.device.type == "meta" for real in batch_inputs.values()):
-            raise DataDependentOutputException(_NUMBER)
+            raise DataDependentOutputException(NUMBER)
         last = get_proxy_slot(tensor, mode.tracer).proxy.node
         nodes = nodes[: nodes.index(last) + 1] if last in nodes else [last]  # a tensor of the batch itself
         inputs = {n for node in nodes for n in node.all_input_nodes if n.op == "get_attr"}

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tag, Tensor, nn
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_unflatten
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_unflatten
 from executor.capture.batches import flatten, tensors_in
 from executor.capture.capture import register_check
 from executor.capture.captured import Captured
+from executor.capture.operators import is_random
 from executor.capture.optimizers import FLAGS
 from executor.capture.python_values import is_scalar, preserve_random_states
 from executor.capture.reach import CaptureError, Reach, Snapshot
@@ -162,7 +163,7 @@ def evicting(captured: Captured) -> Plan:
                 plan.check(program)
                 schedule = lower(program, plan)
                 reruns = [captured.nodes[s.kernel] for s in schedule.steps if s.is_recomputation]
-                draws = any(Tag.nondeterministic_seeded in getattr(n[0].target, "tags", ()) for n in reruns if n)
+                draws = any(is_random(n[0]) for n in reruns if n)
                 if not draws and schedule.required_bytes <= program.peak_bytes:  # a graph recomputes no random kernel
                     decisions.append(decision)
                     count += 1

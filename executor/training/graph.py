@@ -28,6 +28,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.capture.captured import Captured
+from executor.capture.operators import NUMBER
 from executor.memory import ALIGNMENT, cuda_index
 from executor.memory.addresses import Arena
 from executor.memory.engines import line
@@ -35,7 +36,7 @@ from executor.memory.graph_memory import Event, GraphMemory, RecordError, Reques
 from executor.memory.graph_memsets import replace_memsets
 from executor.training.bindings import device_of, inputs_of
 from executor.training.memory_source import Block, Place, StepError, as_tensor
-from executor.training.node_calls import NUMBER, Call, Calls, run_calls
+from executor.training.node_calls import Call, Calls, run_calls
 from executor.training.progress import Interrupt
 from executor.training.work import StepState, before_the_update
 from simulator.compiled.encoding import Ints

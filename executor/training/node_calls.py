@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
-from executor.capture.operators import is_profiler_node
+from executor.capture.operators import NUMBER, is_profiler_node, is_random
 from executor.capture.optimizers import Option
 from executor.capture.reach import check_constant
 from executor.training.direct_calls import direct
@@ -289,12 +289,7 @@ class Calls:
 
     def is_random(self, k: int) -> bool:
         """Returns True if the kernel draws random numbers."""
-        return any(
-            isinstance(n.target, OpOverload) and Tag.nondeterministic_seeded in n.target.tags for n in self.bodies[k]
-        )
-
-
-NUMBER = torch.ops.aten._local_scalar_dense.default
+        return any(map(is_random, self.bodies[k]))
 
 
 def _find_aliases(captured: Captured) -> dict[fx.Node, fx.Node]:
@@ -354,7 +349,7 @@ def _idle_nodes(captured: Captured, aliases: Mapping[fx.Node, fx.Node]) -> set[f
         if node in aliases:
             continue
         if isinstance(target, OpOverload) and not (
-            node in used or target is NUMBER or target._schema.is_mutable or Tag.nondeterministic_seeded in target.tags
+            node in used or target is NUMBER or target._schema.is_mutable or is_random(node)
         ):
             idle.add(node)
         else:
