@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -48,7 +49,9 @@ from simulator.report import KINDS, Report, report as reported, size
 from simulator.schedule import OutOfMemory
 from simulator.timeline import Timeline
 
+FLOOR_S = 10.0  # approximate time in s for the floor of a report
 FREE = 1.001  # planned over unplanned time of a plan that another order of the kernels need not improve
+LINK_MARGIN = 0.8  # of the link that plans use: simulated steps of an H200 lose nothing down to this speed
 REPLANS = 3  # maximum number of re-plans if a CUDA graph exceeds the limit
 
 
@@ -89,29 +92,44 @@ def report(
 class FittedStep(PlannedStep):
     """Planned step for one batch shape, with a report of its plan.
 
+    Args:
+        captured, plan, machine, limit: as in PlannedStep.
+        certifies: whether the planner computes floors.
+
     Attributes:
-        floor_ns: as in ``report``.
         packed_bytes: simulated packed size of the plan; the limit if no plan packs into it.
         replans: number of re-plans because its CUDA graph exceeded the limit.
     """
 
-    def __init__(
-        self, captured: Captured, plan: Plan, machine: Machine, limit: int, floor_ns: int | None = None
-    ) -> None:
+    def __init__(self, captured: Captured, plan: Plan, machine: Machine, limit: int, certifies: bool = False) -> None:
         super().__init__(captured, plan, machine, limit)
         self.machine = machine
-        self.floor_ns = floor_ns
+        self.certifies = certifies
         self.packed_bytes = limit
         self.replans = 0
+
+    @cached_property
+    def floor_ns(self) -> int | None:
+        """Certified lower bound of the iteration time, in ns; None if the planner computes none.
+
+        The planner's own bound is for a slower link, of which the margin is a part.
+        """
+        if not self.certifies:
+            return None
+        from agents.floor import refined_floor
+
+        return refined_floor(self.program, self._executing_machine(), self.limit, seconds=FLOOR_S).iteration_ns
+
+    def _executing_machine(self) -> Machine:
+        return self.machine if self.not_graph else self.machine.in_graph()
 
     def _falls_back(self, error: NoGraph) -> bool:
         return not (isinstance(error, OverLimit) and self.replans < REPLANS) and super()._falls_back(error)
 
     def report(self) -> Report:
         """Returns the report: memory peak, moved tensors and predicted time; ``str`` renders it as a page."""
-        machine = self.machine if self.not_graph else self.machine.in_graph()
         issued = ("with its update in the backward pass, " if self.captured.early_update else "") + self.issued
-        return report(self.captured, machine, self.limit, self.plan, self.floor_ns, issued)
+        return report(self.captured, self._executing_machine(), self.limit, self.plan, self.floor_ns, issued)
 
 
 class _Attempt(NamedTuple):
@@ -120,7 +138,7 @@ class _Attempt(NamedTuple):
     captured: Captured
     plan: Plan
     packed_bytes: int
-    floor_ns: int | None
+    certifies: bool
     iteration_ns: int
 
 
@@ -143,6 +161,7 @@ class FittedSteps(PlannedSteps):
         seconds: float | None,
         keep: int,
         optimizer_in_backward: InBackward,
+        link_margin: float,
         **options: Any,
     ) -> None:
         # The device of the first step gives a missing machine. A planner is called in `_plan`, also by its name.
@@ -159,6 +178,7 @@ class FittedSteps(PlannedSteps):
         self._profile = profile
         self._seconds = seconds
         self._in_backward = optimizer_in_backward
+        self._link_margin = link_margin
         self._device = torch.device("cpu")
 
     def _make(self, captured: Captured) -> FittedStep:
@@ -204,22 +224,24 @@ class FittedSteps(PlannedSteps):
         if error and not attempts:
             raise error
         best = min(attempts, key=lambda attempt: attempt.iteration_ns)
-        step = FittedStep(best.captured, best.plan, self.machine, limit, best.floor_ns)
+        step = FittedStep(best.captured, best.plan, self.machine, limit, best.certifies)
         step.packed_bytes = best.packed_bytes
         return step
 
     def _attempt(self, captured: Captured, limit: int, room: int, seconds: float | None) -> _Attempt:
-        """Plans a step so that it packs into ``room`` bytes.
+        """Plans a step for a part of the link, so that it packs into ``room`` bytes; the times are of the whole link.
 
         If steps do not run as graphs, PyTorch's allocator chooses addresses, and the plan is for the limit.
         """
         in_graph = not not_by_default(captured, undo=False)
-        floors = list[int | None]()
         machine = self.machine.in_graph() if in_graph else self.machine
+        narrow = self.machine.with_link(self._link_margin)
+        certifies = False
 
         def make_plan(nbytes: int) -> Plan:
-            plan, floor_ns = _plan(captured, machine, nbytes, self.planner, seconds)
-            floors.append(floor_ns if nbytes == limit else None)
+            nonlocal certifies
+            plan, floor_ns = _plan(captured, narrow, nbytes, self.planner, seconds)
+            certifies |= floor_ns is not None
             return plan
 
         def attempt(nbytes: int) -> tuple[Plan, Timeline]:
@@ -232,9 +254,8 @@ class FittedSteps(PlannedSteps):
             with suppress(DoesNotPack, FitError, OutOfMemory):  # it may still run without a graph
                 plan, packed = first_that_packs(max(room, 1), attempt, machine.alignment, stops=(FitError, OutOfMemory))
         plan = plan or make_plan(limit)
-        floor_ns = next((ns for ns in floors if ns is not None), None)
         iteration_ns = simulate(captured.program, plan, machine, limit).iteration_ns
-        return _Attempt(captured, plan, packed, floor_ns, iteration_ns)
+        return _Attempt(captured, plan, packed, certifies, iteration_ns)
 
     def __call__(self, *batch: Any) -> Any:
         """Runs the step as PlannedSteps does; re-plans with a lower limit if its graph would exceed the limit."""
@@ -254,7 +275,6 @@ class FittedSteps(PlannedSteps):
             previous.replans = REPLANS  # no plan packs into less: continue without a graph
             return
         step.replans = previous.replans + 1
-        step.floor_ns = previous.floor_ns
         self.steps[next(reversed(self.steps))] = self._current = step
         if self._open:
             step.__enter__()
@@ -329,6 +349,7 @@ def fit(
     scaler: GradScaler | None = None,
     bucket_bytes: int | None = BUCKET_BYTES,
     optimizer_in_backward: InBackward = "auto",
+    link_margin: float = LINK_MARGIN,
     check: bool = True,
 ) -> FittedSteps:
     """Returns the training step of ``loss_fn(model(x), y)`` within ``memory``, bit-identical to the eager step.
@@ -370,6 +391,8 @@ def fit(
             gradients, so that not all gradients live at once. Results are bit-identical, but a step that fails after
             its first update cannot be undone. "auto": if this makes the planned step faster; a planner that is no name
             plans the order of the model. Clipping by a norm, a GradScaler and ``keep_grads`` need all gradients first.
+        link_margin: part of the link's speed that the plan uses, in (0, 1]: the step loses no time while copies reach it,
+            whatever slows them (a CUDA graph, a distant NUMA node, another process). Predictions are for the whole link.
         check: compares the step with its capture on a few examples of the first batch, which must then hold valid
             values, and rejects a step that differs (executor/training/check.py).
 
@@ -389,6 +412,8 @@ def fit(
         raise ValueError("example_batch: expected a pair (x, y) or an object that has both, got Tensor")
     if memory == "":
         raise ValueError("memory: missing; pass a size such as '24GiB', or a fraction of the step's peak (0.6)")
+    if not 0 < link_margin <= 1:
+        raise ValueError(f"link_margin: expected a number in (0, 1], got {link_margin!r}")
     if isinstance(planner, str):  # fail before the capture
         import agents
 
@@ -404,6 +429,7 @@ def fit(
         seconds,
         keep,
         optimizer_in_backward,
+        link_margin,
         accumulate=accumulate,
         average=average,
         clip_norm=clip_norm,

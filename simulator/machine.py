@@ -118,8 +118,12 @@ class Machine:
 
     def in_graph(self) -> Machine:
         """Returns the machine as a training step's CUDA graph sees it, with copies slower by ``graph_copies``."""
-        h2d, d2h = (round(rate * self.graph_copies) for rate in (self.h2d_bytes_per_s, self.d2h_bytes_per_s))
-        return replace(self, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h, graph_copies=1.0)
+        return replace(self.with_link(self.graph_copies), graph_copies=1.0)
+
+    def with_link(self, share: float) -> Machine:
+        """Returns this machine with copies at a share of their speed, both alone and beside copies of the other way."""
+        rates = ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s")
+        return replace(self, **{name: round(getattr(self, name) * share) for name in rates})
 
     def with_shared_link(self, duplex_bytes_per_s: int) -> Machine:
         """Returns this machine with a total bandwidth for copies in both directions at once.

@@ -201,6 +201,23 @@ class Captured:
         """Modules and source lines of the program's tensors and kernels."""
         return Origins(self.places, self.owners)
 
+    def node_devices(self) -> dict[fx.Node, torch.device]:
+        """Returns each node's device: the one its operator names, else that of its inputs (a GPU before the host)."""
+        placeholder_devices = dict(zip(self.placeholders, self.devices, strict=True))
+        out: dict[fx.Node, torch.device] = {}
+        for node in self.graph.graph.nodes:
+            if node.op == "get_attr":
+                value = getattr(self.graph, str(node.target), None)
+                out[node] = value.device if isinstance(value, Tensor) else torch.device("cpu")
+            elif node in placeholder_devices:
+                out[node] = placeholder_devices[node]
+            elif isinstance(requested := node.kwargs.get("device"), torch.device):
+                out[node] = requested
+            else:
+                inputs = [out[a] for a in node.all_input_nodes]
+                out[node] = next((p for p in inputs if p.type != "cpu"), torch.device("cpu"))
+        return out
+
     def numbers_of(self, args: Any) -> tuple[Any, ...]:
         """Returns the keys of the numbers that the step's Python code would read from these arguments (``reads``)."""
         leaves, _ = flatten(args)

@@ -121,7 +121,8 @@ class _Runner:
         used = [d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values]
         main = next((d for d in used if d.type != "cpu"), torch.device("cpu"))
         self.is_moved = main.type != device.type  # measured elsewhere than captured
-        self.devices = self._devices()
+        devices = captured.node_devices()
+        self.devices = dict.fromkeys(devices, device) if self.is_moved else devices
 
     def kernel(self, k: int) -> tuple[int, int]:
         """Returns (ns, workspace in bytes) of one kernel."""
@@ -204,24 +205,6 @@ class _Runner:
 
     def _runs(self, ns: float) -> int:
         return self.repeats if ns < 50_000_000 else min(3, self.repeats)
-
-    def _devices(self) -> dict[fx.Node, torch.device]:
-        """Returns each node's device: the one its operator names, else that of its inputs (a GPU before the host)."""
-        placeholder_devices = dict(zip(self.captured.placeholders, self.captured.devices, strict=True))
-        out: dict[fx.Node, torch.device] = {}
-        for node in self.captured.graph.graph.nodes:
-            if node.op == "get_attr":
-                value = getattr(self.captured.graph, node.target, None)
-                node_device = value.device if isinstance(value, Tensor) else torch.device("cpu")
-            elif node in placeholder_devices:
-                node_device = placeholder_devices[node]
-            elif isinstance(requested := node.kwargs.get("device"), torch.device):
-                node_device = requested
-            else:
-                inputs = [out[a] for a in node.all_input_nodes]
-                node_device = next((p for p in inputs if p.type != "cpu"), torch.device("cpu"))
-            out[node] = self.device if self.is_moved else node_device
-        return out
 
     def _inputs(self, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
         """Returns fresh arguments for a kernel, one value per node."""

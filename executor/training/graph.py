@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.capture.captured import Captured
-from executor.capture.operators import NUMBER
+from executor.capture.operators import NUMBER, is_random
 from executor.memory import ALIGNMENT, cuda_index
 from executor.memory.addresses import Arena
 from executor.memory.engines import line
@@ -43,6 +44,7 @@ from simulator.compiled.encoding import Ints
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.packed import pack_within
 
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
 CAPTURES = 3  # always allowed
 REPLAYS_PER_CAPTURE = 100  # that allow one more capture
 
@@ -120,6 +122,8 @@ def graph_refusal(captured: Captured, calls: Calls, undo: bool) -> str | None:
     for i, node in enumerate(captured.placeholders):
         if node in captured.values and not on_device(captured.devices[i], device):
             return f"{captured.names[i]} is on the host, where a replay cannot read it: move it to the device"
+    if reason := host_work(captured, calls, device):
+        return reason
     for step in schedule.steps:
         if step.is_recomputation and calls.is_random(step.kernel):
             return f"the plan recomputes {program.kernels[step.kernel].name}, which draws random numbers"
@@ -131,6 +135,29 @@ def graph_refusal(captured: Captured, calls: Calls, undo: bool) -> str | None:
         return f"its tensors are on the device {device.type!r}, a graph needs CUDA"
     if "no_split" not in inspect.signature(torch.cuda.MemPool).parameters:
         return f"PyTorch {torch.__version__} has no memory pools with unsplit segments: use 2.11 or later"
+    return None
+
+
+def host_work(captured: Captured, calls: Calls, device: torch.device) -> str | None:
+    """Returns the first operator whose work on the host a replay would not repeat, or None.
+
+    Copies between host and device read or write host memory that is no longer the step's at the replay. Tensors on the
+    host whose values never change are constants of the graph.
+    """
+    devices = captured.node_devices()
+    constants = {node for node in devices if node.op == "get_attr"}
+    for node in (node for body in calls.bodies for node in body):
+        if not isinstance(node.target, OpOverload):
+            continue
+        inputs = node.all_input_nodes
+        copies = node.target in COPIES and any(not on_device(devices[a], devices[node]) for a in inputs)
+        if not copies and on_device(devices[node], device):
+            continue
+        if not copies and constants.issuperset(inputs) and not is_random(node):
+            constants.add(node)
+            continue
+        work = "copies between host and device" if copies else "runs on the host"
+        return f"{node.target} {work}, which a replay does not repeat: create its tensors on the device of the model"
     return None
 
 
@@ -515,23 +542,33 @@ def capture(step: StepState, table: list[Any], dry: Dry, packing: Packing) -> Gr
             blocks.used -= block.nbytes
             block.show()
     graph = Graph(attempt.graph.replay, int, attempt.outputs, packing.footprint, attempt.memory.counted_bytes())
-    resident = [block.bytes for block in attempt.resident if block.bytes is not None]
+    resident = [(block.bytes, block.host) for block in attempt.resident if block.bytes is not None]
     graph.close = weakref.finalize(graph, _release_graph, attempt.graph, attempt.memory, attempt.outputs, resident)
     return graph
 
 
-def _release_graph(graph: Any, memory: GraphMemory, outputs: list[Tensor], resident: list[Tensor]) -> None:
-    """Moves the user's tensors (``resident``) out of the arena, then releases the graph, its pools and the arena."""
+def _release_graph(
+    graph: Any, memory: GraphMemory, outputs: list[Tensor], resident: list[tuple[Tensor, Tensor]]
+) -> None:
+    """Releases the graph, its pools and the arena, and moves the user's tensors out of it.
+
+    They take the way over the host, because arena and copies may not fit into the device together.
+
+    Args:
+        resident: bytes of the user's tensors in the arena, each with its place in host memory, which it does not use now.
+    """
     with contextlib.suppress(RuntimeError):  # earlier failures are reported where they occur
         torch.cuda.synchronize(memory.device)  # a replay may be in flight
     outputs.clear()
     with _disable_current_modes():  # the garbage collector may call this
-        for tensor in resident:
-            storage = tensor.untyped_storage()
-            content = tensor.clone()
-            storage.resize_(0)
-            storage.resize_(content.nbytes)
-            tensor.copy_(content)
+        nbytes = []
+        for tensor, host in resident:
+            nbytes.append(tensor.untyped_storage().nbytes())
+            host.copy_(tensor)
+            tensor.untyped_storage().resize_(0)
+        graph.reset()
+        memory.close()
+        for (tensor, host), size in zip(resident, nbytes, strict=True):
+            tensor.untyped_storage().resize_(size)
+            tensor.copy_(host)
     resident.clear()
-    graph.reset()
-    memory.close()

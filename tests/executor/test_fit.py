@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from agents.learned import edit_net, policy_net
 from executor import Captured, FitError, capture, fit
 from executor.capture.early_update import InBackward, with_early_update
 from executor.capture.profiler import measure
-from simulator import FormatError, Machine, Plan, Program
+from simulator import FormatError, Machine, Plan, Program, simulate
 from simulator.modes import least_residency
-from tests.executor.conftest import Tiny
+from tests.executor.conftest import GPU, Tiny
 from tests.executor.networks import CLASSES, Batch, ResNet, adamw, images, sgd
 from tests.executor.training.programs import Loop, Twins, standard
 from tests.process_state import process_state
@@ -138,6 +139,27 @@ def test_any_planner(tiny_mlp: Tiny) -> None:
     assert calls == [("h100", step.limit)] and step.plan.planner == "autoswap_swdoa" and step.floor_ns is None
     assert fit(*tiny_mlp.parts(), 0.8, planner="autoswap_swdoa").plan.decisions
     assert fit(*tiny_mlp.parts(), 0.8, seconds=0.5).plan.decisions
+
+
+def test_a_plan_for_a_part_of_the_link_loses_nothing_while_copies_reach_it(tiny_mlp: Tiny) -> None:
+    """Copies at any speed between the margin and the link's cost no more than the margin's prediction."""
+    machine = replace(GPU, h2d_bytes_per_s=10**8, d2h_bytes_per_s=10**8, duplex_h2d_bytes_per_s=8 * 10**7)
+
+    def planner(program: Program, machine: Machine, limit: int) -> Plan:
+        return agents.make("annealing", calls=300, min_bytes=64).plan(program, machine, limit)
+
+    def times_of(**options: Any) -> tuple[Plan, list[int]]:
+        step = fit(*tiny_mlp.parts(), 0.7, planner=planner, machine=machine, **options)
+        links = [machine.with_link(share) for share in (1, 0.9, 0.8)]
+        times = [simulate(step.program, step.plan, link, step.limit).iteration_ns for link in links]
+        assert step.report().iteration_ns == times[0]
+        return step.plan, times
+
+    plan, times = times_of()
+    assert plan.decisions == planner(tiny_mlp.program, machine.with_link(0.8), plan.limit).decisions
+    assert times[0] == times[2] < times_of(link_margin=1)[1][2]
+    with pytest.raises(ValueError, match=r"link_margin: expected a number in \(0, 1\], got 0"):
+        fit(*tiny_mlp.parts(), 0.7, link_margin=0)
 
 
 def test_durations_are_a_roofline_or_measured(tiny_mlp: Tiny) -> None:

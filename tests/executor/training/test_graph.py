@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import agents
-from executor import Captured, PlannedStep, StepError, fit
+from executor import Captured, PlannedStep, StepError, capture_step, fit
 from executor.capture.optimizers import capturable
-from executor.training import graph, planned_step
+from executor.training import graph, node_calls, planned_step
 from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap, simulate
 from simulator.pool.intervals import Intervals
@@ -353,7 +353,7 @@ def test_fit_plans_again_for_less_until_the_graph_is_within_the_limit(by_default
 
     def planner(program, machine, limit):
         limits.append(limit)
-        assert machine == slow.in_graph()
+        assert machine == slow.with_link(0.8)
         return capuchin.plan(program, machine, limit)
 
     slow = replace(GPU, graph_copies=0.5)
@@ -380,6 +380,55 @@ def test_room_is_left_for_what_a_graph_takes_beside_the_program(by_default, monk
     limit = captured.program.peak_bytes + 10_000
     step = PlannedStep(captured, Plan(), GPU, limit)
     assert captured.program.peak_bytes <= step.order.limit <= limit - slots - 1000
+
+
+def test_closing_a_graph_takes_no_more_memory_than_its_replays(double, monkeypatch):
+    """Resident tensors leave the arena over the host, because the arena may be all of the card."""
+    twins, step = over_the_boundary(2)
+    twins.train(step, 3)
+    resident = [b for t, b in step.state.blocks.blocks.items() if b.persistent and t not in graph.on_host(step.state)]
+    resize = double.memory.resize
+    allocated: list[tuple[int, bool]] = []
+
+    def watched(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        if nbytes:
+            allocated.append((nbytes, bool(double.arenas)))
+        return resize(storage, nbytes)
+
+    monkeypatch.setattr(double.memory, "resize", watched)
+    step.graph.close()
+    assert sorted(allocated) == sorted((block.nbytes, False) for block in resident) and resident
+    step.finish()
+    twins.compare()
+    twins.train(step, 3)
+
+
+@pytest.mark.parametrize(
+    ("draw", "reason"),
+    [
+        (lambda x: torch.rand(x.shape[0], 1), "rand.default runs on the host"),
+        (lambda x: torch.rand_like(x[:, :1]), None),
+        (lambda x: torch.rand_like(x[:, :1]).to("meta"), "_to_copy.default copies between host and device"),
+        (lambda x: torch.full((), 0.5), None),
+    ],
+    ids=["drawn on the host", "drawn on the device", "copied", "a constant"],
+)
+def test_work_on_the_host_is_no_part_of_a_graph(draw, reason):
+    model = nn.Linear(16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) * draw(x).to(x.device)).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    captured = capture_step(step, torch.randn(4, 16), check=False)
+    on_gpu = replace(captured, devices=(torch.device("cuda"),) * len(captured.devices))
+    calls = node_calls.Calls(on_gpu, lower(captured.program, Plan()))
+    found = graph.host_work(on_gpu, calls, torch.device("cuda"))
+    assert reason is None and found is None or reason in found
 
 
 def test_fit_goes_on_kernel_by_kernel_if_no_plan_does_with_less(by_default):
