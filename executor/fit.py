@@ -391,8 +391,9 @@ def fit(
             gradients, so that not all gradients live at once. Results are bit-identical, but a step that fails after
             its first update cannot be undone. "auto": if this makes the planned step faster; a planner that is no name
             plans the order of the model. Clipping by a norm, a GradScaler and ``keep_grads`` need all gradients first.
-        link_margin: part of the link's speed that the plan uses, in (0, 1]: the step loses no time while copies reach it,
-            whatever slows them (a CUDA graph, a distant NUMA node, another process). Predictions are for the whole link.
+        link_margin: part of the link's speed that the plan uses, in (0, 1]: the step loses no time while copies reach
+            it, whatever slows them (a CUDA graph, a distant NUMA node, another process). Predictions are for the whole
+            link.
         check: compares the step with its capture on a few examples of the first batch, which must then hold valid
             values, and rejects a step that differs (executor/training/check.py).
 

@@ -6,13 +6,15 @@ Events alone order the work; executor/training/memory_source.py lists the rules.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from executor.memory import cuda_index
+from executor.memory.addresses import Driver
 from executor.memory.pinned import CUDA, HOST, Bytes, Slabs
 
 
@@ -85,39 +87,25 @@ def move(target: Tensor, source: Tensor) -> None:
 
 
 @cache
-def capture_stream(index: int) -> torch.cuda.Stream:
-    """Returns the device's capture stream, one per device: cuBLAS keeps a workspace for every stream it sees."""
-    return torch.cuda.Stream(index)
+def own_stream(index: int, role: Literal["capture", "d2h", "h2d"]) -> torch.cuda.Stream:
+    """Returns a device's stream for one role, shared by all steps; no other code can get it.
 
-
-_PAIRS: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}  # by device
-
-
-def copy_streams(index: int, compute: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Returns the device's D2H and H2D streams, shared by all steps and distinct from compute and capture streams.
-
-    PyTorch hands out 32 streams per device round-robin (c10/cuda/CUDAStream.cpp), so new streams may coincide.
+    PyTorch hands out 32 streams per device round-robin (c10/cuda/CUDAStream.cpp): those of a user's thread may coincide
+    with any of them. There is one capture stream, because cuBLAS keeps a workspace for every stream it sees.
     """
-    reserved = {compute.cuda_stream, capture_stream(index).cuda_stream}
-    pair = _PAIRS.get(index)
-    if pair is None or any(stream.cuda_stream in reserved for stream in pair):
-        distinct: dict[int, torch.cuda.Stream] = {}
-        while len(distinct) < 2:
-            stream = torch.cuda.Stream(index)
-            if stream.cuda_stream not in reserved:
-                distinct[stream.cuda_stream] = stream
-        d2h, h2d = distinct.values()
-        pair = _PAIRS[index] = d2h, h2d
-    return pair
+    handle = ctypes.c_void_p()
+    non_blocking = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING: not ordered with the default stream
+    Driver(torch.device("cuda", index))("cuStreamCreate", ctypes.byref(handle), non_blocking)
+    return torch.cuda.ExternalStream(handle.value, device=index)
 
 
 class CudaEngines(Engines):
-    """Copy engines for tensors on a GPU: one stream per direction (``copy_streams``)."""
+    """Copy engines for tensors on a GPU: one stream per direction."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._index = cuda_index(device)
-        self.d2h, self.h2d = self.streams = copy_streams(self._index, torch.cuda.current_stream(device))
+        index = cuda_index(device)
+        self.d2h, self.h2d = self.streams = (own_stream(index, "d2h"), own_stream(index, "h2d"))
         self._compute_event = torch.cuda.Event()
         self._compute: torch.cuda.Stream | None = None
 
@@ -135,7 +123,6 @@ class CudaEngines(Engines):
         previous = self._compute
         self._compute = torch.cuda.current_stream(self.device)
         caller = torch.cuda.current_stream()
-        self.d2h, self.h2d = self.streams = copy_streams(self._index, self._compute)
         # set_stream also changes the current device, so the caller's stream is restored after the compute stream.
         self._to_restore = (self._compute,) if caller.device == self._compute.device else (self._compute, caller)
         return previous is not None and previous != self._compute

@@ -24,7 +24,7 @@ import torch
 
 from executor.memory import cuda_index
 from executor.memory.addresses import Arena, allocator, served
-from executor.memory.engines import capture_stream
+from executor.memory.engines import own_stream
 from simulator.compiled.encoding import Ints
 
 _BROKEN_GRAPHS: list[Any] = []  # graphs whose capture did not end: PyTorch's pinned-memory allocator still queries them
@@ -126,7 +126,7 @@ class GraphMemory:
     def __init__(self, device: torch.device, arena: Arena):
         self.device = torch.device("cuda", cuda_index(device))
         self.arena = arena
-        self.stream = capture_stream(self.device.index)
+        self.stream = own_stream(self.device.index, "capture")
         self.operators: list[tuple[int, int]] = []
         self.served = np.zeros((0, 2), np.int64)
         self._pools: list[Any] = []
@@ -255,7 +255,7 @@ class GraphMemory:
 def libraries_bytes(index: int) -> int:
     """Creates the cuBLAS workspaces of a device's capture stream and returns their bytes."""
     bytes_before = torch.cuda.memory_stats(index)["allocated_bytes.all.current"]
-    with torch.cuda.device(index), torch.cuda.stream(capture_stream(index)):
+    with torch.cuda.device(index), torch.cuda.stream(own_stream(index, "capture")):
         ones = torch.ones(16, 16, device=torch.device("cuda", index))
         torch.addmm(ones[0], ones, ones @ ones)
         del ones

@@ -555,7 +555,7 @@ def _release_graph(
     They take the way over the host, because arena and copies may not fit into the device together.
 
     Args:
-        resident: bytes of the user's tensors in the arena, each with its place in host memory, which it does not use now.
+        resident: bytes of the user's tensors in the arena, each with its unused place in host memory.
     """
     with contextlib.suppress(RuntimeError):  # earlier failures are reported where they occur
         torch.cuda.synchronize(memory.device)  # a replay may be in flight

@@ -198,8 +198,9 @@ class CudaDouble(TorchDispatchMode):
             lambda tensor, stream: None if self.left_out() else self.record_stream(tensor, stream),
         )
         monkeypatch.setattr(engines, "on_host", lambda tensor: False)
-        monkeypatch.setattr(engines, "_PAIRS", {})
-        monkeypatch.setattr(engines, "capture_stream", cache(self.new_stream))
+        monkeypatch.setattr(engines, "Driver", lambda device: self.driver)
+        monkeypatch.setattr(engines, "own_stream", cache(engines.own_stream.__wrapped__))
+        monkeypatch.setattr(torch.cuda, "ExternalStream", self.external_stream)
         slabs = pinned.Slabs(pinned._register, pinned._unregister, lambda: self.left_out() or pinned._synchronize())
         monkeypatch.setattr(engines, "CUDA", slabs)
         states = work.Random
@@ -215,6 +216,14 @@ class CudaDouble(TorchDispatchMode):
         pool = self.pools[priority]
         pool.append(pool.pop(0))
         return pool[-1]
+
+    def driver(self, function: str, handle: Any, flags: Any) -> None:
+        assert function == "cuStreamCreate" and flags.value == 1  # not ordered with the default stream
+        handle._obj.value = 10_000 + len(self.everything)
+
+    def external_stream(self, handle: int, device: int) -> Stream:
+        self.everything.append(Stream(self, self.gpu, handle))
+        return self.everything[-1]
 
     def current_stream(self, device: Any = None) -> Stream:
         return self.current

@@ -261,7 +261,7 @@ class GraphDouble(CudaDouble):
             monkeypatch.setattr(torch._C, name, does, raising=False)
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record_history)
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", self.snapshot)
-        monkeypatch.setattr(graph_memory, "capture_stream", engines.capture_stream)
+        monkeypatch.setattr(graph_memory, "own_stream", engines.own_stream)
         monkeypatch.setattr(graph_memory, "libraries_bytes", graph_memory.libraries_bytes.__wrapped__)
         monkeypatch.setattr(graph, "libraries_bytes", graph_memory.libraries_bytes)
         monkeypatch.setattr(graph, "replace_memsets", lambda device, handle: 0)
