@@ -181,6 +181,8 @@ class PlannedTrainer(Trainer):
         if self._next:
             if self.planned is None:
                 self.planned = self._fit(model, num_items_in_batch is not None)
+                if not self._readers():
+                    self.planned.__enter__()
             self.planned.begin(*self._next)
             self._next = []
         assert self.planned is not None
@@ -236,6 +238,17 @@ class PlannedTrainer(Trainer):
             self.model.config.problem_type = self._problem_type
             return fit_step()
 
+    def _readers(self) -> list[str]:
+        """Returns the names of user code that runs between steps and may read parameters.
+
+        Without any, copies continue across the boundaries of steps, and no step waits for them.
+        """
+        subclasses = type(self).__mro__[: type(self).__mro__.index(PlannedTrainer)]
+        methods = [name for owner in subclasses for name, value in vars(owner).items() if callable(value)]
+        callbacks = [type(callback) for callback in self.callback_handler.callbacks]
+        foreign = [owner.__name__ for owner in callbacks if owner.__module__.partition(".")[0] != "transformers"]
+        return [name for name in methods if name not in ("__init__", "compute_loss")] + foreign
+
     def _check_supported(self) -> None:
         """Raises CaptureError if this Trainer's configuration is not supported."""
         args = self.args
@@ -283,7 +296,8 @@ class PlannedTrainer(Trainer):
         try:
             return super().train(*args, **kwargs)
         finally:
-            self.finish()
+            if self.planned is not None:
+                self.planned.__exit__()
             while self._undo:
                 self._undo.pop()()
 

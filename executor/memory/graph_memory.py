@@ -158,15 +158,16 @@ class GraphMemory:
         if not was_enabled:
             torch.cuda.memory._record_memory_history(context=None, stacks="python")
         try:
-            n_before = len(self._trace())
+            # The history may be full, so that new entries take the place of old ones: its length shows nothing.
+            begin = max((entry["time_us"] for entry in self._trace()), default=0)
             yield events
             low = self.arena.base
             high = self.arena.base + self.arena.nbytes
             actions = {"alloc": True, "free_requested": False}
             events += [
                 Event(actions[entry["action"]], entry["addr"], entry["size"])
-                for entry in self._trace()[n_before:]
-                if entry["action"] in actions and low <= entry["addr"] < high
+                for entry in self._trace()
+                if entry["time_us"] >= begin and entry["action"] in actions and low <= entry["addr"] < high
             ]
             self.served = served()
         finally:

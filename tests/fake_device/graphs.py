@@ -221,6 +221,7 @@ class GraphDouble(CudaDouble):
         allocators: allocator of each pool.
         arenas: memory allocated from the driver.
         aliased: address ranges that share physical memory.
+        max_entries: entries that the allocation history keeps.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -237,6 +238,7 @@ class GraphDouble(CudaDouble):
         self.pool_count = 0
         self.context = False
         self.history = False
+        self.max_entries = 1 << 30
 
     def install(self, monkeypatch: Any) -> None:
         super().install(monkeypatch)
@@ -341,8 +343,9 @@ class GraphDouble(CudaDouble):
 
     def snapshot(self) -> dict[str, Any]:
         assert self.history
-        entries = [{"action": action, "addr": address, "size": nbytes} for action, address, nbytes in self.memory.trace]
-        return {"device_traces": [entries]}
+        trace = enumerate(self.memory.trace)
+        entries = [{"action": a, "addr": address, "size": nbytes, "time_us": i} for i, (a, address, nbytes) in trace]
+        return {"device_traces": [entries[-self.max_entries :]]}
 
     # ------------------------------------------------------------------------------------------ capture
 

@@ -16,9 +16,11 @@ Event = tuple[float, float, int | None, str, str, int | None]  # begin and durat
 
 
 def traced(step: Callable[[], Any], count: int, folder: Path) -> list[Event]:
-    """Returns the kernels and copies of ``count`` steps by begin; PyTorch writes a temporary file into ``folder``."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler:
+    """Returns the kernels and copies of ``count`` steps by begin; PyTorch writes a temporary file into ``folder``.
+
+    The host is not traced: with its events GPT-2's traced steps took 84 to 90 ms, untraced ones 73.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(count):
             step()
         torch.cuda.synchronize()

@@ -24,6 +24,7 @@ from transformers import (
 
 from executor import CaptureError, StepError
 from executor.integrations import PlannedTrainer
+from executor.training.memory_source import Blocks
 from experiments.examples import hf_trainer
 from experiments.examples.hf_trainer import model_and_data, padded
 from simulator import Swap
@@ -264,6 +265,24 @@ def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         hf_trainer.main(["--memory", "24", "--steps", "1"])
     assert end.value.code == 2 and capsys.readouterr().err.startswith("error: memory: ")
+
+
+@pytest.mark.parametrize("owner", ["transformers", "user"])
+def test_copies_continue_between_steps_if_no_code_reads_parameters(
+    owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps wait for copies at their ends only if a callback of the user runs between them."""
+    waits: list[bool] = []
+    settle = Blocks.settle
+
+    def watched(blocks: Blocks, wait: bool = True) -> None:
+        waits.append(wait)
+        settle(blocks, wait)
+
+    monkeypatch.setattr(Logs, "__module__", f"{owner}.callbacks")
+    monkeypatch.setattr(Blocks, "settle", watched)
+    pair = Pair(tmp_path).train()
+    assert set(waits[-pair.own.state.global_step :]) == {owner == "user"}  # the check waits, too
 
 
 class Freezing(TrainerCallback):

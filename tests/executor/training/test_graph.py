@@ -382,6 +382,18 @@ def test_room_is_left_for_what_a_graph_takes_beside_the_program(by_default, monk
     assert captured.program.peak_bytes <= step.order.limit <= limit - slots - 1000
 
 
+def test_a_history_of_the_users_that_is_full(double):
+    """New entries of a full allocation history take the place of old ones, so that it does not grow."""
+    twins, step = over_the_boundary(2)
+    twins.train(step)
+    double.history = True
+    double.max_entries = len(double.memory.trace) + 1
+    while len(double.memory.trace) < double.max_entries:
+        double.memory.trace.append(("alloc", 0, 1))
+    twins.train(step, 2)
+    assert step.graph.captures == 1 and double.history
+
+
 def test_closing_a_graph_takes_no_more_memory_than_its_replays(double, monkeypatch):
     """Resident tensors leave the arena over the host, because the arena may be all of the card."""
     twins, step = over_the_boundary(2)
