@@ -127,6 +127,7 @@ class GraphMemory:
         self.device = torch.device("cuda", cuda_index(device))
         self.arena = arena
         self.stream = own_stream(self.device.index, "capture")
+        create_workspaces(self.device.index)
         self.operators: list[tuple[int, int]] = []
         self.served = np.zeros((0, 2), np.int64)
         self._pools: list[Any] = []
@@ -253,11 +254,28 @@ class GraphMemory:
 
 
 @cache
+def _workspace_pool(index: int) -> Any:
+    """Returns the pool of the libraries' workspaces on a device's capture stream.
+
+    Other code may free the workspaces that replays still write (``torch._C._cuda_clearCublasWorkspaces``, as Inductor's
+    graphs do). Their memory then stays in this pool, from which nothing else allocates.
+    """
+    with torch.cuda.device(index):
+        return torch.cuda.MemPool()
+
+
+def create_workspaces(index: int) -> None:
+    """Creates the cuBLAS workspaces of a device's capture stream, if it has none."""
+    with torch.cuda.device(index), torch.cuda.stream(own_stream(index, "capture")):
+        with torch.cuda.use_mem_pool(_workspace_pool(index)):
+            ones = torch.ones(16, 16, device=torch.device("cuda", index))
+            torch.addmm(ones[0], ones, ones @ ones)
+            del ones
+
+
+@cache
 def libraries_bytes(index: int) -> int:
     """Creates the cuBLAS workspaces of a device's capture stream and returns their bytes."""
     bytes_before = torch.cuda.memory_stats(index)["allocated_bytes.all.current"]
-    with torch.cuda.device(index), torch.cuda.stream(own_stream(index, "capture")):
-        ones = torch.ones(16, 16, device=torch.device("cuda", index))
-        torch.addmm(ones[0], ones, ones @ ones)
-        del ones
+    create_workspaces(index)
     return int(torch.cuda.memory_stats(index)["allocated_bytes.all.current"] - bytes_before)

@@ -143,7 +143,7 @@ class Pool:
         double.pool_count += 1
         double.uses[self.id] = 1
         double.allocators[self.id] = allocator
-        assert no_split
+        assert no_split or allocator is None
 
     def __del__(self) -> None:
         if self.double.capture:
@@ -266,6 +266,7 @@ class GraphDouble(CudaDouble):
         monkeypatch.setattr(graph_memory, "own_stream", engines.own_stream)
         monkeypatch.setattr(graph_memory, "libraries_bytes", graph_memory.libraries_bytes.__wrapped__)
         monkeypatch.setattr(graph, "libraries_bytes", graph_memory.libraries_bytes)
+        monkeypatch.setattr(graph_memory, "_workspace_pool", functools.cache(graph_memory._workspace_pool.__wrapped__))
         monkeypatch.setattr(graph, "replace_memsets", lambda device, handle: 0)
         monkeypatch.setattr(graph, "address_of", lambda block: self.memory.blocks[block.storage._cdata].at)
         monkeypatch.setattr(graph, "device_of", lambda captured: self.gpu)
@@ -303,7 +304,8 @@ class GraphDouble(CudaDouble):
             for free in spans[:] if not self.uses[pool[0]] else ():
                 del self.memory.segments[pool, free.begin]
                 spans.remove(free)
-                self.allocators[pool[0]].free(free.begin)
+                if allocator := self.allocators[pool[0]]:
+                    allocator.free(free.begin)
 
     @contextlib.contextmanager
     def use_mem_pool(self, pool: Pool, device: Any = None) -> Iterator[None]:
@@ -326,7 +328,9 @@ class GraphDouble(CudaDouble):
         return (self.capture.pool, stream) if self.capture and self.is_captured(stream) else stream
 
     def segment(self, pool: Any, nbytes: int) -> int:
-        if not (address := self.allocators[pool[0]].allocate(nbytes)):
+        if (allocator := self.allocators[pool[0]]) is None:
+            return next(ADDRESSES)
+        if not (address := allocator.allocate(nbytes)):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return int(address)
 

@@ -382,6 +382,28 @@ def test_room_is_left_for_what_a_graph_takes_beside_the_program(by_default, monk
     assert captured.program.peak_bytes <= step.order.limit <= limit - slots - 1000
 
 
+def test_workspaces_that_other_code_frees_stay_the_graphs(double, monkeypatch):
+    """Replays write cuBLAS's workspace, which Inductor's graphs free for the whole process."""
+    workspaces: list[Tensor] = []
+    product = torch.addmm
+
+    def with_workspace(*args: Tensor) -> Tensor:
+        if not workspaces:
+            workspaces.append(torch.empty(512))
+        return product(*args)
+
+    monkeypatch.setattr(torch, "addmm", with_workspace)
+    twins, step = over_the_boundary(2)
+    twins.train(step, 2)
+    pool = double.memory.of(workspaces[0]).pool[0]
+    workspaces.clear()  # as _cuda_clearCublasWorkspaces
+    assert double.uses[pool] and double.allocators[pool] is None
+    twins.train(step, 2)
+    step.graph.close()
+    twins.train(step, 2)
+    assert double.memory.of(workspaces[0]).pool[0] == pool and step.graph.captures == 2
+
+
 def test_a_history_of_the_users_that_is_full(double):
     """New entries of a full allocation history take the place of old ones, so that it does not grow."""
     twins, step = over_the_boundary(2)
