@@ -1,6 +1,8 @@
 """Tests of pinned memory: slabs of whole pages are reused, and requests beyond the host's memory are refused."""
 
+import ctypes
 import gc
+import platform
 from mmap import PAGESIZE
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.memory.pinned import CUDA, HOST, Slabs, available
+from executor.memory.pinned import CUDA, HOST, Slabs, available, numa_node, prefer_node
 
 TREE = {"proc/meminfo": "MemTotal:       1000 kB\nMemAvailable:    600 kB\n"}
 
@@ -55,6 +57,37 @@ def test_a_slab_that_is_too_small_goes_first(driver):
     driver.slabs.take(2 * PAGESIZE)
     memory = driver.slabs.take(5 * PAGESIZE - 1)  # rounded to whole pages, not to a power of two
     assert list(driver.pinned.values()) == [5 * PAGESIZE] and len(memory) == 5 * PAGESIZE - 1
+
+
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), (None, None)])
+def test_the_node_of_a_gpu(text, node, tmp_path):
+    """Machines with one node give -1."""
+    if text is not None:
+        (tmp_path / "sys/bus/pci/devices/0000:3b:00.0").mkdir(parents=True)
+        (tmp_path / "sys/bus/pci/devices/0000:3b:00.0/numa_node").write_text(text)
+    assert numa_node("0000:3B:00.0", tmp_path) == node
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of get_mempolicy is x86-64's")
+def test_pages_are_placed_before_they_are_pinned():
+    """The policy of the memory is that of the node when the driver pins it."""
+    policies = []
+
+    def pin(address, nbytes):
+        mode = ctypes.c_int(-1)
+        mask = (ctypes.c_ulong * 16)()
+        system = ctypes.CDLL(None)
+        of_address = ctypes.c_ulong(2)  # MPOL_F_ADDR
+        arguments = (ctypes.byref(mode), mask, ctypes.c_ulong(1024), ctypes.c_void_p(address), of_address)
+        assert system.syscall(ctypes.c_long(239), *arguments) == 0  # get_mempolicy
+        policies.append((mode.value, mask[0]))
+
+    def place(address, nbytes):
+        assert prefer_node(address, nbytes, 0)
+
+    Slabs(pin, lambda address: None, lambda: None, place=place).take(3 * PAGESIZE)
+    Slabs(pin, lambda address: None, lambda: None).take(3 * PAGESIZE)
+    assert policies == [(1, 1), (0, 0)]  # preferred node 0; the default
 
 
 def test_used_memory_is_not_reused(driver):
