@@ -13,6 +13,7 @@ shapes are captured and planned on first use. Only this file of the executor imp
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -43,7 +44,8 @@ from simulator.files import FormatError
 from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import PRESETS, Machine
 from simulator.plan import Plan
-from simulator.pool.packed import DoesNotPack, first_that_packs, packed_bytes
+from simulator.pool.device_memory import DevicePeak, under_plan
+from simulator.pool.packed import DoesNotPack, first_that_packs, lower_limits, packed_bytes
 from simulator.program import Program
 from simulator.report import KINDS, Report, report as reported, size
 from simulator.schedule import OutOfMemory
@@ -197,17 +199,26 @@ class FittedSteps(PlannedSteps):
                 if self.limit is None:
                     raise
                 raise FitError(f"{error}: a profile covers one batch shape; pass profile='measure'") from error
-        limit = self.limit or self._limit(captured)
+        card = self._card(captured)
+        limit = self.limit or (card.limit if card else limit_bytes(self._requested_limit, captured.program, "memory"))
         room = limit - beside_bytes(captured)
         early = with_early_update(captured, self._in_backward)
         orders = (early,) if self._in_backward is True else (captured,)
         # A function that returns a stored plan knows one order only.
         if self._in_backward == "auto" and isinstance(self.planner, str) and captured.program.peak_bytes > limit:
             orders = tuple(dict.fromkeys((captured, early)))
-        return self._fitted(orders, limit, room)
+        return self._fitted(orders, limit, room, card)
 
-    def _fitted(self, orders: tuple[Captured, ...], limit: int, room: int) -> FittedStep:
+    def _fitted(
+        self, orders: tuple[Captured, ...], limit: int, room: int, card: DevicePeak | None = None
+    ) -> FittedStep:
         """Returns a step whose plan packs into ``room`` bytes: the fastest of these orders of its kernels.
+
+        Args:
+            orders: the step with its kernels in different orders.
+            limit: limit of the tensors in bytes.
+            room: bytes of the packed plan, if the step runs as a graph.
+            card: memory of the device without a plan, which PyTorch's allocator must not exceed if the step does not.
 
         A later order is not planned if the first one costs next to no time.
         """
@@ -218,7 +229,7 @@ class FittedSteps(PlannedSteps):
             if attempts and attempts[0].iteration_ns <= FREE * captured.program.ideal_ns:
                 break
             try:
-                attempts.append(self._attempt(captured, limit, room, seconds))
+                attempts.append(self._attempt(captured, limit, room, seconds, card))
             except FitError as reason:
                 error = reason
         if error and not attempts:
@@ -228,10 +239,13 @@ class FittedSteps(PlannedSteps):
         step.packed_bytes = best.packed_bytes
         return step
 
-    def _attempt(self, captured: Captured, limit: int, room: int, seconds: float | None) -> _Attempt:
+    def _attempt(
+        self, captured: Captured, limit: int, room: int, seconds: float | None, card: DevicePeak | None
+    ) -> _Attempt:
         """Plans a step for a part of the link, so that it packs into ``room`` bytes; the times are of the whole link.
 
-        If steps do not run as graphs, PyTorch's allocator chooses addresses, and the plan is for the limit.
+        If steps do not run as graphs, PyTorch's allocator chooses addresses: the plan is the first for the limit or
+        less that it serves within ``card``.
         """
         in_graph = not not_by_default(captured, undo=False)
         machine = self.machine.in_graph() if in_graph else self.machine
@@ -253,6 +267,8 @@ class FittedSteps(PlannedSteps):
         if in_graph:
             with suppress(DoesNotPack, FitError, OutOfMemory):  # it may still run without a graph
                 plan, packed = first_that_packs(max(room, 1), attempt, machine.alignment, stops=(FitError, OutOfMemory))
+        elif card is not None:
+            plan = _first_served(attempt, limit, card)
         plan = plan or make_plan(limit)
         iteration_ns = simulate(captured.program, plan, machine, limit).iteration_ns
         return _Attempt(captured, plan, packed, certifies, iteration_ns)
@@ -287,17 +303,17 @@ class FittedSteps(PlannedSteps):
             self._profile = self._profile or "measure"
         self.machine = self.machine or Machine.load("gtx1080ti")
 
-    def _limit(self, captured: Captured) -> int:
-        """Returns the limit for tensors; an absolute memory on a GPU is device memory."""
+    def _card(self, captured: Captured) -> DevicePeak | None:
+        """Returns the device memory of the step without a plan if the memory is that of a GPU, else None."""
         if self._device.type == "cpu" or is_fraction(self._requested_limit):
-            return limit_bytes(self._requested_limit, captured.program, "memory")
+            return None
         memory = size_bytes(self._requested_limit, "memory")
         # The loop holds returned tensors until the next return, and gradients until the next step.
         outputs = captured.outputs[1 : sum(captured.returned.tensors)]
         returned = tuple({captured.values[node] for node in outputs if node in captured.values})
         holds = captured.holds._replace(outputs=returned, outputs_end=len(captured.program.kernels))
         loop = Loop("start" if captured.returned.gradients else None, keeps_outputs=bool(returned))
-        return card_peak(replace(captured, holds=holds), self.machine, loop, memory).limit
+        return card_peak(replace(captured, holds=holds), self.machine, loop, memory)
 
     @property
     def current(self) -> FittedStep:
@@ -463,6 +479,24 @@ def machine_of(device: str) -> Machine:
         f"no preset for {device!r} (known: {', '.join(names)}): pass machine=, the most similar one or a file written "
         "by `python -m executor.calibrate FILE.yaml`"
     )
+
+
+def _first_served(attempt: Callable[[int], tuple[Plan, Timeline]], limit: int, card: DevicePeak) -> Plan | None:
+    """Returns the first plan, from ``limit`` down, that PyTorch's allocator serves; the first one if it serves none."""
+    first: Plan | None = None
+    with suppress(FitError, OutOfMemory):
+        for nbytes in lower_limits(limit):
+            plan, timeline = attempt(nbytes)
+            if under_plan(card, timeline)[1]:
+                return plan
+            first = first or plan
+    if first is not None:
+        warnings.warn(
+            "kernel by kernel PyTorch's allocator may need more than the memory for every plan that was found, because "
+            "of holes between tensors: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan for less",
+            stacklevel=3,
+        )
+    return first
 
 
 def _plan(

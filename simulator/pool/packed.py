@@ -50,6 +50,11 @@ def packed_bytes(timeline: Timeline, limit: int, alignment: int = 1) -> int:
     return pack_within(timeline_lifetimes(timeline).intervals, limit, alignment).footprint
 
 
+def lower_limits(limit: int) -> list[int]:
+    """Returns the limits in bytes to plan for, from ``limit`` down, where addresses need more than the tensors."""
+    return [int(limit * share) for share in SHARES]
+
+
 def first_that_packs(
     limit: int,
     attempt: Callable[[int], tuple[Found, Timeline]],
@@ -73,9 +78,9 @@ def first_that_packs(
         stops: ``attempt`` finds nothing for the full limit.
     """
     least: int | None = None
-    for share in SHARES:
+    for nbytes in lower_limits(limit):
         try:
-            found, timeline = attempt(int(limit * share))
+            found, timeline = attempt(nbytes)
         except stops:
             if least is None:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from executor.capture.early_update import InBackward, with_early_update
 from executor.capture.profiler import measure
 from simulator import FormatError, Machine, Plan, Program, simulate
 from simulator.modes import least_residency
+from simulator.pool.device_memory import DevicePeak
+from simulator.pool.packed import SHARES
 from tests.executor.conftest import GPU, Tiny
 from tests.executor.networks import CLASSES, Batch, ResNet, adamw, images, sgd
 from tests.executor.training.programs import Loop, Twins, standard
@@ -160,6 +163,36 @@ def test_a_plan_for_a_part_of_the_link_loses_nothing_while_copies_reach_it(tiny_
     assert times[0] == times[2] < times_of(link_margin=1)[1][2]
     with pytest.raises(ValueError, match=r"link_margin: expected a number in \(0, 1\], got 0"):
         fit(*tiny_mlp.parts(), 0.7, link_margin=0)
+
+
+@pytest.mark.parametrize("served", [2, None])
+def test_a_step_without_graph_is_planned_for_what_the_allocator_serves(
+    served: int | None, tiny_mlp: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernel by kernel, PyTorch's allocator leaves holes: the plan is for the first limit at which it serves them."""
+    limits: list[int] = []
+    timelines: list[Any] = []
+
+    def planner(program: Program, machine: Machine, limit: int) -> Plan:
+        limits.append(limit)
+        return agents.make("capuchin", min_bytes=64).plan(program, machine, limit)
+
+    def under_plan(card: Any, timeline: Any) -> tuple[int, bool]:
+        timelines.append(timeline)
+        return card.memory_bytes, len(timelines) - 1 == served
+
+    monkeypatch.setattr(MODULE, "device_of", lambda captured: torch.device("cuda"))
+    monkeypatch.setattr(MODULE, "under_plan", under_plan)
+    peak = tiny_mlp.program.peak_bytes
+    monkeypatch.setattr(MODULE, "card_peak", lambda *args: DevicePeak(peak, 0, 0, 0, 0, args[-1], False))
+    memory = 9 * peak // 10
+    options = {"planner": planner, "machine": GPU, "profile": measure(tiny_mlp.captured, "cpu", "here")}
+    with pytest.warns(UserWarning, match="expandable_segments") if served is None else contextlib.nullcontext():
+        step = fit(*tiny_mlp.parts(), memory, **options)
+    whole = step.limit
+    expected = [int(whole * share) for share in SHARES]
+    assert limits == expected[: len(limits)] and len(limits) == (len(SHARES) if served is None else 3)
+    assert step.plan.limit == (whole if served is None else expected[2])
 
 
 def test_durations_are_a_roofline_or_measured(tiny_mlp: Tiny) -> None:
