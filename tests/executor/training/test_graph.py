@@ -417,7 +417,7 @@ def test_a_history_of_the_users_that_is_full(double):
 
 
 def test_closing_a_graph_takes_no_more_memory_than_its_replays(double, monkeypatch):
-    """Resident tensors leave the arena over the host, because the arena may be all of the card."""
+    """Resident tensors leave the arena over the host, because the arena may be all of the device memory."""
     twins, step = over_the_boundary(2)
     twins.train(step, 3)
     resident = [b for t, b in step.state.blocks.blocks.items() if b.persistent and t not in graph.on_host(step.state)]
