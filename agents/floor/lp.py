@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -88,6 +89,7 @@ class Solver:
         self._deadline = deadline
         self.work = 0.0  # steps of the simplex times rows, so far
         self._highs = highspy.Highs()
+        self._highs.HandleUserInterrupt = True  # it looks for cancelSolve
         for option, value in OPTIONS.items():
             self._highs.setOptionValue(option, value)
         lp = highspy.HighsLp()
@@ -152,7 +154,7 @@ class Solver:
         if self._deadline < np.inf:  # HiGHS accumulates the time of all solves
             remaining = max(self._deadline - time.monotonic(), 0.0)
             self._highs.setOptionValue("time_limit", self._highs.getRunTime() + remaining)
-        self._highs.run()
+        self._run()
         self.work += self._highs.getInfo().simplex_iteration_count * len(self.low)
         status = self._highs.getModelStatus()
         if status in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):  # every column is bounded
@@ -163,6 +165,17 @@ class Solver:
         if not solution.dual_valid:
             raise RuntimeError(f"HiGHS failed on the floor's linear program: {self._highs.modelStatusToString(status)}")
         return Solution(self.bound(np.array(solution.row_dual)), np.array(solution.col_value))
+
+    def _run(self) -> None:
+        """Solves in another thread, so that Ctrl-C and the deadline of ``within`` reach this one and end the solve."""
+        solve = threading.Thread(target=self._highs.run)
+        try:
+            solve.start()
+            solve.join()
+        except BaseException:
+            self._highs.cancelSolve()
+            solve.join()
+            raise
 
     def bound(self, multipliers: NDArray[np.float64]) -> float:
         """Returns a lower bound on the cost of every x, for any multipliers of the rows.

@@ -85,6 +85,7 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
         parts.append(f"{head.capitalize()}: {size(peak.nbytes)} in {peak.moment}.")
     yield Section("The peak", parts)
     yield Section("Estimated device memory", words.card(a))
+    yield Section("Optimizer in the backward pass", words.update_order(a))
     yield Section("The largest batch", words.batches(a))
     if a.families:
         proven = " The floor is a certified lower bound for every plan." if a.floor is not None else ""

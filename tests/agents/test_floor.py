@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +17,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 import agents
 from agents.floor import FAMILIES, UNPROVEN, Floor, bound as bound_module, floor, refined_floor, reruns
-from agents.floor.lp import Solver
+from agents.floor.lp import Linear, Solver
 from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.modes import MODES
 from simulator.plan import PlanError
@@ -442,3 +445,27 @@ def test_rounding_finds_the_plans_that_are_best_by_hand() -> None:
     planner.plan(sandwich(), MACHINE, 100)
     assert planner.floor.iteration_ns == 60
     assert planner.simulator_calls == 2  # the rounded plan, and the final check
+
+
+def test_ctrl_c_ends_a_solve() -> None:
+    """The solver would run on until it is cancelled."""
+
+    class Endless:
+        def __init__(self) -> None:
+            self.cancelled = Event()
+
+        def run(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            self.cancelled.wait()
+
+        def cancelSolve(self) -> None:
+            self.cancelled.set()
+
+    linear = Linear()
+    linear.row([(linear.column(1.0), 1.0)], 1.0)
+    solver = Solver(linear)
+    assert solver.optimum() is not None
+    solver._highs = endless = Endless()
+    with pytest.raises(KeyboardInterrupt):
+        solver.optimum()
+    assert endless.cancelled.is_set()
