@@ -427,8 +427,8 @@ def machine_of(device: str) -> Machine:
     runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     for name in names:
-        # An RTX 3060 Ti is not an RTX 3060.
-        has_other_suffix = any(word in words and not name.endswith(word) for word in ("ti", "super", "laptop"))
+        # An RTX 3060 Ti is not an RTX 3060, and an RTX 4090 D not an RTX 4090.
+        has_other_suffix = any(word in words and not name.endswith(word) for word in ("ti", "super", "laptop", "d"))
         if all(part in runs for part in name.split("_")) and not has_other_suffix:
             machine = Machine.load(name)
             return replace(machine, host_bytes=min(machine.host_bytes, available()[0] * 3 // 4))
