@@ -13,6 +13,7 @@ shapes are captured and planned on first use. Only this file of the executor imp
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -39,7 +40,7 @@ from executor.training.planned_step import PlannedStep
 from executor.training.planned_steps import PlannedSteps
 from simulator.compiled.engine import simulate
 from simulator.files import FormatError
-from simulator.limits import is_fraction, limit_bytes, size_bytes
+from simulator.limits import check_limit, is_fraction, limit_bytes, size_bytes
 from simulator.machine import PRESETS, Machine
 from simulator.plan import Plan
 from simulator.pool.packed import DoesNotPack, first_that_packs, packed_bytes
@@ -265,7 +266,12 @@ class FittedSteps(PlannedSteps):
         if device.type != "cpu":
             self.machine = self.machine or machine_of(torch.cuda.get_device_name(device))
             self._profile = self._profile or "measure"
-        self.machine = self.machine or Machine.load("gtx1080ti")
+        if self.machine is None:
+            self.machine = Machine.load("gtx1080ti")
+            warnings.warn(
+                f"the model is on the CPU and machine= is not given: times and copies are those of {self.machine.name}",
+                stacklevel=6,
+            )
 
     def _limit(self, captured: Captured) -> int:
         """Returns the limit for tensors; an absolute memory on a GPU is device memory."""
@@ -389,6 +395,7 @@ def fit(
         raise ValueError("example_batch: expected a pair (x, y) or an object that has both, got Tensor")
     if memory == "":
         raise ValueError("memory: missing; pass a size such as '24GiB', or a fraction of the step's peak (0.6)")
+    check_limit(memory, "memory")
     if isinstance(planner, str):  # fail before the capture
         import agents
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_unflatten
 
 from executor.capture.batches import flatten
+from executor.capture.operators import is_user_file
 
 # Arguments of capture() (no optimizer: a step without gradients), or a user-defined step and its arguments.
 Parts = tuple[nn.Module, Callable[[Any, Any], Any] | None, optim.Optimizer | None, Any] | tuple[Callable[..., Any], Any]
@@ -40,7 +43,7 @@ def build(*, target: object) -> Parts:
     try:
         parts = factory()
     except Exception as error:
-        raise WorkloadError(f"target: {target} raised {type(error).__name__}: {error}") from error
+        raise WorkloadError(f"target: {target} raised {type(error).__name__}: {error}{_line(error)}") from error
     expected = (nn.Module, (Callable, type(None)), optim.Optimizer, object)
     if isinstance(parts, tuple) and len(parts) == 4 and all(map(isinstance, parts, expected)):
         return parts
@@ -60,6 +63,8 @@ def import_target(target: object) -> Callable[..., Any]:
     if not isinstance(target, str) or target.count(":") != 1 or not all(target.split(":")):
         raise WorkloadError(f"target: expected 'pkg.mod:factory', got {target!r}")
     name, attribute = target.split(":")
+    if Path(name).suffix == ".py":
+        raise WorkloadError(f"target: expected a module, got the file {name!r}; the module is {_module_of(name)!r}")
     folder = str(Path.cwd())
     added = folder not in sys.path and "" not in sys.path
     if added:
@@ -68,18 +73,46 @@ def import_target(target: object) -> Callable[..., Any]:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise WorkloadError(f"target: module {error.name!r} not found") from None
+            files = sorted(path.stem for path in Path.cwd().glob("*.py"))
+            raise WorkloadError(f"target: module {error.name!r} not found{_nearest(name, files)}") from None
         raise WorkloadError(f"target: cannot import module {name!r} (no module {error.name!r})") from error
     except Exception as error:
-        raise WorkloadError(f"target: cannot import module {name!r} ({type(error).__name__}: {error})") from error
+        reason = f"{type(error).__name__}: {error}{_line(error)}"
+        raise WorkloadError(f"target: cannot import module {name!r} ({reason})") from error
     finally:
         if added:
             sys.path.remove(folder)
     factory = getattr(module, attribute, None)
     if not callable(factory):
         problem = "nothing callable named" if hasattr(module, attribute) else "no attribute"
-        raise WorkloadError(f"target: module {name!r} has {problem} {attribute!r}")
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise WorkloadError(f"target: module {name!r} has {problem} {attribute!r}{_nearest(attribute, own)}")
     return factory
+
+
+def _module_of(file: str) -> str:
+    """Returns the module path of a file in or below the working directory."""
+    path = Path(file)
+    parts = path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
+    return ".".join(parts.with_suffix("").parts)
+
+
+def _nearest(name: str, candidates: Sequence[str]) -> str:
+    """Returns the nearest name as the end of a message, or "" without a similar one."""
+    matches = difflib.get_close_matches(name, candidates, n=1)
+    return f"; the nearest is {matches[0]!r}" if matches else ""
+
+
+def _line(error: Exception) -> str:
+    """Returns the last line of user code that an error passed through, as the end of a message, or ""."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if is_user_file(frame.filename) and frame.filename != __file__ and "-packages" not in frame.filename
+    ]
+    if isinstance(error, SyntaxError) or not frames:
+        return ""  # the message of a SyntaxError names its line
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
 
 
 def batch_size_of(parts: Parts) -> int:
