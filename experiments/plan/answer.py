@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from agents.search.retimed import Spread, TimesError
 from experiments.common.report import Row
@@ -70,6 +71,29 @@ class Largest:
     sufficient_s: float | None = None  # planning time that would extend the search; None: the search finished
     obstacle: str = ""  # why the batch cannot be changed; "" if it can
 
+    def including(self, best: Best | None) -> Largest:
+        """Returns these results with the plan of the given batch, if it is within ``most_overhead``.
+
+        Args:
+            best: recommended plan of the given batch; None: no plan.
+        """
+        if self.batch is None or best is None or best.row is None or best.overhead > self.most_overhead:
+            return self
+        if self.planned is None or self.planned >= self.batch:
+            return self
+        return replace(self, planned=self.batch, planner=best.row["planner"])
+
+
+@dataclass(frozen=True)
+class Change:
+    """Row of the table *What if*: a change of the step, alone or together with a plan."""
+
+    name: str
+    nbytes: int  # device memory in bytes, or that of tensors if only they are known
+    overhead: float  # time over that of the step as it is in unlimited memory, minus 1
+    exactness: str  # how the trained bits differ from those of the step as it is
+    fits: bool
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -88,6 +112,9 @@ class Answer:
     floor: float | None  # certified lower bound of the overhead; None if unknown
     largest: Largest
     seconds: float  # total wall-clock time
+    sequence: Largest = Largest()  # as ``largest``, of the sequence length  # frozen
+    what_if: tuple[Change, ...] = ()  # empty: not computed
+    folder: Path | None = None  # absolute path of the run directory; None: unknown
     card: DevicePeak | None = None  # breakdown of device memory without a plan; None if unknown
     # Device memory in bytes, of which ``limit`` is left for tensors; None if the limit is a peak fraction.
     memory: int | None = None

@@ -45,10 +45,11 @@ class Batches:
     larger_batch: int
     larger: Program  # captured at batch ``larger_batch``
     other_bytes: tuple[int, int] = (0, 0)  # device memory not used by tensors, at the two batches
+    what: str = "batch"  # the size that differs
 
     def __post_init__(self) -> None:
         if _structure(self.program) != _structure(self.larger):
-            raise BatchError(f"the step's kernels differ between batch {self.batch} and {self.larger_batch}")
+            raise BatchError(f"the step's kernels differ between {self.what} {self.batch} and {self.larger_batch}")
 
     def interpolated(self, batch: int) -> Program:
         """Returns the step at a batch size."""
@@ -66,6 +67,8 @@ class Batches:
 
     def peak_bytes(self, batch: int) -> int:
         """Returns the peak in bytes at a batch size, without a plan."""
+        if self._has_squares:
+            return self.interpolated(batch).peak_bytes
         small, large = self._live
         return int(np.ceil(small + (large - small) * ((batch - self.batch) / (self.larger_batch - self.batch))).max())
 
@@ -74,7 +77,12 @@ class Batches:
         return max(limit - self._size(batch, *self.other_bytes), 0)
 
     def _size(self, batch: int, small: int, large: int) -> int:
-        """Interpolates a quantity from its values at the two captured batches."""
+        """Interpolates a quantity from its values at the two captured batches.
+
+        It is affine in the batch, or proportional to its square (attention scores, similarities in a batch).
+        """
+        if self._is_square(small, large):
+            return round(small * (batch / self.batch) ** 2)
         return max(small + round((large - small) * (batch - self.batch) / (self.larger_batch - self.batch)), 0)
 
     def largest(self, limit: int) -> int:
@@ -124,6 +132,18 @@ class Batches:
         update_ns = sum(k.duration_ns for k in self.program.kernels if k.phase == "optimizer")
         return micro_batch, count, (micro_ns * self.batch / micro_batch + update_ns) / max(self.program.ideal_ns, 1) - 1
 
+    def _is_square(self, small: int, large: int) -> bool:
+        """Returns whether a quantity is proportional to the square of the batch."""
+        return small != 0 and large * self.batch**2 == small * self.larger_batch**2
+
+    @cached_property
+    def _has_squares(self) -> bool:
+        tensors = zip(self.program.tensors, self.larger.tensors, strict=True)
+        kernels = zip(self.program.kernels, self.larger.kernels, strict=True)
+        return any(self._is_square(t.nbytes, u.nbytes) for t, u in tensors) or any(
+            self._is_square(k.workspace, u.workspace) for k, u in kernels
+        )
+
     @cached_property
     def _live(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         return tuple(np.array(p.live_bytes, float) for p in (self.program, self.larger))
@@ -136,11 +156,11 @@ def _structure(program: Program) -> tuple[Any, ...]:
     )
 
 
-def rescaled(larger: Program, program: Program) -> Program:
-    """Rescales the durations of the step at the larger batch to those of ``program``, which may be measured.
+def rescaled(larger: Program, program: Program, ratio: float = 2.0) -> Program:
+    """Rescales the durations of the step at another batch to those of ``program``, which may be measured.
 
-    Kernels that are identical in both (parameter updates) determine the scale; without such kernels, the larger step is
-    taken to last twice as long.
+    Kernels that are identical in both (parameter updates) determine the scale; without such kernels, the other step is
+    taken to last ``ratio`` times as long.
     """
     if _structure(larger) != _structure(program) or not larger.ideal_ns:
         return larger
@@ -151,7 +171,7 @@ def rescaled(larger: Program, program: Program) -> Program:
     ]
     program_ns, larger_ns = (sum(times) for times in zip(*pairs, strict=True)) if pairs else (0, 0)
     if not program_ns or not larger_ns:
-        program_ns = 2 * program.ideal_ns
+        program_ns = round(ratio * program.ideal_ns)
         larger_ns = larger.ideal_ns
     return larger.with_durations([round(k.duration_ns * program_ns / larger_ns) for k in larger.kernels])
 
@@ -181,6 +201,8 @@ class Step(NamedTuple):
     types: tuple[str, ...]  # data type of each kernel
     issue: Issue  # how the executor issues the step on a GPU
     modules: tuple[str, ...]  # paths of the callable modules
+    early: Step | None = None  # with the optimizer in the backward pass; None: impossible or unknown
+    item_bytes: tuple[int, ...] = ()  # bytes per element of each tensor, 0: unknown; (): all unknown
 
 
 def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None) -> Step:
@@ -195,6 +217,7 @@ def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None
     """
     from torch import nn
 
+    from executor.capture.early_update import with_early_update
     from executor.training import graph
     from experiments import workloads
 
@@ -203,7 +226,10 @@ def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None
     modules = tuple(name for name, m in model.named_modules() if name and type(m).forward is not nn.Module.forward)
     card = _card(captured, machine, memory_bytes)
     reason = graph.obstacle(captured, numbers_of_optimizers=False)
-    return Step(
+    early = with_early_update(captured, "auto")
+    metas = {t: node.meta.get("tensor_meta") for node, t in reversed(captured.values.items())}
+    item_bytes = {t: meta.dtype.itemsize for t, meta in metas.items() if meta is not None}
+    late = Step(
         captured.program,
         captured.origins,
         card,
@@ -211,7 +237,9 @@ def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None
         captured.dtypes(machine),
         Issue(reason or "", reason is None and graph.obstacle(captured) is not None),
         modules,
+        item_bytes=tuple(item_bytes.get(t, 0) for t in range(len(captured.program.tensors))),
     )
+    return late._replace(early=late._replace(program=early.program) if early.early_update else None)
 
 
 def batches(
@@ -236,13 +264,43 @@ def batches(
     return Batches(batch, program, 2 * batch, rescaled(captured.program, program), (other_bytes, larger_other_bytes))
 
 
-def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes: int) -> None:
-    """Captures a workload at a batch; raises BatchError unless its peak is ``peak_bytes``, and as ``batches`` does."""
+def sequences(
+    workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None, program: Program, other_bytes: int
+) -> tuple[Batches, int | None]:
+    """Captures a workload at half its own sequence length, and returns the step at any.
+
+    Half the length is within the positions of the model, which are the second result (None: not limited).
+
+    Args:
+        workload, machine, memory_bytes, program, other_bytes: as in ``batches``.
+
+    Raises:
+        BatchError, WorkloadError, CaptureError, FormatError: the sequence length cannot be changed.
+    """
     from experiments import workloads
 
-    peak = workloads.load(workload, machine, batch, as_cuda=True).program.peak_bytes
+    length, longest = workloads.length_of_workload(workload, workloads.build(workload))
+    if length < 2 or length % 2:
+        raise BatchError(f"a sequence of {length} tokens cannot be halved")
+    captured = workloads.load(workload, machine, as_cuda=True, length=length // 2)
+    card = None if memory_bytes is None else _card(captured, machine, memory_bytes)
+    shorter = rescaled(captured.program, program, 0.5)
+    other = card.beside if card is not None else 0
+    return Batches(length, program, length // 2, shorter, (other_bytes, other), "sequence length"), longest
+
+
+def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes: int, what: str = "batch") -> None:
+    """Captures a workload at a batch; raises BatchError unless its peak is ``peak_bytes``, and as ``batches`` does.
+
+    Args:
+        what: "batch" or "sequence length", of which ``batch`` is the size.
+    """
+    from experiments import workloads
+
+    size = {"batch": batch} if what == "batch" else {"length": batch}
+    peak = workloads.load(workload, machine, as_cuda=True, **size).program.peak_bytes
     if peak != peak_bytes:
-        raise BatchError(f"the peak at batch {batch} is {peak:,} bytes, but {peak_bytes:,} were predicted")
+        raise BatchError(f"the peak at {what} {batch} is {peak:,} bytes, but {peak_bytes:,} were predicted")
 
 
 def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> DevicePeak | None:

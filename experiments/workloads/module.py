@@ -127,6 +127,55 @@ def batch_size_of(parts: Parts) -> int:
     return int(size[0])
 
 
+def length_of(parts: Parts) -> int:
+    """Returns the sequence length: the second dimension, shared by all tensors of the batch with at least two.
+
+    Raises:
+        WorkloadError: The batch has no token ids (integers of two dimensions), or the dimension is not shared.
+    """
+    tensors = [t for t in flatten(parts[-1])[0] if isinstance(t, Tensor)]
+    if not any(t.dim() == 2 and not t.is_floating_point() for t in tensors):
+        raise WorkloadError("the example batch has no token ids, which are integers of two dimensions")
+    lengths = {t.shape[1] for t in tensors if t.dim() > 1}
+    if len(lengths) != 1 or any(t.dim() > 2 for t in tensors):
+        raise WorkloadError("the tensors of the example batch do not share a second dimension, the sequence")
+    return int(lengths.pop())
+
+
+def longest_of(parts: Parts) -> int | None:
+    """Returns the number of positions that the model has; None if it is unknown or not limited."""
+    model = parts[0]
+    if not isinstance(model, nn.Module):
+        return None
+    config = getattr(model, "config", None)
+    known = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions")]
+    tables = [m.num_embeddings for name, m in model.named_modules() if isinstance(m, nn.Embedding) and _is_places(name)]
+    return min((n for n in (*known, *tables) if isinstance(n, int)), default=None)
+
+
+def _is_places(name: str) -> bool:
+    """Returns whether a module's path names an embedding of positions."""
+    leaf = name.rpartition(".")[2]
+    return "pos" in leaf or leaf == "wpe"
+
+
+def with_length(parts: Parts, length: int) -> Parts:
+    """Returns the parts with sequences of ``length`` tokens; raises WorkloadError as ``length_of`` does.
+
+    A tensor that appears twice in the batch still does.
+    """
+    length_of(parts)
+    resized: dict[int, Tensor] = {}
+
+    def longer(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or tensor.dim() < 2:
+            return tensor
+        return resized.setdefault(id(tensor), tensor.new_zeros(tensor.shape[0], length))
+
+    leaves, spec = flatten(parts[-1])
+    return (*parts[:-1], tree_unflatten(list(map(longer, leaves)), spec))
+
+
 def with_batch(parts: Parts, batch: int) -> Parts:
     """Returns the parts with an example batch of ``batch`` examples; raises WorkloadError as ``batch_size_of`` does.
 

@@ -107,7 +107,7 @@ def test_three_steps_are_eager_pytorchs_to_the_bit(make: Any, loss_fn: Any, batc
 @pytest.mark.parametrize("memory", ["24", "2G", "much", 0])
 def test_a_malformed_memory_is_refused_before_the_capture(memory: int | str) -> None:
     """The model could not be captured."""
-    with pytest.raises(FormatError, match="^memory: "):
+    with pytest.raises(FormatError, match=r"^memory: "):
         fit(nn.Linear(2, 2), nn.MSELoss(), None, (torch.zeros(3), torch.zeros(3)), memory)
 
 

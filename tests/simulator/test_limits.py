@@ -38,7 +38,7 @@ def test_a_single_letter_is_refused_with_the_sizes_that_it_may_mean() -> None:
             read("2G")
     with pytest.raises(FormatError, match=r"got '1.5k'; was 1.5KiB or 1.5kB meant\?$"):
         size_bytes("1.5k")
-    with pytest.raises(FormatError, match="got '2x'$"):
+    with pytest.raises(FormatError, match=r"got '2x'$"):
         size_bytes("2x")
 
 
@@ -46,7 +46,7 @@ def test_a_limit_is_checked_without_its_program() -> None:
     for value in (0.5, "80%", "24GiB", 4096):
         check_limit(value)
     for value in ("24", 24, "abc", 0, 1.5, True):
-        with pytest.raises(FormatError, match="^limit: "):
+        with pytest.raises(FormatError, match=r"^limit: "):
             check_limit(value)
 
 
