@@ -21,7 +21,7 @@ from simulator import simulate
 from simulator.compiled.engine import Engine, rows_of
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
-from simulator.pool.device_memory import in_graph
+from simulator.pool.device_memory import in_graph, under_plan
 from simulator.program import Kernel, Program
 from simulator.timeline import Timeline
 
