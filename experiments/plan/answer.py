@@ -68,6 +68,7 @@ class Largest:
     micro: tuple[int, int] | None = None
     micro_overhead: float = 0.0  # of the micro-batches over the ideal time
     most: int = 0  # upper bound of the search
+    least: int = 1  # smallest size that was tried; larger ones are its multiples
     sufficient_s: float | None = None  # planning time that would extend the search; None: the search finished
     obstacle: str = ""  # why the batch cannot be changed; "" if it can
 

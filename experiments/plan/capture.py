@@ -25,6 +25,7 @@ from simulator.report import Origins
 if TYPE_CHECKING:  # avoids importing PyTorch
     from executor.capture.captured import Captured
 
+UNIT = 64  # tokens: GPU kernels of attention pad sequences to such multiples
 SCALE = 1024  # multiple of the original batch: upper bound of the search
 
 
@@ -46,6 +47,7 @@ class Batches:
     larger: Program  # captured at batch ``larger_batch``
     other_bytes: tuple[int, int] = (0, 0)  # device memory not used by tensors, at the two batches
     what: str = "batch"  # the size that differs
+    unit: int = 1  # sizes are multiples of it
 
     def __post_init__(self) -> None:
         if _structure(self.program) != _structure(self.larger):
@@ -87,7 +89,13 @@ class Batches:
 
     def largest(self, limit: int) -> int:
         """Returns the largest batch whose peak fits ``limit`` bytes, up to SCALE times the original; 0 if none."""
-        return largest(lambda batch: self.peak_bytes(batch) <= self.room(limit, batch), self.batch, SCALE * self.batch)
+
+        def fits(units: int) -> bool:
+            batch = units * self.unit
+            return self.peak_bytes(batch) <= self.room(limit, batch)
+
+        own = self.batch // self.unit
+        return self.unit * largest(fits, own, SCALE * own)
 
     def largest_planned(
         self, plan_overhead: Callable[[Program, int], float | None], limit: int, least: int, most_overhead: float
@@ -99,14 +107,15 @@ class Batches:
             least: a batch that fits without a plan; 0: none.
         """
 
-        def fits(batch: int) -> bool:
+        def fits(units: int) -> bool:
+            batch = units * self.unit
             if batch <= least:
                 return True
             available = self.room(limit, batch)
             overhead = plan_overhead(self.interpolated(batch), available) if available else None
             return overhead is not None and overhead <= most_overhead
 
-        return largest(fits, max(least, 1), SCALE * self.batch, part=32)
+        return self.unit * largest(fits, max(least // self.unit, 1), SCALE * self.batch // self.unit, part=32)
 
     def accumulated(self, limit: int) -> tuple[int, int, float] | None:
         """Returns the fewest micro-batches that make up the original batch and fit without a plan.
@@ -286,7 +295,8 @@ def sequences(
     card = None if memory_bytes is None else _card(captured, machine, memory_bytes)
     shorter = rescaled(captured.program, program, 0.5)
     other = card.beside if card is not None else 0
-    return Batches(length, program, length // 2, shorter, (other_bytes, other), "sequence length"), longest
+    unit = 1 if length % UNIT else UNIT
+    return Batches(length, program, length // 2, shorter, (other_bytes, other), "sequence length", unit), longest
 
 
 def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes: int, what: str = "batch") -> None:

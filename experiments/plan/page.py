@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ from simulator.timeline import Timeline
 WIDTH = 1000
 HEIGHT = 300
 POINTS = 500  # horizontal resolution of a curve
-SHORT = 0.02  # of an iteration: shorter runs of kernels are no phase of their own
+NEAR_END = 0.85  # of the width: labels of later lines are to their left
 PHASES: dict[Phase, str] = {"forward": "forward", "backward": "backward", "optimizer": "update"}
 PEAK = "The peak"  # the section below the plot
 CHOSEN = "recommended"  # last cell of the row in bold
@@ -90,7 +89,8 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
     for head, peak in zip(heads, peaks, strict=True):
         parts.append(f"{head.capitalize()}: {size(peak.nbytes)} in {peak.moment}.")
     peak = Section(PEAK, parts)
-    yield Section("How to run it", [*_run_parts(a), *words.batches(a), *words.sequences(a)])
+    code = a.run_code or ("train as usual: no plan is needed" if a.fits else "there is no plan to run")
+    yield Section("How to run it", [Code(code), *words.batches(a), *words.sequences(a)])
     if a.what_if:
         text = (
             "Simulated; without a plan as PyTorch runs it. Time is over that of the step in unlimited memory. A plan "
@@ -125,12 +125,6 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
     )
 
 
-def _run_parts(a: Answer) -> list[Part]:
-    """Returns the code to run, and the path of the page."""
-    code = a.run_code or ("train as usual: no plan is needed" if a.fits else "there is no plan to run")
-    return [Code(code), *([] if a.folder is None else [f"The page: {a.folder / 'report.html'}"])]
-
-
 # ------------------------------------------------------------------------------------ terminal
 
 
@@ -141,6 +135,8 @@ def render_text(a: Answer) -> RenderableType:
         Text(words.verdict(a), style="bold"),
         Text(""),
     ]
+    if a.folder is not None:
+        lines += [Text(f"The page: {a.folder / 'report.html'}"), Text("")]
     for section in sections(a, ""):
         if section.page_only:
             continue
@@ -281,7 +277,8 @@ def _picture(a: Answer) -> str:
     for start, phase in _phases(a.program, after or before):
         x = start * WIDTH / end
         lines += f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}" stroke="var(--faint)" stroke-dasharray="2 3"/>'
-        labels += f'<span class="phase" style="left:{100 * x / WIDTH:.1f}%">{PHASES[phase]}</span>'
+        side = "phase left" if x > NEAR_END * WIDTH else "phase"
+        labels += f'<span class="{side}" style="left:{100 * x / WIDTH:.1f}%">{PHASES[phase]}</span>'
     legend = "".join(f'<span class="key"><i class="{kind}"></i>{escape(text)}</span>' for kind, text in keys)
     caption = f"Memory in use over one step: {'; '.join(text for _, text in keys)}"
     return (
@@ -294,20 +291,19 @@ def _picture(a: Answer) -> str:
 
 
 def _phases(program: Program, timeline: Timeline) -> Iterator[tuple[float, Phase]]:
-    """Yields start in ms and phase of the last iteration's phases.
+    """Yields start in ms and name of each phase of the last iteration.
 
-    Short runs of kernels belong to the phase before them, such as updates within the backward pass.
+    The update begins after the last kernel of the backward pass; updates within that pass are no phase of their own.
     """
     begin = timeline.last_start_ns
-    spans = [s for s in timeline.spans if s.stream == "compute" and s.kind == "kernel" and s.start_ns >= begin]
-    runs = [list(run) for _, run in groupby(spans, key=lambda span: program.kernels[span.index].phase)]
-    last: Phase | None = None
-    for run in runs:
-        phase = program.kernels[run[0].index].phase
-        is_long = run[-1].end_ns - run[0].start_ns >= SHORT * timeline.iteration_ns
-        if phase != last and (is_long or last is None or run is runs[-1]):
-            yield (run[0].start_ns - begin) / 1e6, phase
-            last = phase
+    kernels = [s for s in timeline.spans if s.stream == "compute" and s.kind == "kernel" and s.start_ns >= begin]
+    phases = [program.kernels[span.index].phase for span in kernels]
+    first = 0
+    for phase in PHASES:
+        if phase == "optimizer" and "backward" in phases:
+            first = len(phases) - phases[::-1].index("backward")
+        if phase in phases[first:]:
+            yield (kernels[phases.index(phase, first)].start_ns - begin) / 1e6, phase
 
 
 def _path(x: NDArray[np.float64], y: NDArray[np.float64]) -> str:

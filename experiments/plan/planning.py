@@ -330,6 +330,7 @@ def largest_batch(
                     return float(row["overhead"])
             return None
 
+        most -= most % steps.unit
         without = min(steps.largest(limit), most)
         planned = min(steps.largest_planned(plan_overhead, limit, without, most_overhead), most)
         if checked := bool(without) and time.monotonic() < capture_deadline:
@@ -347,6 +348,7 @@ def largest_batch(
         micro=micro and micro[:2],
         micro_overhead=micro[2] if micro else 0.0,
         most=most,
+        least=steps.unit,
         sufficient_s=rounded_up(max(2.0, EFFORT.batch_plans / max(plans, 1)) * seconds) if timed_out else None,
     )
     return found, half

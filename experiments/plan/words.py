@@ -219,7 +219,7 @@ def _most(largest: Largest, what: str) -> list[str]:
     if largest.without:
         lines = [f"The {adjective} {what} without a plan is {count} ({source}); the given {what} is {largest.batch:,}."]
     else:
-        lines = [f"Without a plan not even a {what} of 1 fits; the given {what} is {largest.batch:,}."]
+        lines = [f"Without a plan not even a {what} of {largest.least} fits; the given {what} is {largest.batch:,}."]
     if largest.planned is not None:
         bound = f"with an overhead of at most {percent(largest.most_overhead)}"
         if largest.planned > largest.without:
