@@ -130,10 +130,10 @@ class Answer:
 
     @cached_property
     def size(self) -> Unit:
-        """Size unit used on the page, with enough digits to distinguish the compared values."""
+        """Size unit used on the page: that of the step, with enough digits to distinguish the compared values."""
         required, available = self.required_and_available
         distinct = [(required, available), (self.limit, self.reached_bytes or self.least_bytes)]
-        return Unit.for_sizes(required, available, self.program.peak_bytes, distinct=distinct)
+        return Unit.for_sizes(required, distinct=distinct)
 
     @property
     def after(self) -> Timeline | None:

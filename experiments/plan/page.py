@@ -108,7 +108,7 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
         yield Section("The recommended plan", [f"The plan: {words.plan_summary(a)}", *words.gap_hints(a), text])
     yield Section("Uncertainty of the times", words.uncertainty(a))
     if a.slowest[1]:
-        yield Section("Slowest kernels", [Table(*a.slowest, range(2, 5))])
+        yield Section("Slowest kernels", [Table(*a.slowest, range(2, 5))], True)
     if a.checkpoints is not None:
         yield Section("Equivalent in plain PyTorch", [a.checkpoints.describe(size), Code(a.checkpoints.code)], True)
     yield Section(
@@ -273,7 +273,7 @@ def _picture(a: Answer) -> str:
         f'<line x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--limit)" stroke-width="1.5" '
         'stroke-dasharray="6 4"/>'
     )
-    labels = f'<span class="limit" style="top:{100 * y / HEIGHT:.1f}%">limit {size(limit)}</span>'
+    labels = f'<span class="limit" style="top:{100 * y / HEIGHT:.1f}%">limit {escape(size(limit))}</span>'
     for start, phase in _phases(a.program, after or before):
         x = start * WIDTH / end
         lines += f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}" stroke="var(--faint)" stroke-dasharray="2 3"/>'

@@ -39,13 +39,14 @@ HALF = "half the batch, twice"
 OFFLOAD = "offload all activations"
 THIS_PLAN = "this plan"
 EXACTNESS = {
-    CHECKPOINT: f"{SAME}, but batch norm counts twice",
+    CHECKPOINT: SAME,
     EARLY: f"{SAME}; no clipping by the global norm",
     EIGHT_BIT: "rounds the states in each step",
     CHUNKED: "the same sums in another order",
-    HALF: "the same sums in another order; batch norm per half",
+    HALF: "the same sums in another order",
     OFFLOAD: SAME,
 }
+OF_BATCH_NORM = {CHECKPOINT: "its statistics move twice", HALF: "its statistics are per half"}
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def changes(a: Answer, step: Step, half: Program | None, seconds: float, seed: i
     """
     original = _Variant("as it is", a.program)
     variants = list(_variants(a, step, half))
-    rows = [_change(a, original, SAME), *(_change(a, variant, EXACTNESS[variant.name]) for variant in variants)]
+    rows = [_change(a, original, SAME), *(_change(a, variant, _exactness(variant)) for variant in variants)]
     saving = {row.name for row in rows[1:] if row.nbytes <= (1 - SAVED) * rows[0].nbytes}
     rows = [row for row in rows if row.name in saving or row is rows[0]]
     needs_more = a.best is None or a.best.overhead > SAVED
@@ -137,7 +138,14 @@ def _with_plan(a: Answer, variant: _Variant, seconds: float, seed: int) -> Itera
             under_plan(a.card, timeline) if a.issue.obstacle else in_graph(a.card, timeline, a.machine.alignment)
         )
     name = f"a plan and {variant.name}"
-    yield Change(name, nbytes, _overhead(a, variant, timeline), EXACTNESS[variant.name], fits)
+    yield Change(name, nbytes, _overhead(a, variant, timeline), _exactness(variant), fits)
+
+
+def _exactness(variant: _Variant) -> str:
+    """Returns how the trained bits of a variant differ from those of the step as it is."""
+    has_norm = any("batch_norm" in kernel.name for kernel in variant.program.kernels)
+    note = OF_BATCH_NORM.get(variant.name)
+    return f"{EXACTNESS[variant.name]}; batch norm: {note}" if has_norm and note else EXACTNESS[variant.name]
 
 
 def _overhead(a: Answer, variant: _Variant, timeline: Timeline) -> float:

@@ -271,6 +271,14 @@ def test_parts_of_device_memory_share_a_unit_and_add_up() -> None:
     assert a.size(card.nbytes + MB) in words.verdict(holes) and "seconds=10" in words.verdict(holes)
 
 
+def test_sizes_are_in_the_unit_of_the_step() -> None:
+    program = slow(chain())
+    card = DevicePeak(program.peak_bytes, 0, 0, 0, 0, 80 * 2**30, True)
+    a = replace(answered(program, program.peak_bytes), card=card, memory=80 * 2**30)
+    assert f"fits without a plan: {program.peak_bytes / MB:,.2f} MiB of 81,920.00 MiB" in words.verdict(a)
+    assert "GiB" not in pages(a)
+
+
 def test_the_peak_of_recurrent_layers_is_a_lower_bound() -> None:
     program = slow(chain(10))
     card = DevicePeak(program.peak_bytes, 0, 0, 0, 0, program.peak_bytes, False)
@@ -442,6 +450,9 @@ def test_a_factory_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_exit_status_is_nonzero_if_nothing_fits(run: Run, program_file: Path, tmp_path: Path) -> None:
-    done = run("plan", f"program={program_file}", "machine=gtx1080ti", "memory=40MiB", f"out={tmp_path / 'no'}")
+    words = (f"program={program_file}", "machine=gtx1080ti", "memory=40MiB")
+    assert "The largest batch is unknown" in run("plan", *words, f"out={tmp_path / 'first'}").stdout
+    done = run("plan", *words, "largest=false", f"out={tmp_path / 'no'}")
+    assert "largest batch" not in done.stdout + (tmp_path / "no" / "report.html").read_text()
     assert done.returncode == 1 and not (tmp_path / "no" / "plan.json").exists(), done.stderr
     assert (tmp_path / "no" / "report.html").exists()

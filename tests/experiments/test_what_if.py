@@ -142,6 +142,16 @@ def test_8_bit_states_have_a_byte_and_a_share_of_a_scale(captured: Captured) -> 
     assert half.peak_bytes > small.peak_bytes  # of states in bfloat16 less is saved
 
 
+def test_batch_norm_is_named_where_it_exists(captured: Captured) -> None:
+    kernel = replace(captured.program.kernels[0], name="aten.native_batch_norm.default")
+    program = replace(captured.program, kernels=(kernel, *captured.program.kernels[1:]))
+    a = replace(answer(captured, 1.0), program=program)
+    rows = {row.name: row.exactness for row in what_if.changes(a, step_for(captured), None, 1.0, 0)}
+    assert rows[what_if.CHECKPOINT] == "same bits; batch norm: its statistics move twice"
+    rows = {row.name: row.exactness for row in what_if.changes(answer(captured, 1.0), step_for(captured), None, 1.0, 0)}
+    assert rows[what_if.CHECKPOINT] == "same bits"
+
+
 def test_offloading_moves_every_activation_and_nothing_else(captured: Captured) -> None:
     program = captured.program
     moved = {d.tensor for d in what_if.offload_activations(program).decisions}
@@ -168,18 +178,24 @@ def step_for(captured: Captured) -> capture.Step:
         return capture.step({}, MACHINE, None)
 
 
+def answer(captured: Captured, share: float) -> Answer:
+    """Returns the answer at a share of the peak, with one quick plan."""
+    program = captured.program
+    task = (program, MACHINE, int(share * program.peak_bytes))
+    bound = floor(*task, "joint", detail=0.0)
+    families = [planning.best_of("search", ["tensile"], task, "joint", 0)] if bound.feasible and share < 1 else []
+    return command.make_answer(task, None, "joint", families, bound, Largest(), 0.0)
+
+
 @pytest.fixture
 def many(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], tuple[Answer, list[Change]]]:
     """Returns the answer and the table at a share of the peak, by a quick planner."""
     monkeypatch.setattr(what_if.report, "make", lambda name, **_: agents.make("tensile"))
 
+    half = step_of(llama(), batch=2).program
+
     def table(share: float) -> tuple[Answer, list[Change]]:
-        program = captured.program
-        task = (program, MACHINE, int(share * program.peak_bytes))
-        bound = floor(*task, "joint", detail=0.0)
-        families = [planning.best_of("search", ["tensile"], task, "joint", 0)] if bound.feasible else []
-        a = command.make_answer(task, None, "joint", families, bound, Largest(), 0.0)
-        half = step_of(llama(), batch=2).program
+        a = answer(captured, share)
         return a, what_if.changes(a, step_for(captured), half, 1.0, 0)
 
     return table
