@@ -41,7 +41,7 @@ from executor.training.planned_step import PlannedStep
 from executor.training.planned_steps import PlannedSteps
 from simulator.compiled.engine import simulate
 from simulator.files import FormatError
-from simulator.limits import is_fraction, limit_bytes, size_bytes
+from simulator.limits import check_limit, is_fraction, limit_bytes, size_bytes
 from simulator.machine import PRESETS, Machine
 from simulator.plan import Plan
 from simulator.pool.device_memory import DevicePeak, under_plan
@@ -301,7 +301,12 @@ class FittedSteps(PlannedSteps):
         if device.type != "cpu":
             self.machine = self.machine or machine_of(torch.cuda.get_device_name(device))
             self._profile = self._profile or "measure"
-        self.machine = self.machine or Machine.load("gtx1080ti")
+        if self.machine is None:
+            self.machine = Machine.load("gtx1080ti")
+            warnings.warn(
+                f"the model is on the CPU and machine= is not given: times and copies are those of {self.machine.name}",
+                stacklevel=6,
+            )
 
     def _card(self, captured: Captured) -> DevicePeak | None:
         """Returns the device memory of the step without a plan if the memory is that of a GPU, else None."""
@@ -431,6 +436,7 @@ def fit(
         raise ValueError("memory: missing; pass a size such as '24GiB', or a fraction of the step's peak (0.6)")
     if not 0 < link_margin <= 1:
         raise ValueError(f"link_margin: expected a number in (0, 1], got {link_margin!r}")
+    check_limit(memory, "memory")
     if isinstance(planner, str):  # fail before the capture
         import agents
 
@@ -470,8 +476,8 @@ def machine_of(device: str) -> Machine:
     runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     for name in names:
-        # An RTX 3060 Ti is not an RTX 3060.
-        has_other_suffix = any(word in words and not name.endswith(word) for word in ("ti", "super", "laptop"))
+        # An RTX 3060 Ti is not an RTX 3060, and an RTX 4090 D not an RTX 4090.
+        has_other_suffix = any(word in words and not name.endswith(word) for word in ("ti", "super", "laptop", "d"))
         if all(part in runs for part in name.split("_")) and not has_other_suffix:
             machine = Machine.load(name)
             return replace(machine, host_bytes=min(machine.host_bytes, available()[0] * 3 // 4))

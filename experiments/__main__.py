@@ -31,7 +31,7 @@ COMMANDS = {
 def main() -> None:
     """Runs the command named by the first argument as ``python -m`` does; exits with its status."""
     modules = {name: f"experiments.{module}" for name, module in COMMANDS.items() if find_spec(f"experiments.{module}")}
-    name, *words = sys.argv[1:] or [""]
+    name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         from experiments.common import help
 

@@ -45,7 +45,9 @@ def size_bytes(value: object, where: str = "size", least: int = LEAST) -> int:
         FormatError: The value is neither, or less than one byte.
     """
     if (nbytes := _size(value, where, least)) is None:
-        raise FormatError(f"{where}: expected an integer (bytes) or a size such as 24GiB or 500MB, got {value!r}")
+        raise FormatError(
+            f"{where}: expected an integer (bytes) or a size such as 24GiB or 500MB, got {value!r}{_nearest(value)}"
+        )
     return nbytes
 
 
@@ -64,16 +66,43 @@ def limit_bytes(value: object, program: Program, where: str = "limit") -> int:
         return int(program.peak_bytes * fraction)
     nbytes = _size(value, where, LEAST if program.peak_bytes >= LEAST else 1)  # programs in tests may be smaller
     if nbytes is None:
-        raise FormatError(
-            f"{where}: expected a positive fraction of the peak (at most 1), an integer (bytes), or a size such "
-            f"as 24GiB, 500MB or 80%, got {value!r}"
-        )
+        raise _no_limit(value, where)
     return nbytes
+
+
+def check_limit(value: object, where: str = "limit") -> None:
+    """Checks a limit before its program is known.
+
+    Args:
+        value: Fraction, integer (bytes) or size; see the module.
+        where: Name of the entry in error messages.
+
+    Raises:
+        FormatError: The value is not a limit.
+    """
+    if _fraction(value) is None and _size(value, where, LEAST) is None:
+        raise _no_limit(value, where)
 
 
 def is_fraction(value: object) -> bool:
     """Returns whether a limit is a fraction of a program's peak."""
     return _fraction(value) is not None
+
+
+def _no_limit(value: object, where: str) -> FormatError:
+    return FormatError(
+        f"{where}: expected a positive fraction of the peak (at most 1), an integer (bytes), or a size such "
+        f"as 24GiB, 500MB or 80%, got {value!r}{_nearest(value)}"
+    )
+
+
+def _nearest(value: object) -> str:
+    """Returns the sizes that a single letter as the unit may mean, as the end of a message, or ""."""
+    number, unit = _number_and_unit(value)
+    if number is None or len(unit) != 1 or f"{unit}ib" not in UNITS:
+        return ""
+    prefix = unit if unit == "k" else unit.upper()
+    return f"; was {number}{unit.upper()}iB or {number}{prefix}B meant?"
 
 
 def _number_and_unit(value: object) -> tuple[Decimal | None, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field, fields as dataclass_fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -235,8 +236,12 @@ class Machine:
         if path.suffix not in (".yaml", ".yml", ".json"):
             path = PRESETS / f"{name_or_path}.yaml"
             if not path.exists():
-                presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
-                raise FormatError(f"machine: there is no preset {str(name_or_path)!r}; there are {presets}")
+                presets = sorted(p.stem for p in PRESETS.glob("*.yaml"))
+                (closest,) = get_close_matches(str(name_or_path), presets, n=1, cutoff=0.0)
+                raise FormatError(
+                    f"machine: there is no preset {str(name_or_path)!r}; there are {', '.join(presets)}; the nearest "
+                    f"is {closest!r}"
+                )
         data = read_yaml(path)
         try:
             return cls.from_dict(data)

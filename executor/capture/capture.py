@@ -15,7 +15,7 @@ import gc
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -348,6 +348,16 @@ class _Call:
         roots = tuple((args if value is self.args else value, label) for value, label in self.roots)
         return replace(self, args=args, roots=roots).capture()
 
+    def _mapping_hint(self, error: Exception) -> str:
+        """Returns how to pass a mapping as keyword arguments if an error names one that the model got, or ""."""
+        kinds = {type(value).__name__ for value in self.args[:-1] if isinstance(value, Mapping)}
+        if self.outside != "loss_fn" or not any(re.search(rf"\b{kind}\b", str(error)) for kind in kinds):
+            return ""
+        return (
+            "; the model gets this mapping as its input: for model(**inputs), pass the mapping alone as the batch (the "
+            "loss is then loss_fn(output, mapping))"
+        )
+
     def capture(self) -> Captured:
         """Traces the step, a second time if it leaves effects in Python objects, and builds its program."""
         if (hooks_around := saved_tensors_hooks()) is not None:
@@ -374,7 +384,7 @@ class _Call:
         except Exception as error:
             if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not self.as_capturable:
                 return replace(self, as_capturable=True).capture()
-            raise CaptureError(_explain(error, state)) from error
+            raise CaptureError(_explain(error, state) + self._mapping_hint(error)) from error
         recorder = traced.recorder
         # What still holds a fake tensor of the step after this counts as a leak.
         traced.effects.clear()

@@ -36,7 +36,15 @@ from experiments import install_handlers
 from experiments.common import errors, help, sweep, workers
 from experiments.common.errors import UsageError
 from experiments.common.help import CONFIGS
-from experiments.common.own_files import GLOBAL_KEYS, SUFFIXES, quote, read_workload, replace_files, restore_file_names
+from experiments.common.own_files import (
+    GLOBAL_KEYS,
+    READERS,
+    SUFFIXES,
+    quote,
+    read_workload,
+    replace_files,
+    restore_file_names,
+)
 from simulator.compiled import warm
 from simulator.files import FormatError
 from simulator.limits import size_bytes
@@ -151,12 +159,18 @@ def explain(error: HydraException, config_name: str, words: list[str]) -> str:
     """Returns Hydra's message about a command line; for an unknown key adds its replacement or the nearest key."""
     text = restore_file_names(errors.one_line(error))
     if override := getattr(error, "override", None):  # a syntax error
-        return f"{override}: {text}"
+        groups = [group for group in help.groups(config_name) if (CONFIGS / group / f"{override}.yaml").is_file()]
+        return f"{override}: expected {groups[0]}={override}" if groups else f"{override}: {text}"
     if found := re.match(r"Could not override '(\S+)'", text):
         key = found[1]
         why = renamed_key_message(key.removeprefix("agent."))
         return f"{key}: {why or f'unknown key{nearest(key, help.names(config_name, words))}'}"
-    return f"{text}; a file of your own ends in .yaml" if re.search("'(machine|workload)/", text) else text
+    if found := re.search(r"Could not find '(\w+)/(\S+)'", text):
+        group, option = found.groups()
+        own = "; a file of your own ends in .yaml" if group in READERS else ""
+        presets = {path.stem for path in (CONFIGS / group).glob("*.yaml")}
+        return f"{group}/{option}: no such option{nearest(option, presets)}{own}" if presets else text
+    return text
 
 
 # ------------------------------------------------------------------------------------------ keys

@@ -30,7 +30,7 @@ from agents.host import host_needed
 from agents.learned.best import LOADING
 from agents.search.annealing import everything
 from experiments.common import cli, report
-from experiments.plan import capture, planning, times
+from experiments.plan import capture, planning, times, what_if
 from experiments.plan.answer import Answer, Best, Largest, Order, Times
 from experiments.plan.capture import NO_OBSTACLE, Step
 from experiments.plan.planning import EFFORT, Stage, Task
@@ -95,15 +95,29 @@ def main(cfg: DictConfig) -> Path:
                 families += [] if tighter is None else [replace(tighter, row=report.with_bounds(tighter.row, bound))]
             begin(Stage.LARGEST)
             size = Largest()
-            if workload is None:
+            longest = Largest()
+            half = None
+            if search and workload is None:
                 size = Largest(obstacle="a program file has a fixed batch size")
-            elif search:
+            elif search and workload is not None:
                 other_bytes = card.beside if card and memory else 0
-                size = planning.largest_batch(
-                    workload, task, mode, most_overhead, seconds, memory, other_bytes, step.in_backward
+                sizes = partial(
+                    planning.largest_batch,
+                    workload,
+                    task,
+                    mode,
+                    most_overhead,
+                    seconds,
+                    memory,
+                    other_bytes,
+                    step.in_backward,
                 )
+                size, half = sizes()
+                begin(Stage.LONGEST)
+                longest = planning.longest_sequence(workload, sizes)
             answer = replace(
                 make_answer(task, step.origins, mode, families, bound, size, start, step_times),
+                folder=out.absolute(),
                 times=replace(step_times, note=f"{step_times.note} {step.arithmetic}".strip()),
                 card=card,
                 memory=memory,
@@ -112,7 +126,13 @@ def main(cfg: DictConfig) -> Path:
                 issue=step.issue,
                 order=update_order,
             )
-            answer = with_code(answer, step, cfg, out)
+            if answer.best is not None and answer.best.plan is not None:
+                answer = with_code(answer, answer.best.plan, step, cfg, out)
+            answer = replace(answer, largest=size.including(answer.best), sequence=longest.including(answer.best))
+            if not answer.fits:
+                begin(Stage.WHAT_IF)
+                answer = replace(answer, what_if=tuple(what_if.changes(answer, step, half, seconds, seed)))
+            answer = replace(answer, seconds=time.monotonic() - start)
             write(out, cfg, answer, bound)
 
     from experiments.plan.page import render_text
@@ -310,6 +330,8 @@ def summary(a: Answer) -> dict[str, Any]:
         "floor": a.floor,
         "order": entry(a.order),
         "largest": entry(a.largest),
+        "longest": entry(a.sequence),
+        "what_if": list(map(asdict, a.what_if)),
         "memory": a.memory,
         "card": entry(a.card),
         "card_planned": a.card_planned,

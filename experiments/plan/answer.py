@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from agents.search.retimed import Spread, TimesError
 from experiments.common.report import Row
@@ -67,8 +68,32 @@ class Largest:
     micro: tuple[int, int] | None = None
     micro_overhead: float = 0.0  # of the micro-batches over the ideal time
     most: int = 0  # upper bound of the search
+    least: int = 1  # smallest size that was tried; larger ones are its multiples
     sufficient_s: float | None = None  # planning time that would extend the search; None: the search finished
     obstacle: str = ""  # why the batch cannot be changed; "" if it can
+
+    def including(self, best: Best | None) -> Largest:
+        """Returns these results with the plan of the given batch, if it is within ``most_overhead``.
+
+        Args:
+            best: recommended plan of the given batch; None: no plan.
+        """
+        if self.batch is None or best is None or best.row is None or best.overhead > self.most_overhead:
+            return self
+        if self.planned is None or self.planned >= self.batch:
+            return self
+        return replace(self, planned=self.batch, planner=best.row["planner"])
+
+
+@dataclass(frozen=True)
+class Change:
+    """Row of the table *What if*: a change of the step, alone or together with a plan."""
+
+    name: str
+    nbytes: int  # device memory in bytes, or that of tensors if only they are known
+    overhead: float  # time over that of the step as it is in unlimited memory, minus 1
+    exactness: str  # how the trained bits differ from those of the step as it is
+    fits: bool
 
 
 @dataclass(frozen=True)
@@ -102,6 +127,9 @@ class Answer:
     floor: float | None  # certified lower bound of the overhead; None if unknown
     largest: Largest
     seconds: float  # total wall-clock time
+    sequence: Largest = Largest()  # as ``largest``, of the sequence length  # frozen
+    what_if: tuple[Change, ...] = ()  # empty: not computed
+    folder: Path | None = None  # absolute path of the run directory; None: unknown
     card: DevicePeak | None = None  # breakdown of device memory without a plan; None if unknown
     # Device memory in bytes, of which ``limit`` is left for tensors; None if the limit is a peak fraction.
     memory: int | None = None
@@ -117,10 +145,10 @@ class Answer:
 
     @cached_property
     def size(self) -> Unit:
-        """Size unit used on the page, with enough digits to distinguish the compared values."""
+        """Size unit used on the page: that of the step, with enough digits to distinguish the compared values."""
         required, available = self.required_and_available
         distinct = [(required, available), (self.limit, self.reached_bytes or self.least_bytes)]
-        return Unit.for_sizes(required, available, self.program.peak_bytes, distinct=distinct)
+        return Unit.for_sizes(required, distinct=distinct)
 
     @property
     def after(self) -> Timeline | None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # avoids importing PyTorch
     from executor.capture.early_update import InBackward
 
 SHOWN = 100  # operators from one display of the number of captured operators to the next
+UNIT = 64  # tokens: GPU kernels of attention pad sequences to such multiples
 SCALE = 1024  # multiple of the original batch: upper bound of the search
 
 
@@ -47,10 +48,12 @@ class Batches:
     larger_batch: int
     larger: Program  # captured at batch ``larger_batch``
     other_bytes: tuple[int, int] = (0, 0)  # device memory not used by tensors, at the two batches
+    what: str = "batch"  # the size that differs
+    unit: int = 1  # sizes are multiples of it
 
     def __post_init__(self) -> None:
         if _structure(self.program) != _structure(self.larger):
-            raise BatchError(f"the step's kernels differ between batch {self.batch} and {self.larger_batch}")
+            raise BatchError(f"the step's kernels differ between {self.what} {self.batch} and {self.larger_batch}")
 
     def interpolated(self, batch: int) -> Program:
         """Returns the step at a batch size."""
@@ -68,6 +71,8 @@ class Batches:
 
     def peak_bytes(self, batch: int) -> int:
         """Returns the peak in bytes at a batch size, without a plan."""
+        if self._has_squares:
+            return self.interpolated(batch).peak_bytes
         small, large = self._live
         return int(np.ceil(small + (large - small) * ((batch - self.batch) / (self.larger_batch - self.batch))).max())
 
@@ -76,12 +81,23 @@ class Batches:
         return max(limit - self._size(batch, *self.other_bytes), 0)
 
     def _size(self, batch: int, small: int, large: int) -> int:
-        """Interpolates a quantity from its values at the two captured batches."""
+        """Interpolates a quantity from its values at the two captured batches.
+
+        It is affine in the batch, or proportional to its square (attention scores, similarities in a batch).
+        """
+        if self._is_square(small, large):
+            return round(small * (batch / self.batch) ** 2)
         return max(small + round((large - small) * (batch - self.batch) / (self.larger_batch - self.batch)), 0)
 
     def largest(self, limit: int) -> int:
         """Returns the largest batch whose peak fits ``limit`` bytes, up to SCALE times the original; 0 if none."""
-        return largest(lambda batch: self.peak_bytes(batch) <= self.room(limit, batch), self.batch, SCALE * self.batch)
+
+        def fits(units: int) -> bool:
+            batch = units * self.unit
+            return self.peak_bytes(batch) <= self.room(limit, batch)
+
+        own = self.batch // self.unit
+        return self.unit * largest(fits, own, SCALE * own)
 
     def largest_planned(
         self, plan_overhead: Callable[[Program, int], float | None], limit: int, least: int, most_overhead: float
@@ -93,14 +109,15 @@ class Batches:
             least: a batch that fits without a plan; 0: none.
         """
 
-        def fits(batch: int) -> bool:
+        def fits(units: int) -> bool:
+            batch = units * self.unit
             if batch <= least:
                 return True
             available = self.room(limit, batch)
             overhead = plan_overhead(self.interpolated(batch), available) if available else None
             return overhead is not None and overhead <= most_overhead
 
-        return largest(fits, max(least, 1), SCALE * self.batch, part=32)
+        return self.unit * largest(fits, max(least // self.unit, 1), SCALE * self.batch // self.unit, part=32)
 
     def accumulated(self, limit: int) -> tuple[int, int, float] | None:
         """Returns the fewest micro-batches that make up the original batch and fit without a plan.
@@ -126,6 +143,18 @@ class Batches:
         update_ns = sum(k.duration_ns for k in self.program.kernels if k.phase == "optimizer")
         return micro_batch, count, (micro_ns * self.batch / micro_batch + update_ns) / max(self.program.ideal_ns, 1) - 1
 
+    def _is_square(self, small: int, large: int) -> bool:
+        """Returns whether a quantity is proportional to the square of the batch."""
+        return small != 0 and large * self.batch**2 == small * self.larger_batch**2
+
+    @cached_property
+    def _has_squares(self) -> bool:
+        tensors = zip(self.program.tensors, self.larger.tensors, strict=True)
+        kernels = zip(self.program.kernels, self.larger.kernels, strict=True)
+        return any(self._is_square(t.nbytes, u.nbytes) for t, u in tensors) or any(
+            self._is_square(k.workspace, u.workspace) for k, u in kernels
+        )
+
     @cached_property
     def _live(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         return tuple(np.array(p.live_bytes, float) for p in (self.program, self.larger))
@@ -138,11 +167,11 @@ def _structure(program: Program) -> tuple[Any, ...]:
     )
 
 
-def rescaled(larger: Program, program: Program) -> Program:
-    """Rescales the durations of the step at the larger batch to those of ``program``, which may be measured.
+def rescaled(larger: Program, program: Program, ratio: float = 2.0) -> Program:
+    """Rescales the durations of the step at another batch to those of ``program``, which may be measured.
 
-    Kernels that are identical in both (parameter updates) determine the scale; without such kernels, the larger step is
-    taken to last twice as long.
+    Kernels that are identical in both (parameter updates) determine the scale; without such kernels, the other step is
+    taken to last ``ratio`` times as long.
     """
     if _structure(larger) != _structure(program) or not larger.ideal_ns:
         return larger
@@ -153,7 +182,7 @@ def rescaled(larger: Program, program: Program) -> Program:
     ]
     program_ns, larger_ns = (sum(times) for times in zip(*pairs, strict=True)) if pairs else (0, 0)
     if not program_ns or not larger_ns:
-        program_ns = 2 * program.ideal_ns
+        program_ns = round(ratio * program.ideal_ns)
         larger_ns = larger.ideal_ns
     return larger.with_durations([round(k.duration_ns * program_ns / larger_ns) for k in larger.kernels])
 
@@ -187,6 +216,7 @@ class Step(NamedTuple):
     early: Step | None = None  # the same step with its update in the backward pass, if both orders are wanted
     obstacle: str = ""  # why the update cannot be there, if both orders are wanted
     changed: Program | None = None  # program of the step after the change that ``obstacle`` names; None: unknown
+    item_bytes: tuple[int, ...] = ()  # bytes per element of each tensor, 0: unknown; (): all unknown
 
 
 def step(
@@ -234,6 +264,8 @@ def _step(captured: Captured, machine: Machine, memory_bytes: int | None) -> Ste
     modules = tuple(name for name, m in model.named_modules() if name and type(m).forward is not nn.Module.forward)
     card = _card(captured, machine, memory_bytes)
     reason = graph.obstacle(captured, numbers_of_optimizers=False)
+    metas = {t: node.meta.get("tensor_meta") for node, t in reversed(captured.values.items())}
+    item_bytes = {t: meta.dtype.itemsize for t, meta in metas.items() if meta is not None}
     return Step(
         captured.program,
         captured.origins,
@@ -243,6 +275,7 @@ def _step(captured: Captured, machine: Machine, memory_bytes: int | None) -> Ste
         Issue(reason or "", reason is None and graph.obstacle(captured) is not None),
         modules,
         captured.early_update,
+        item_bytes=tuple(item_bytes.get(t, 0) for t in range(len(captured.program.tensors))),
     )
 
 
@@ -275,17 +308,60 @@ def batches(
     return Batches(batch, program, 2 * batch, rescaled(captured.program, program), (other_bytes, larger_other_bytes))
 
 
-def check(
-    workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes: int, in_backward: bool = False
-) -> None:
-    """Captures a workload at a batch; raises BatchError unless its peak is ``peak_bytes``, and as ``batches`` does."""
+def sequences(
+    workload: Mapping[str, Any],
+    machine: Machine,
+    memory_bytes: int | None,
+    program: Program,
+    other_bytes: int,
+    in_backward: bool = False,
+) -> tuple[Batches, int | None]:
+    """Captures a workload at half its own sequence length, and returns the step at any.
+
+    Half the length is within the positions of the model, which are the second result (None: not limited).
+
+    Args:
+        workload, machine, memory_bytes, program, other_bytes, in_backward: as in ``batches``.
+
+    Raises:
+        BatchError, WorkloadError, CaptureError, FormatError: the sequence length cannot be changed.
+    """
     from executor.capture.early_update import with_early_update
     from experiments import workloads
 
-    captured = workloads.load(workload, machine, batch, as_cuda=True)
+    length, longest = workloads.length_of_workload(workload, workloads.build(workload))
+    if length < 2 or length % 2:
+        raise BatchError(f"a sequence of {length} tokens cannot be halved")
+    captured = with_early_update(workloads.load(workload, machine, as_cuda=True, length=length // 2), in_backward)
+    card = None if memory_bytes is None else _card(captured, machine, memory_bytes)
+    shorter = rescaled(captured.program, program, 0.5)
+    other = card.beside if card is not None else 0
+    unit = 1 if length % UNIT else UNIT
+    return Batches(length, program, length // 2, shorter, (other_bytes, other), "sequence length", unit), longest
+
+
+def check(
+    workload: Mapping[str, Any],
+    machine: Machine,
+    batch: int,
+    peak_bytes: int,
+    in_backward: bool = False,
+    what: str = "batch",
+) -> None:
+    """Captures a workload at a batch; raises BatchError unless its peak is ``peak_bytes``, and as ``batches`` does.
+
+    Args:
+        in_backward: as in ``batches``.
+        what: "batch" or "sequence length", of which ``batch`` is the size.
+    """
+    from executor.capture.early_update import with_early_update
+    from experiments import workloads
+
+    size = {"batch": batch} if what == "batch" else {"length": batch}
+    captured = workloads.load(workload, machine, as_cuda=True, **size)
     peak = with_early_update(captured, in_backward).program.peak_bytes
     if peak != peak_bytes:
-        raise BatchError(f"the peak at batch {batch} is {peak:,} bytes, but {peak_bytes:,} were predicted")
+        raise BatchError(f"the peak at {what} {batch} is {peak:,} bytes, but {peak_bytes:,} were predicted")
 
 
 def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> DevicePeak | None:

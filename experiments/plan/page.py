@@ -24,12 +24,17 @@ from experiments.plan import words
 from experiments.plan.answer import Answer
 from experiments.plotting.palette import DARK, LIGHT, label
 from experiments.plotting.plots import steady_memory
+from simulator.program import Phase, Program
 from simulator.report import KINDS, MODEL_ITSELF, Unit, by_module
+from simulator.timeline import Timeline
 
 # of the plot, in SVG units
 WIDTH = 1000
 HEIGHT = 300
 POINTS = 500  # horizontal resolution of a curve
+NEAR_END = 0.85  # of the width: labels of later lines are to their left
+PHASES: dict[Phase, str] = {"forward": "forward", "backward": "backward", "optimizer": "update"}
+PEAK = "The peak"  # the section below the plot
 CHOSEN = "recommended"  # last cell of the row in bold
 
 
@@ -83,10 +88,18 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
         parts.append("Modules are unknown for a program file; plan from target= or workload= to see them.")
     for head, peak in zip(heads, peaks, strict=True):
         parts.append(f"{head.capitalize()}: {size(peak.nbytes)} in {peak.moment}.")
-    yield Section("The peak", parts)
+    peak = Section(PEAK, parts)
+    code = a.run_code or ("train as usual: no plan is needed" if a.fits else "there is no plan to run")
+    yield Section("How to run it", [Code(code), *words.batches(a), *words.sequences(a)])
+    if a.what_if:
+        text = (
+            "Simulated; without a plan as PyTorch runs it. Time is over that of the step in unlimited memory. A plan "
+            "checkpoints and offloads where that is cheapest."
+        )
+        yield Section("What if", [Table(*words.what_if(a), range(1, 3)), *words.adapters(a), text])
+    yield peak
     yield Section("Estimated device memory", words.card(a))
     yield Section("Optimizer in the backward pass", words.update_order(a))
-    yield Section("The largest batch", words.batches(a))
     if a.families:
         proven = " The floor is a certified lower bound for every plan." if a.floor is not None else ""
         text = f"Overhead relative to the step in unlimited memory; bytes swapped per step in both directions.{proven}"
@@ -96,14 +109,12 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
         yield Section("The recommended plan", [f"The plan: {words.plan_summary(a)}", *words.gap_hints(a), text])
     yield Section("Uncertainty of the times", words.uncertainty(a))
     if a.slowest[1]:
-        yield Section("Slowest kernels", [Table(*a.slowest, range(2, 5))])
+        yield Section("Slowest kernels", [Table(*a.slowest, range(2, 5))], True)
     if a.checkpoints is not None:
         yield Section("Equivalent in plain PyTorch", [a.checkpoints.describe(size), Code(a.checkpoints.code)], True)
-    code = a.run_code or ("train as usual: no plan is needed" if a.fits else "there is no plan to run")
     yield Section(
-        "How to run it",
+        "Files",
         [
-            Code(code),
             (
                 f"Files in this folder: {'plan.json, ' if a.best else ''}memory.png, results.jsonl, summary.json, and "
                 f"timeline.json, which opens in Perfetto (ui.perfetto.dev). "
@@ -125,6 +136,8 @@ def render_text(a: Answer) -> RenderableType:
         Text(words.verdict(a), style="bold"),
         Text(""),
     ]
+    if a.folder is not None:
+        lines += [Text(f"The page: {a.folder / 'report.html'}"), Text("")]
     for section in sections(a, ""):
         if section.page_only:
             continue
@@ -133,7 +146,11 @@ def render_text(a: Answer) -> RenderableType:
         if tables:
             grid.add_row(*tables)
             lines.append(grid)
-        lines += [Text(part) for part in section.parts if isinstance(part, str)]
+        lines += [
+            Text(part, style="cyan" if isinstance(part, Code) else "")
+            for part in section.parts
+            if isinstance(part, str)
+        ]
     return Group(*lines)
 
 
@@ -168,10 +185,10 @@ def render_html(a: Answer, command: str) -> str:
         f"<h1>{escape(title)}</h1>",
         _p(_headline(a), "faint"),
         _p(words.verdict(a), "verdict no" if no else "verdict"),
-        "<h2>Memory over one step</h2>",
-        _picture(a),
     ]
     for section in sections(a, command):
+        if section.title == PEAK:
+            parts += ["<h2>Memory over one step</h2>", _picture(a)]
         if section.parts:
             parts += [f"<h2>{escape(section.title)}</h2>", *(_html(part, a.size) for part in section.parts)]
     style = _colors() + Path(__file__).with_name("page.css").read_text()
@@ -245,7 +262,7 @@ def _picture(a: Answer) -> str:
     keys = [("b0", f"without a plan, at most {size(before.peak_bytes)}")]
     if after is not None:
         keys.append(("b1", f"under the plan, at most {size(after.peak_bytes)}"))
-    keys.append(("b2", f"memory, {size(limit)}"))
+    keys.append(("b2", f"limit for tensors, {size(limit)}"))
     paths = [_path(x * WIDTH / end, HEIGHT - y * HEIGHT / top) for x, y in curves]
     fill = f'<path d="{paths[0]}L{curves[0][0][-1] * WIDTH / end:.1f} {HEIGHT}L0 {HEIGHT}Z" fill="var(--soft)"/>'
     strokes = "".join(
@@ -253,17 +270,41 @@ def _picture(a: Answer) -> str:
         for d, name in zip(paths, ("before", "after"), strict=False)
     )
     y = HEIGHT - limit / MB * HEIGHT / top
-    line = (
+    lines = (
         f'<line x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--limit)" stroke-width="1.5" '
         'stroke-dasharray="6 4"/>'
     )
+    labels = f'<span class="limit" style="top:{100 * y / HEIGHT:.1f}%">limit {escape(size(limit))}</span>'
+    for start, phase in _phases(a.program, after or before):
+        x = start * WIDTH / end
+        lines += f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}" stroke="var(--faint)" stroke-dasharray="2 3"/>'
+        side = "phase left" if x > NEAR_END * WIDTH else "phase"
+        labels += f'<span class="{side}" style="left:{100 * x / WIDTH:.1f}%">{PHASES[phase]}</span>'
     legend = "".join(f'<span class="key"><i class="{kind}"></i>{escape(text)}</span>' for kind, text in keys)
     caption = f"Memory in use over one step: {'; '.join(text for _, text in keys)}"
     return (
         f'<div>{legend}</div><div class="plot"><div class="y"><span>{size(round(top * MB))}</span><span>0</span></div>'
+        '<div class="canvas">'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(caption)}">'
-        f'{fill}{strokes}{line}</svg><div class="x"><span>0 ms</span><span>{end:,.1f} ms</span></div></div>'
+        f"{fill}{strokes}{lines}</svg>{labels}</div>"
+        f'<div class="x"><span>0 ms</span><span>{end:,.1f} ms</span></div></div>'
     )
+
+
+def _phases(program: Program, timeline: Timeline) -> Iterator[tuple[float, Phase]]:
+    """Yields start in ms and name of each phase of the last iteration.
+
+    The update begins after the last kernel of the backward pass; updates within that pass are no phase of their own.
+    """
+    begin = timeline.last_start_ns
+    kernels = [s for s in timeline.spans if s.stream == "compute" and s.kind == "kernel" and s.start_ns >= begin]
+    phases = [program.kernels[span.index].phase for span in kernels]
+    first = 0
+    for phase in PHASES:
+        if phase == "optimizer" and "backward" in phases:
+            first = len(phases) - phases[::-1].index("backward")
+        if phase in phases[first:]:
+            yield (kernels[phases.index(phase, first)].start_ns - begin) / 1e6, phase
 
 
 def _path(x: NDArray[np.float64], y: NDArray[np.float64]) -> str:

@@ -43,6 +43,8 @@ class Stage(StrEnum):
     TIGHTER = "less fragmented"
     FLOOR = "the floor"
     LARGEST = "the largest batch"
+    LONGEST = "the longest sequence"
+    WHAT_IF = "what if"
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
         **({} if error is None else {Stage.FASTER: EFFORT.faster_share}),
         Stage.FLOOR: EFFORT.floor_share,
         Stage.LARGEST: EFFORT.batch_share,
+        Stage.LONGEST: EFFORT.batch_share,
+        Stage.WHAT_IF: EFFORT.batch_share,
     }
 
 
@@ -301,23 +305,35 @@ def largest_batch(
     memory: int | None = None,
     other_bytes: int = 0,
     in_backward: bool = False,
-) -> Largest:
+    what: str = "batch",
+) -> tuple[Largest, Program | None]:
     """Searches for the largest batch without a plan and with one; see ``Largest``.
+
+    Returns:
+        The results, and the step at half its batch (None: unknown).
 
     Args:
         seconds: planning time; the largest batch is also captured, unless ``timeout_factor`` times as long has passed.
         memory: device memory in bytes, for tensors and everything else; None: the limit applies to tensors only.
         other_bytes: bytes of device memory not used by tensors, at the original batch.
         in_backward: whether the optimizer's update is in the backward pass, as in the task.
+        what: "batch" or "sequence length": the size that is searched for.
     """
     program, machine, limit = task
     limit = memory or limit
+    half = None
+    most = None
     capture_deadline = time.monotonic() + EFFORT.timeout_factor * seconds
     planning_s = EFFORT.batch_share * seconds
     plans = 0
     timed_out = False
     try:
-        steps = capture.batches(workload, machine, memory, program, other_bytes, in_backward)
+        if what == "batch":
+            steps = capture.batches(workload, machine, memory, program, other_bytes, in_backward)
+            half = steps.interpolated(steps.batch // 2) if steps.batch > 1 else None
+        else:
+            steps, most = capture.sequences(workload, machine, memory, program, other_bytes, in_backward)
+        most = most or SCALE * steps.batch
         deadline = time.monotonic() + planning_s
 
         def plan_overhead(step: Program, available: int) -> float | None:
@@ -330,14 +346,15 @@ def largest_batch(
             overhead = first_overhead((step, machine, available), mode, planning_s / EFFORT.batch_plans, 0)
             return overhead if overhead <= most_overhead else None
 
-        without = steps.largest(limit)
-        planned = steps.largest_planned(plan_overhead, limit, without, most_overhead)
+        most -= most % steps.unit
+        without = min(steps.largest(limit), most)
+        planned = min(steps.largest_planned(plan_overhead, limit, without, most_overhead), most)
         if checked := bool(without) and time.monotonic() < capture_deadline:
-            capture.check(workload, machine, without, steps.peak_bytes(without), in_backward)
-        micro = steps.accumulated(limit) if without < steps.batch else None
+            capture.check(workload, machine, without, steps.peak_bytes(without), in_backward, what)
+        micro = steps.accumulated(limit) if what == "batch" and without < steps.batch else None
     except (BatchError, *expected_errors()) as error:
-        return Largest(obstacle=str(error))
-    return Largest(
+        return Largest(obstacle=str(error)), half
+    found = Largest(
         batch=steps.batch,
         without=without,
         planned=planned,
@@ -346,6 +363,23 @@ def largest_batch(
         checked=checked,
         micro=micro and micro[:2],
         micro_overhead=micro[2] if micro else 0.0,
-        most=SCALE * steps.batch,
+        most=most,
+        least=steps.unit,
         sufficient_s=rounded_up(max(2.0, EFFORT.batch_plans / max(plans, 1)) * seconds) if timed_out else None,
     )
+    return found, half
+
+
+def longest_sequence(workload: Mapping[str, Any], search: Callable[..., tuple[Largest, Program | None]]) -> Largest:
+    """Returns the longest sequences, or an empty result for a workload without token ids.
+
+    Args:
+        search: ``largest_batch`` without its last argument.
+    """
+    from experiments import workloads
+
+    try:
+        workloads.length_of_workload(workload, workloads.build(workload))
+    except workloads.WorkloadError:
+        return Largest()
+    return search(what="sequence length")[0]

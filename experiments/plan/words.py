@@ -8,6 +8,7 @@ from agents.search.retimed import Spread, TimesError
 from experiments.common import report
 from experiments.plan.answer import Answer, Largest
 from experiments.plan.capture import Step
+from experiments.plan.what_if import THIS_PLAN, trained_bytes
 from experiments.plotting.palette import label
 from simulator.machine import Machine
 from simulator.program import Kernel
@@ -216,32 +217,46 @@ def uncertainty(a: Answer) -> list[str]:
 
 
 def batches(a: Answer) -> list[str]:
-    """Returns sentences about the largest batch."""
+    """Returns sentences about micro-batches and the largest batch."""
     largest = a.largest
     if largest.obstacle:
         return [f"The largest batch is unknown: {largest.obstacle}."]
     if largest.batch is None:
         return []
+    lines = _most(largest, "batch")
+    if largest.micro is not None:
+        lines.append(f"Instead of a plan: {accumulation(largest)} (batch norm statistics are then per small batch).")
+    return lines
+
+
+def sequences(a: Answer) -> list[str]:
+    """Returns sentences about the longest sequence."""
+    longest = a.sequence
+    if longest.obstacle:
+        return [f"The longest sequence is unknown: {longest.obstacle}."]
+    return [] if longest.batch is None else _most(longest, "sequence")
+
+
+def _most(largest: Largest, what: str) -> list[str]:
+    """Returns sentences about the largest batch or the longest sequence."""
+    assert largest.batch is not None
+    adjective, other = ("largest", 2 * largest.batch) if what == "batch" else ("longest", largest.batch // 2)
     source = (
-        "checked by a capture"
-        if largest.checked
-        else f"predicted from captures at {largest.batch} and {2 * largest.batch}"
+        "checked by a capture" if largest.checked else f"predicted from captures at {largest.batch:,} and {other:,}"
     )
-    count = f"at least {largest.without}" if largest.without == largest.most else f"{largest.without}"
+    count = f"at least {largest.without:,}" if largest.without == largest.most else f"{largest.without:,}"
     if largest.without:
-        lines = [f"The largest batch without a plan is {count} ({source}); the given batch is {largest.batch}."]
+        lines = [f"The {adjective} {what} without a plan is {count} ({source}); the given {what} is {largest.batch:,}."]
     else:
-        lines = [f"Without a plan not even a batch of 1 fits; the given batch is {largest.batch}."]
+        lines = [f"Without a plan not even a {what} of {largest.least} fits; the given {what} is {largest.batch:,}."]
     if largest.planned is not None:
         bound = f"with an overhead of at most {percent(largest.most_overhead)}"
         if largest.planned > largest.without:
-            lines.append(f"With a plan it is at least {largest.planned}, {bound} (by {label(largest.planner)}).")
+            lines.append(f"With a plan it is at least {largest.planned:,}, {bound} (by {label(largest.planner)}).")
         else:
-            lines.append(f"No plan was found that makes a larger batch fit {bound}.")
+            lines.append(f"No plan was found that makes a {adjective[:-3]}er {what} fit {bound}.")
         if largest.sufficient_s is not None:
             lines[-1] += f" The search stopped for lack of time; extend it with seconds={largest.sufficient_s:g}."
-    if largest.micro is not None:
-        lines.append(f"Instead of a plan: {accumulation(largest)} (batch norm statistics are then per small batch).")
     return lines
 
 
@@ -282,6 +297,34 @@ def methods(a: Answer) -> tuple[list[str], list[list[str]]]:
     if a.floor is not None:
         cells.append(["certified lower bound", "", percent(a.floor), "", "", "", "", "the floor"])
     return heads, cells
+
+
+def what_if(a: Answer) -> tuple[list[str], list[list[str]]]:
+    """Returns headers and cells of the table of changes; the last cell marks the row of the recommended plan."""
+    heads = ["what if", "tensors" if a.card is None else "device memory", "time", "fits", "training", ""]
+    cells = [
+        [
+            change.name,
+            a.size(change.nbytes),
+            percent(change.overhead),
+            "yes" if change.fits else "no",
+            change.exactness,
+            "recommended" if change.name == THIS_PLAN else "",
+        ]
+        for change in a.what_if
+    ]
+    return heads, cells
+
+
+def adapters(a: Answer) -> list[str]:
+    """Returns a sentence about low-rank adapters if every weight trains and nothing in the table fits."""
+    trained = trained_bytes(a.program)
+    if a.fits or a.best is not None or not trained or any(change.fits for change in a.what_if):
+        return []
+    return [
+        "Nothing above fits while every weight trains. Low-rank adapters (LoRA) freeze the weights and need next to "
+        f"none of the {a.size(trained)} of gradients and optimizer states, but they train fewer parameters."
+    ]
 
 
 def format_range(spread: Spread | None) -> str:

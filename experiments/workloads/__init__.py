@@ -39,11 +39,19 @@ from experiments.workloads import (
     transformers,
     vgg,
 )
-from experiments.workloads.module import Parts, WorkloadError, batch_size_of, with_batch
+from experiments.workloads.module import (
+    Parts,
+    WorkloadError,
+    batch_size_of,
+    length_of,
+    longest_of,
+    with_batch,
+    with_length,
+)
 from simulator.files import FormatError
 from simulator.machine import Machine
 
-__all__ = ["WorkloadError", "batch_of", "build", "load"]
+__all__ = ["WorkloadError", "batch_of", "build", "length_of_workload", "load"]
 
 FAMILIES: dict[str, Callable[..., Parts]] = {
     "alexnet": vgg.alexnet,
@@ -80,11 +88,18 @@ FAMILIES: dict[str, Callable[..., Parts]] = {
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None, as_cuda: bool = False) -> Captured:
+def load(
+    workload: Mapping[str, Any],
+    machine: Machine,
+    batch: int | None = None,
+    as_cuda: bool = False,
+    length: int | None = None,
+) -> Captured:
     """Captures a workload's training step, with durations for ``machine``.
 
     Args:
         batch: Batch size that replaces the workload's own; durations are then the roofline's.
+        length: Sequence length, likewise.
         as_cuda: As in ``capture``, with optimizer updates of several parameters in buckets, as ``fit`` captures them.
             Otherwise gradients of bundled networks live until the next step.
 
@@ -96,6 +111,8 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     parts = build(workload)
     if batch is not None:
         parts = with_batch(parts, batch) if _is_custom(workload) else build({**workload, "batch_size": batch})
+    if length is not None:
+        parts = with_length(parts, length) if _is_custom(workload) else build({**workload, "length": length})
     iteration_ms = workload.get("iteration_ms") or {}
     measured = iteration_ms.get(machine.name) if isinstance(iteration_ms, Mapping) else iteration_ms
     if measured is not None and (isinstance(measured, bool) or not isinstance(measured, (int, float)) or measured <= 0):
@@ -117,7 +134,8 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
             captured = capture_step(parts[0], *arguments(parts[1]), machine=machine, name=name, **options)
         else:
             captured = capture(*parts, machine=machine, name=name, **options)
-    iteration_ns = None if measured is None or batch is not None else round(measured * 1e6)
+    is_other = batch is not None or length is not None
+    iteration_ns = None if measured is None or is_other else round(measured * 1e6)
     return captured.on(machine, iteration_ns, algorithms)
 
 
@@ -167,6 +185,25 @@ def batch_of(workload: Mapping[str, Any], parts: Parts) -> int:
         return batch_size_of(parts)
     default = inspect.signature(_maker(workload)).parameters["batch_size"].default
     return int(workload.get("batch_size", default))
+
+
+def length_of_workload(workload: Mapping[str, Any], parts: Parts) -> tuple[int, int | None]:
+    """Returns the sequence length of a workload's example batch, and the longest that its model has positions for.
+
+    Raises:
+        WorkloadError: The batch has no sequences of one length.
+    """
+    if _is_custom(workload):
+        return length_of(parts), longest_of(parts)
+    parameter = inspect.signature(_maker(workload)).parameters.get("length")
+    if parameter is None:
+        raise WorkloadError(f"{_family(workload)} has no sequence length")
+    length = int(workload.get("length", parameter.default))
+    # A table of positions that is as long as the sequences is built with them.
+    longest = longest_of(parts)
+    return length, None if longest is None or longest_of(
+        build({**workload, "length": length // 2})
+    ) != longest else longest
 
 
 def _is_custom(workload: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -105,6 +106,21 @@ def test_three_steps_are_eager_pytorchs_to_the_bit(make: Any, loss_fn: Any, batc
     assert page.under.nbytes <= page.limit < page.without.nbytes
     assert page.floor_ns is not None and page.ideal_ns <= page.floor_ns <= page.iteration_ns
     assert sum(page.under.modules.values()) == page.under.nbytes and page.without.place
+
+
+@pytest.mark.parametrize("memory", ["24", "2G", "much", 0])
+def test_a_malformed_memory_is_refused_before_the_capture(memory: int | str) -> None:
+    """The model could not be captured."""
+    with pytest.raises(FormatError, match=r"^memory: "):
+        fit(nn.Linear(2, 2), nn.MSELoss(), None, (torch.zeros(3), torch.zeros(3)), memory)
+
+
+def test_the_assumed_machine_is_named(tiny_mlp: Tiny) -> None:
+    with pytest.warns(UserWarning, match="machine= is not given: times and copies are those of gtx1080ti"):
+        fit(*tiny_mlp.parts(), 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(*tiny_mlp.parts(), 1, machine="h100")
 
 
 @pytest.mark.parametrize("memory", [1, 2**30, "1GiB"])
@@ -316,9 +332,22 @@ def test_micro_batches_of_every_shape(tiny_mlp: Tiny) -> None:
         ("NVIDIA GeForce RTX 3060", "rtx3060"),
         ("NVIDIA GeForce RTX 4060", "rtx4060"),
         ("NVIDIA A40", "a40"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000_ada"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA B200", "b200"),
         ("NVIDIA GH200 480GB", ""),
         ("NVIDIA A100-SXM-64GB", ""),
-        ("NVIDIA L4", ""),
+        ("NVIDIA L40", ""),
+        ("NVIDIA A10G", ""),
+        ("NVIDIA GB200", ""),
+        ("Quadro RTX 6000", ""),
+        ("NVIDIA GeForce RTX 4090 D", ""),
         ("NVIDIA GeForce GTX 1080", ""),
         ("NVIDIA GeForce RTX 3060 Ti", ""),
         ("NVIDIA GeForce RTX 4060 Laptop GPU", ""),
@@ -369,8 +398,8 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> N
     )
     step = fit(*tiny_mlp.parts(), 0.8, planner="capuchin")
     assert calls == [(torch.device("cuda"), "h200")] and step.machine.name == "h200"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
-    with pytest.raises(FitError, match="no preset for 'NVIDIA L4'"):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40")
+    with pytest.raises(FitError, match="no preset for 'NVIDIA L40'"):
         fit(*tiny_mlp.parts(), 0.8)
     assert fit(*tiny_mlp.parts(), 0.8, machine="h100", planner="capuchin").machine.name == "h100"
 

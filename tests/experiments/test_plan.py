@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from html import unescape
 from pathlib import Path
 
@@ -31,6 +32,27 @@ from tests.experiments.conftest import MB, Run, chain
 pytestmark = pytest.mark.usefixtures("counted")
 MACHINE = Machine.load("h100")
 MLP = {"name": "mlp", "family": "mlp", "batch_size": 2048, "width": 256, "layers": 2}
+ATTENTION = """
+import torch
+from torch import nn, optim
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(100, 32)
+        self.positions = nn.Embedding(512, 32)
+        self.head = nn.Linear(32, 100)
+
+    def forward(self, ids):
+        x = self.words(ids) + self.positions(torch.arange(ids.shape[1]))
+        scores = (x @ x.transpose(1, 2)).softmax(-1)
+        return self.head(scores @ x).transpose(1, 2)
+
+def factory():
+    model = Model()
+    ids = torch.zeros(2, 128, dtype=torch.long)
+    return model, nn.CrossEntropyLoss(), optim.SGD(model.parameters(), 0.1), (ids, ids)
+"""
 FACTORY = """
 from torch import nn, optim, zeros
 
@@ -75,6 +97,12 @@ def sized(batch: int) -> Program:
     return replace(
         chain(4, MB * batch), kernels=tuple(replace(k, duration_ns=1000 + 100 * batch) for k in chain(4).kernels)
     )
+
+
+@pytest.fixture(autouse=True)
+def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "attention_model.py").write_text(ATTENTION)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +165,45 @@ def test_what_stands_beside_tensors_grows_with_the_batch() -> None:
     assert [steps.room(limit, batch) for batch in (8, 12, 16)] == [90 * MB, 86 * MB, 82 * MB]
     most = steps.largest(limit)
     assert steps.peak_bytes(most) + 2 * MB + most * MB <= limit < steps.peak_bytes(most + 1) + 3 * MB + most * MB
+
+
+def test_what_grows_with_the_square_of_a_size_is_as_captured() -> None:
+    """Scores of attention grow with the square of the sequence length, everything else with the length."""
+    attention = {"name": "a", "target": "attention_model:factory"}
+    program = capture.step(attention, MACHINE, None).program
+    steps, longest = capture.sequences(attention, MACHINE, None, program, 0)
+    assert (steps.batch, steps.larger_batch, steps.unit, longest) == (128, 64, 64, 512)
+    other = workloads.load(attention, MACHINE, as_cuda=True, length=448).program
+    assert steps.interpolated(448).tensors == other.tensors and steps.peak_bytes(448) == other.peak_bytes
+    assert steps.largest(other.peak_bytes) == 448 == steps.largest(other.peak_bytes + MB // 8)
+    affine = replace(steps, larger=steps.interpolated(64))
+    assert affine.peak_bytes(448) == other.peak_bytes
+    capture.check(attention, MACHINE, 448, other.peak_bytes, "sequence length")
+    with pytest.raises(BatchError, match="at sequence length 448 is"):
+        capture.check(attention, MACHINE, 448, 1, "sequence length")
+
+
+def test_the_longest_sequence_ends_at_the_positions_of_the_model() -> None:
+    attention = {"name": "a", "target": "attention_model:factory"}
+    program = capture.step(attention, MACHINE, None).program
+    task = program, MACHINE, 2**40
+    search = partial(planning.largest_batch, attention, task, "joint", 0.1, 1.0)
+    longest = planning.longest_sequence(attention, search)
+    assert (longest.batch, longest.without, longest.most, longest.least) == (128, 512, 512, 64)
+    (sentence, *_) = words.sequences(replace(answered(program, program.peak_bytes), sequence=longest))
+    assert "longest sequence without a plan is at least 512" in sentence and "the given sequence is 128" in sentence
+    assert planning.longest_sequence(MLP, search) == Largest()
+
+
+def test_the_given_batch_counts_if_it_is_planned() -> None:
+    """The search for the largest batch may end before it reaches the batch whose plan is recommended."""
+    program = slow(chain())
+    best = answered(program, program.peak_bytes * 7 // 10).best
+    found = Largest(8, 4, 4, "", max(best.overhead, 0.1), True, most=8192)
+    assert found.including(best).planned == 8 and found.including(None) == found
+    assert found.including(replace(best, timeline=None)) == found  # without a plan
+    assert replace(found, most_overhead=best.overhead - 0.01).including(best).planned == 4
+    assert replace(found, planned=16).including(best).planned == 16
 
 
 def test_micro_batches_fit_and_make_up_the_batch(mlp: Batches) -> None:
@@ -204,6 +271,14 @@ def test_parts_of_device_memory_share_a_unit_and_add_up() -> None:
     assert a.card_planned is not None and a.card_planned >= a.best.timeline.peak_bytes + 10 * MB
     holes = replace(a, best=None, families=(replace(a.best, card=(card.nbytes + MB, False)),), budget=2.0)
     assert a.size(card.nbytes + MB) in words.verdict(holes) and "seconds=10" in words.verdict(holes)
+
+
+def test_sizes_are_in_the_unit_of_the_step() -> None:
+    program = slow(chain())
+    card = DevicePeak(program.peak_bytes, 0, 0, 0, 0, 80 * 2**30, True)
+    a = replace(answered(program, program.peak_bytes), card=card, memory=80 * 2**30)
+    assert f"fits without a plan: {program.peak_bytes / MB:,.2f} MiB of 81,920.00 MiB" in words.verdict(a)
+    assert "GiB" not in pages(a)
 
 
 def test_the_peak_of_recurrent_layers_is_a_lower_bound() -> None:
@@ -396,6 +471,9 @@ def test_a_factory_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_exit_status_is_nonzero_if_nothing_fits(run: Run, program_file: Path, tmp_path: Path) -> None:
-    done = run("plan", f"program={program_file}", "machine=gtx1080ti", "memory=40MiB", f"out={tmp_path / 'no'}")
+    words = (f"program={program_file}", "machine=gtx1080ti", "memory=40MiB")
+    assert "The largest batch is unknown" in run("plan", *words, f"out={tmp_path / 'first'}").stdout
+    done = run("plan", *words, "largest=false", f"out={tmp_path / 'no'}")
+    assert "largest batch" not in done.stdout + (tmp_path / "no" / "report.html").read_text()
     assert done.returncode == 1 and not (tmp_path / "no" / "plan.json").exists(), done.stderr
     assert (tmp_path / "no" / "report.html").exists()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from simulator import FormatError, Kernel, Machine, Program, Tensor
-from simulator.limits import limit_bytes, size_bytes
+from simulator.limits import check_limit, limit_bytes, size_bytes
 
 PROGRAM = Program("one", (Tensor("a", 10**9),), (Kernel("k", "other", "forward", (), (0,), 1),))
 
@@ -30,6 +30,24 @@ PROGRAM = Program("one", (Tensor("a", 10**9),), (Kernel("k", "other", "forward",
 def test_a_limit_is_a_fraction_of_the_peak_or_bytes(value: object, expected: float) -> None:
     want = int(PROGRAM.peak_bytes * expected) if expected <= 1 else expected
     assert limit_bytes(value, PROGRAM) == want
+
+
+def test_a_single_letter_is_refused_with_the_sizes_that_it_may_mean() -> None:
+    for read in (size_bytes, check_limit, lambda value: limit_bytes(value, PROGRAM)):
+        with pytest.raises(FormatError, match=r"got '2G'; was 2GiB or 2GB meant\?$"):
+            read("2G")
+    with pytest.raises(FormatError, match=r"got '1.5k'; was 1.5KiB or 1.5kB meant\?$"):
+        size_bytes("1.5k")
+    with pytest.raises(FormatError, match=r"got '2x'$"):
+        size_bytes("2x")
+
+
+def test_a_limit_is_checked_without_its_program() -> None:
+    for value in (0.5, "80%", "24GiB", 4096):
+        check_limit(value)
+    for value in ("24", 24, "abc", 0, 1.5, True):
+        with pytest.raises(FormatError, match=r"^limit: "):
+            check_limit(value)
 
 
 @pytest.mark.parametrize(

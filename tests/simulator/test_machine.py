@@ -118,5 +118,7 @@ def test_the_roofline():
 
 
 def test_no_such_machine():
-    with pytest.raises(FormatError, match=r"no preset .gtx9000.; there are a100_40gb, a100_80gb, a40, gtx1080ti, "):
+    with pytest.raises(FormatError, match=r"no preset .gtx9000.; there are a10, a100_40gb, a100_80gb, a40, "):
         Machine.load("gtx9000")
+    with pytest.raises(FormatError, match=r"the nearest is 'rtx4090'$"):
+        Machine.load("rtx4091")

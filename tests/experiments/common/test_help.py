@@ -45,6 +45,7 @@ def test_a_command_prints_its_help(run: Run, tmp_path: Path) -> None:
     done = run("validate_gpu", "--help")
     for key in Settings.__dataclass_fields__:
         assert re.search(rf"^  {key}=\S+( …)?\s+\"?\w", done.stdout, re.MULTILINE), key
+    assert run("__main__").ok().stdout == run("__main__", "--help").ok().stdout
     done = run("__main__", "--help")
     for name in COMMANDS:
         assert re.search(rf"^{name} +[A-Z].* .* ", done.stdout, re.MULTILINE)

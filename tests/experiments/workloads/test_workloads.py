@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from executor import CaptureError
 from experiments import workloads
 from experiments.plan.capture import Batches
 from experiments.workloads import WorkloadError, load, with_batch
@@ -72,6 +73,10 @@ FACTORY = textwrap.dedent("""
     def short():
         return nn.Linear(1, 1), None
 
+    def pairs():
+        model = nn.Linear(4, 4)
+        return model, nn.MSELoss(), torch.optim.SGD(model.parameters()), ({"x": torch.zeros(3, 4)}, torch.zeros(3, 4))
+
     def broken():
         raise RuntimeError("no data here")
 
@@ -82,6 +87,7 @@ FACTORY = textwrap.dedent("""
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     (tmp_path / "own_model.py").write_text(FACTORY)
+    (tmp_path / "own_failing.py").write_text("settings = {}\nsettings['weights']\n")
     (tmp_path / "own_broken.py").write_text("import not_installed_anywhere\n")
     monkeypatch.chdir(tmp_path)
     yield
@@ -116,13 +122,19 @@ def test_a_tensor_that_stands_twice_in_a_batch_does_so_at_another_size(kept):
         ("own_missing:tiny", "'own_missing'"),
         ("own_broken:tiny", "'not_installed_anywhere'"),
         ("own_model:absent", "'absent'"),
+        ("own_modle:language", "'own_model'"),
+        ("own_model:langauge", "the nearest is 'language'"),
+        ("own_model.py:language", "the module is 'own_model'"),
+        ("folder/own_model.py:language", "the module is 'folder.own_model'"),
+        ("own_failing:tiny", r"KeyError: 'weights' \(own_failing.py:2\)"),
+        ("own_model:pairs", "not dict; the model gets this mapping as its input: .*pass the mapping alone"),
         ("own_model:number", "'number'"),
         ("own_model:short", "Linear, NoneType"),
-        ("own_model:broken", "no data here"),
+        ("own_model:broken", r"no data here \(own_model.py:41\)"),
     ],
 )
 def test_bad_target_is_one_sentence(own, target, message):
-    with pytest.raises(WorkloadError, match=message) as error:
+    with pytest.raises((WorkloadError, CaptureError), match=message) as error:
         load({"name": "module", "family": "module", "target": target}, Machine.load("v100"))
     assert "\n" not in str(error.value)
 
