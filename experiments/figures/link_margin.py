@@ -61,7 +61,7 @@ class LinkMargin(Figure):
 
 
 def _losses(rows: Rows) -> Sequence[Row]:
-    """Returns, per margin below 1, the largest overhead that its plans add at the margin's own speed, and at the full one."""
+    """Returns, per margin below 1, the largest overhead that its plans add at its speed, and at the full one."""
     losses = []
     for margin in dict.fromkeys(row["margin"] for row in rows if row["margin"] < 1):
         same = [row for row in rows if row["margin"] == margin]

@@ -126,8 +126,7 @@ def main(cfg: DictConfig) -> Path:
                 issue=step.issue,
                 order=update_order,
             )
-            if answer.best is not None and answer.best.plan is not None:
-                answer = with_code(answer, answer.best.plan, step, cfg, out)
+            answer = with_code(answer, step, cfg, out)
             answer = replace(answer, largest=size.including(answer.best), sequence=longest.including(answer.best))
             if not answer.fits:
                 begin(Stage.WHAT_IF)

@@ -178,9 +178,9 @@ def test_what_grows_with_the_square_of_a_size_is_as_captured() -> None:
     assert steps.largest(other.peak_bytes) == 448 == steps.largest(other.peak_bytes + MB // 8)
     affine = replace(steps, larger=steps.interpolated(64))
     assert affine.peak_bytes(448) == other.peak_bytes
-    capture.check(attention, MACHINE, 448, other.peak_bytes, "sequence length")
+    capture.check(attention, MACHINE, 448, other.peak_bytes, what="sequence length")
     with pytest.raises(BatchError, match="at sequence length 448 is"):
-        capture.check(attention, MACHINE, 448, 1, "sequence length")
+        capture.check(attention, MACHINE, 448, 1, what="sequence length")
 
 
 def test_the_longest_sequence_ends_at_the_positions_of_the_model() -> None:
