@@ -212,20 +212,30 @@ def any_case(seed: int) -> Case:
     return contending(Random(-seed), one) if seed % 3 == 0 else one
 
 
-def difference(case: Case) -> str | None:
-    """Returns how the compiled simulator differs from the reference, or findings of the validator; None: equal."""
+def compiled(case: Case) -> tuple[Engine, Any, Any]:
+    """Returns the compiled simulator's engine, its timeline or error, and its score."""
+    engine = Engine(case.program, case.machine, case.limit, case.iterations).with_variants(case.plan.variants)
+    score = engine.score(rows_of(case.plan.decisions), case.limit_until)
+    return engine, _result(simulate, *_arguments(case)), score
+
+
+def difference(case: Case, results: Any = None) -> str | None:
+    """Returns how the compiled simulator differs from the reference, or findings of the validator; None: equal.
+
+    Args:
+        case: the case.
+        results: those of ``compiled``, if it has run.
+    """
     right = _result(rules.simulate, *_arguments(case))
-    ours = _result(simulate, *_arguments(case))
+    engine, ours, score = results or compiled(case)
     if right != ours:
         return f"simulate gives\n{ours}\nnot\n{right}"
     program, plan, machine, limit, until, _ = case
     rows = rows_of(plan.decisions)
     schedule = lower(program, plan)
-    engine = Engine(program, machine, limit, case.iterations).with_variants(plan.variants)
     planned = tuple(engine.residency(rows).tolist())
     if planned != schedule.residency:
         return f"residency gives {planned}, not {schedule.residency}"
-    score = engine.score(rows, until)
     if engine.on_host(rows) != max(schedule.on_host):
         return "on_host differs"
     if isinstance(right, str):
@@ -316,25 +326,29 @@ def _plain(result: Any) -> Any:
     return result
 
 
-def digest(cases: Iterable[Case | JobsCase]) -> str:
-    """Returns the digest of all simulation results of these cases: times, peaks, feasibility, spans, blocks."""
+def digest(results: Iterable[Any]) -> str:
+    """Returns the digest of simulation results: times, peaks, feasibility, spans, blocks."""
     found = sha256()
-    for one in cases:
-        if isinstance(one, JobsCase):
-            found.update(repr(_plain(_result(simulate_jobs, *one))).encode())
-            continue
-        engine = Engine(one.program, one.machine, one.limit, one.iterations).with_variants(one.plan.variants)
-        score = engine.score(rows_of(one.plan.decisions), one.limit_until)
-        found.update(repr(_plain((_result(simulate, *_arguments(one)), score))).encode())
+    for one in results:
+        found.update(repr(_plain(one)).encode())
     return found.hexdigest()[:16]
+
+
+def jobs_digest() -> str:
+    """Returns the digest of the results of all cases of several jobs."""
+    return digest(_result(simulate_jobs, *jobs_case(seed)) for seed in range(JOBS))
 
 
 def checked(seeds: range) -> tuple[str, str]:
     """Returns the first difference ("": none), and the digest of the results."""
+    results = []
     for seed in seeds:
-        if found := difference(any_case(seed)):
-            return f"seed {seed}: {any_case(seed)}\n{found}", ""
-    return "", digest(map(any_case, seeds))
+        one = any_case(seed)
+        found = compiled(one)
+        if wrong := difference(one, found):
+            return f"seed {seed}: {one}\n{wrong}", ""
+        results.append(found[1:])
+    return "", digest(results)
 
 
 def main() -> None:
@@ -363,7 +377,7 @@ def main() -> None:
             changed += [str(block)] if right.startswith("it was") else []
             known[block : block + 1] = [now]
     if given.write:
-        every["jobs"] = digest(map(jobs_case, range(JOBS)))
+        every["jobs"] = jobs_digest()
         DIGESTS.write_text(json.dumps(every, indent=1) + "\n")
     elif changed:
         sys.exit(f"the results of these blocks have changed: {', '.join(changed)}; --write accepts them")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -101,6 +102,7 @@ SMALL: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+@cache
 def language_model(name: str, checkpointed: bool, as_cuda: bool) -> Program:
     """Returns the step of a small model of transformers, with or without its own gradient checkpointing."""
     network, config, options = SMALL[name]
@@ -112,7 +114,7 @@ def language_model(name: str, checkpointed: bool, as_cuda: bool) -> Program:
         model.gradient_checkpointing_enable()
     ids = torch.ones(8, STREAM, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids}
-    return capture(model, None, torch.optim.AdamW(model.parameters()), batch, machine=A100, as_cuda=as_cuda).program
+    return capture(model, None, torch.optim.SGD(model.parameters()), batch, machine=A100, as_cuda=as_cuda).program
 
 
 def assert_like(program: Program, checkpointed: Program) -> None:
@@ -124,7 +126,7 @@ def assert_like(program: Program, checkpointed: Program) -> None:
     assert timeline.iteration_ns == pytest.approx(checkpointed.ideal_ns, rel=0.02)
 
 
-@pytest.mark.parametrize("as_cuda", [False, True])
+@pytest.mark.parametrize("as_cuda", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", SMALL)
 def test_equals_gradient_checkpointing_enable(name: str, as_cuda: bool) -> None:
     assert_like(*(language_model(name, checkpointed, as_cuda) for checkpointed in (False, True)))
@@ -216,11 +218,11 @@ class Stage(nn.Module):
 
 
 class UNet(nn.Module):
-    """U-Net of the structure of Stable Diffusion 1.5, with half the stages' depth and a tenth of their width."""
+    """U-Net of the structure of Stable Diffusion 1.5 with fewer and narrower stages."""
 
     def __init__(self, run: Any) -> None:
         super().__init__()
-        widths = (32, 64, 128, 128)
+        widths = (32, 64)
         self.conv_in = nn.Conv2d(4, widths[0], 3, padding=1)
         last = len(widths) - 1
         self.down_blocks = nn.ModuleList(
@@ -264,8 +266,7 @@ def unet(checkpointed: bool) -> Program:
     with torch.device("meta"):
         model = UNet(run)
         batch = (torch.ones(4, 4, 32, 32), torch.ones(4, 64), torch.ones(4, 16, 64), torch.ones(4, 4, 32, 32))
-    optimizer = torch.optim.AdamW(model.parameters())
-    return capture(model, nn.MSELoss(), optimizer, batch, machine=A100, as_cuda=True).program
+    return capture(model, nn.MSELoss(), torch.optim.SGD(model.parameters()), batch, machine=A100, as_cuda=True).program
 
 
 def test_blocks_of_a_unet_are_those_within_its_stages() -> None:

@@ -82,7 +82,7 @@ def test_tensors_that_cross_unlike_blocks_still_count() -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_checkpoints_of_transformers_save_memory(name: str) -> None:
-    program = language_model(name, checkpointed=False, as_cuda=True)
+    program = language_model(name, False, True)
     least = {"checkpoint_all": 0.6, "checkpoint_sqrt": 0.8, "memonger": 0.6}
     blocks = agents.make("checkpoint_blocks").plan(program, A100, program.peak_bytes)
     target = simulate(program, blocks, A100, program.peak_bytes).peak_bytes
