@@ -43,13 +43,15 @@ class PortfolioOptions:
     """Division of the budget among the methods."""
 
     first_share: float = 0.1  # of the time, for plans of thinning.py after the first that fits
-    classes_share: float = 0.5  # of the time, for annealing of repetitive programs if LP rounding follows
-    classes_hot: float = 3e-4  # first temperature there: annealing keeps what is good in the start plan
+    # Annealing of repetitive programs if LP rounding follows: share of the time, first and last temperature. The first
+    # run keeps what is good in the start plan; exchanges within a class change the time little, so that both end cold.
+    classes: tuple[tuple[float, float, float], ...] = ((0.4, 3e-4, 1e-6), (0.35, 3e-5, 1e-7))
     measured_s: float = 0.02  # seconds from which the share of the processor is known
     lp_s: float = 3.0  # seconds from which the LP solution is accurate enough to guide a search
     search_s: float = 2e-3  # seconds of a search per kernel, at least 1 s in all
     max_searches: int = 16
     hot: tuple[float, ...] = (3e-3, 3e-2, 1e-2)  # first temperatures of successive restarts
+    cold: float = 3e-5  # last temperature of all restarts
     kicks: int = 60  # of rerun_search without a time budget
     seed_step: int = 1_000  # difference between the seeds of two methods, which add small numbers to theirs
 
@@ -58,11 +60,12 @@ OPTIONS = PortfolioOptions()
 
 
 class Share(NamedTuple):
-    """Method, its share of the time (or of the calls), and the initial temperature of searches that have one."""
+    """Method, its share of the time (or of the calls), and the first and last temperature of annealing."""
 
     method: str
     fraction: float
     hot: float = OPTIONS.hot[0]
+    cold: float = OPTIONS.cold
 
 
 def shares(mode: str, kernels: int, seconds: float | None, network: bool, repetitive: bool = False) -> list[Share]:
@@ -80,10 +83,10 @@ def shares(mode: str, kernels: int, seconds: float | None, network: bool, repeti
     if kernels >= HUGE:
         return [Share("annealing", 0.25), Share("lp_round", 0.75)]
     if repetitive and mode != "recompute":
+        runs = [Share("annealing", *run) for run in OPTIONS.classes]
         if seconds is not None and seconds < max(OPTIONS.lp_s, OPTIONS.search_s * kernels):
-            return [Share("annealing", 1.0, OPTIONS.classes_hot)]
-        fraction = OPTIONS.classes_share
-        return [Share("annealing", fraction, OPTIONS.classes_hot), Share("lp_round", 1 - fraction)]
+            return [runs[0]._replace(fraction=1.0)]
+        return [*runs, Share("lp_round", 1 - sum(run.fraction for run in runs))]
     if mode == "recompute":
         rounding = [Share("lp_round", 0.2)] if solver else []
         return [Share(search, 0.1), *rounding, Share("rerun_search", 0.7 if solver else 0.9)]
@@ -195,7 +198,7 @@ class Best(RowsPlanner):
         if share.method == "lp_round":
             return LPRound(mode=self.mode, min_bytes=min_bytes, seed=seed, **budgets)
         kind = PolicySearch if share.method == "policy_search" else Annealing
-        return kind(mode=self.mode, hot=share.hot, min_bytes=min_bytes, seed=seed, **budgets)
+        return kind(mode=self.mode, hot=share.hot, cold=share.cold, min_bytes=min_bytes, seed=seed, **budgets)
 
 
 def _compile_search(machine: Machine) -> None:

@@ -85,7 +85,7 @@ def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, st
     """Executes steps of ``anneal``, at most one per entry of ``chances``, until a plan reaches ``enough_ns``.
 
     Args:
-        rng, limit, gaps, now, new, scratch: as in ``propose``.
+        rng, limit, gaps, now, new, scratch: as in ``Moves.arrays``.
         engine: ``Engine.direct``.
         cooling: schedule of the whole walk.
         chances: float64, uniform in [0, 1).
@@ -107,7 +107,7 @@ def walk(rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, st
         ns = state.answer_ns
         state.answer_ns = -1
         if ns < 0:
-            count = propose(rng, limit, gaps, now, new, scratch)
+            count = propose(rng, limit, gaps, now, new, scratch, gaps.class_prob)
             if count < 0:
                 return True, False, swapped
             progress = max(cooling.spent, state.step / cooling.calls) if cooling.calls else cooling.spent

@@ -31,6 +31,7 @@ def make_edit_tasks(
     min_bytes: int,
     mode: str,
     start: str | Plan,
+    by_class: bool = False,
 ) -> list[EditTask]:
     """Returns one task per program, machine and limit.
 
@@ -38,7 +39,7 @@ def make_edit_tasks(
         ValueError: see ``EditTask``; also if a limit is invalid or a program has no machine.
     """
     maker = start if isinstance(start, Plan) else STARTS[one_of("start", start, STARTS)]
-    return [EditTask(*task_args, mode, min_bytes, maker) for task_args in each_task(program, machine, limit)]
+    return [EditTask(*task_args, mode, min_bytes, maker, by_class) for task_args in each_task(program, machine, limit)]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class EditOptions:
     start: str | Plan = "heuristic"
     edits: str = "neighbors"
     neighbors: int = 64
+    by_class: bool = False
     budget: int | None = None
     accept: str = "metropolis"
     hot: float = 1e-3
@@ -64,7 +66,9 @@ class EditOptions:
 
     def batch(self, count: int) -> EditBatch:
         """Returns a batch of ``count`` walkers; raises ValueError if an option is invalid."""
-        tasks = make_edit_tasks(self.program, self.machine, self.limit, self.min_bytes, self.mode, self.start)
+        tasks = make_edit_tasks(
+            self.program, self.machine, self.limit, self.min_bytes, self.mode, self.start, self.by_class
+        )
         references = None
         if self.reward == "log" and one_of("reference", self.reference, ("floor", "ideal")) == "floor":
             references = [floor_of(task) for task in tasks]
@@ -109,6 +113,8 @@ class MemoryEditEnv(BatchEnv):
         edits: "neighbors": the action is one of ``neighbors`` edits, including their repair; "gap": the action is a
             change (gap * N_CHANGES + ``Change``), and the repair is not observed in advance.
         neighbors: M.
+        by_class: whether neighbors of repetitive programs may change a run of alike gaps (simulator/moves/classes.py),
+            as far as one edit holds its changes. The shipped weights were trained without.
         budget: simulator calls of an episode; None: twice the task's gaps.
         accept: "metropolis" (the temperature falls from ``hot`` to ``cold``, as fractions of the ideal time), "better"
             (no slower than the current plan) or "always".

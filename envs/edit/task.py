@@ -38,6 +38,7 @@ class EditTask:
         mode: "swap", "recompute" or "joint".
         min_bytes: size in bytes below which tensors stay resident.
         start: a plan, or a function from the task to the rows of plans (starts.py).
+        by_class: whether drawn edits of a repetitive program may change several gaps of a class (classes.py).
 
     Attributes:
         static: (G, F) float32 columns of the gaps that no edit changes; the last four: log prior of each ``Choice``.
@@ -50,14 +51,21 @@ class EditTask:
     """
 
     def __init__(
-        self, program: Program, machine: Machine, limit: int, mode: str, min_bytes: int, start: Plan | StartMaker
+        self,
+        program: Program,
+        machine: Machine,
+        limit: int,
+        mode: str,
+        min_bytes: int,
+        start: Plan | StartMaker,
+        by_class: bool = False,
     ) -> None:
         self.program = program
         self.machine = machine
         self.limit = int(limit)
         self.mode = check_mode(mode)
         self.engine = Engine(program, machine, self.limit)
-        self.moves = Moves(program, self.limit, mode, min_bytes, 0, by_class=False)  # an edit changes few gaps
+        self.moves = Moves(program, self.limit, mode, min_bytes, 0, by_class=by_class)
         if not self.moves.gaps:
             raise ValueError(
                 f"{program.name!r}: no tensor of at least {min_bytes:,} bytes can be evicted in mode {mode!r}"

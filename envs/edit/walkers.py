@@ -141,13 +141,19 @@ def draw(walkers, i, slot, limit, gaps, new, scratch):
     current = plan_of(walkers, i)
     walkers.counts[i, slot] = 0
     walkers.codes[i, slot, :] = -1
-    # After a failed proposal, ``new`` differs from the plan in unknown gaps: the next one copies the whole plan.
-    if propose(walkers.rng[i], limit, gaps, current, new, scratch) < 0:
-        scratch.differ[0] = -1
-        return
-    walkers.counts[i, slot] = _read_changes(
-        current, new, scratch.differ, walkers.codes[i, slot], walkers.changed_rows[i, slot]
-    )
+    class_prob = gaps.class_prob
+    for _ in range(2 if class_prob > 0.0 else 1):
+        # After a failed proposal, ``new`` differs from the plan in unknown gaps: the next one copies the whole plan.
+        if propose(walkers.rng[i], limit, gaps, current, new, scratch, class_prob) < 0:
+            scratch.differ[0] = -1
+            return
+        walkers.counts[i, slot] = _read_changes(
+            current, new, scratch.differ, walkers.codes[i, slot], walkers.changed_rows[i, slot]
+        )
+        if walkers.counts[i, slot] > 0:
+            return
+        # A class may take more changes than an edit has; one gap takes few.
+        class_prob = 0.0
 
 
 @stage(entry=True)

@@ -132,13 +132,13 @@ class Moves:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """Arguments of ``plan_moves.propose``."""
+        """First arguments of ``plan_moves.propose``: random state, limit, gaps, both plans and work arrays."""
         gaps = self._gaps._replace(weights=self.weights)
         return self._rng, self.limit, gaps, self._current, self._proposal, self._scratch
 
     def propose(self) -> Ints | None:
         """Returns a copy of a neighbor plan that fits, int64 (k, 6); None if no move leads to one."""
-        rows = plan_moves.propose(*self.arrays)
+        rows = plan_moves.propose(*self.arrays, self.class_prob)
         return self.proposed(rows).copy() if rows >= 0 else None
 
     def proposed(self, rows: int) -> Ints:

@@ -465,8 +465,12 @@ def rows_in_use(plan, out):
 
 
 @stage(entry=True)
-def propose(rng, limit, gaps, now, new, scratch):
+def propose(rng, limit, gaps, now, new, scratch, class_prob):
     """Makes ``new`` a neighbor of the plan ``now`` that fits, and writes its rows in use into ``scratch.plan``.
+
+    Args:
+        rng, limit, gaps, now, new, scratch: as in ``Moves.arrays``.
+        class_prob: probability that the move is one of a class; mostly ``gaps.class_prob``.
 
     Returns:
         The number of rows, or -1 if no move was found.
@@ -479,7 +483,7 @@ def propose(rng, limit, gaps, now, new, scratch):
     for _ in range(OPTIONS.tries):
         start_proposal(now, new, differ)
         # No number is drawn for a program without repetition, so that its plans do not depend on classes.
-        if gaps.class_prob > 0.0 and uniform(rng) < gaps.class_prob:
+        if class_prob > 0.0 and uniform(rng) < class_prob:
             if _move_class(rng, gaps, new, differ) and _repair_by_runs(rng, limit, gaps, new, differ):
                 return rows_in_use(new, plan)
             continue

@@ -18,6 +18,8 @@ from envs.edit.walkers import MAX_EFFECT
 from envs.memory_env import small_task
 from simulator import Plan, simulate
 from simulator.compiled.encoding import decisions_of
+from tests.programs import BYTE_PER_NS
+from tests.simulator.test_classes import stack
 
 SEEDS = range(3)
 
@@ -58,6 +60,27 @@ def test_episodes_agree_with_the_simulator(edits: str, accept: str, mode: str) -
             assert new["feasible"] or not new["accepted"]
             assert accept != "always" or new["accepted"] == new["feasible"]
             assert accept != "better" or not new["accepted"] or change <= 1e-9
+
+
+@pytest.mark.parametrize("blocks", [6, 12])
+def test_edits_of_classes_are_off_unless_asked_for(blocks: int) -> None:
+    """They change more gaps at once, within the same observation; a program of few blocks has none."""
+    program = stack(*[("attend", 200)] * blocks, path="layers.")
+    make = partial(
+        MemoryEditEnv, program, BYTE_PER_NS, limit=0.65, min_bytes=10, start="empty", neighbors=16, budget=100
+    )
+    envs = [make(), make(by_class=False), make(by_class=True)]
+    assert envs[0].observation_space == envs[2].observation_space
+    episodes = [[observation["edits"] for observation, *_ in episode(env, seed=0)] for env in envs]
+    assert all(np.array_equal(*edits) for edits in zip(episodes[0], episodes[1], strict=True))
+    changes = [float(np.mean([(edits >= 0).sum(1).mean() for edits in edits_of])) for edits_of in episodes]
+    if blocks == 6:
+        assert all(np.array_equal(*edits) for edits in zip(episodes[1], episodes[2], strict=True))
+    else:
+        assert changes[2] > 1.15 * changes[1]
+        # A move of a class that is too large for an edit is replaced by one of a gap.
+        masks = [[observation["action_mask"].mean() for observation, *_ in episode(env, seed=1)] for env in envs[1:]]
+        assert np.mean(masks[1]) > np.mean(masks[0]) > 0.9
 
 
 def test_observations_follow_the_plan() -> None:

@@ -15,7 +15,7 @@ from agents.search.annealing import Annealing
 from agents.search.lp_round import LPRound
 from agents.search.rerun_search import RerunSearch
 from agents.search.thinning import thinned, thinned_plans
-from simulator import Plan, Program, simulate
+from simulator import Machine, Plan, Program, simulate
 from simulator.compiled.encoding import AFTER, BEFORE, NEVER, TENSOR, rows_of
 from simulator.compiled.engine import Engine
 from simulator.modes import KINDS_OF, MODES
@@ -44,7 +44,7 @@ def test_time_shares_of_the_methods_add_up_to_one() -> None:
     assert len(shares("joint", 500, 10.0, True)) > len(shares("joint", 500, 1.0, True)) == 1  # restarts
     for mode, seconds, methods in (
         ("joint", 5.0, ["annealing"]),
-        ("swap", 50.0, ["annealing", "lp_round"]),
+        ("swap", 50.0, ["annealing", "annealing", "lp_round"]),
         ("recompute", 50.0, ["annealing", "lp_round", "rerun_search"]),
     ):
         table = shares(mode, 5_000, seconds, True, repetitive=True)
@@ -100,6 +100,25 @@ def test_a_plan_exists_before_any_method_has_run(mode: str, monkeypatch: pytest.
     limit = int(0.7 * PROGRAM.peak_bytes)
     plan = agents.make("best", min_bytes=1, seconds=1e-6, mode=mode).plan(PROGRAM, MACHINE, limit)
     assert plan.decisions and simulate(PROGRAM, plan, MACHINE, limit).peak_bytes <= limit
+
+
+def test_repetitive_programs_are_annealed_again_colder_from_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = stack(*[("attend", 200)] * 12)
+    limit = int(0.6 * program.peak_bytes)
+    anneal = Annealing.plan
+    runs: list[tuple[float, float, int, int]] = []
+
+    def recorded(self: Annealing, program: Program, machine: Machine, limit: int) -> Plan:
+        assert self.first is not None
+        plan = anneal(self, program, machine, limit)
+        start = simulate(program, Plan(decisions_of(self.first)), machine, limit).iteration_ns
+        runs.append((self.hot, self.cold, start, ns(program, plan, limit)))
+        return plan
+
+    monkeypatch.setattr(Annealing, "plan", recorded)
+    plan = agents.make("best", min_bytes=10, calls=600).plan(program, MACHINE, limit)
+    (hot, cold, _, found), (warm, coldest, start, again) = runs
+    assert hot > warm > cold > coldest and start == found >= again >= ns(program, plan, limit)
 
 
 @pytest.mark.parametrize(("processor", "methods"), [(1.0, {"annealing", "lp_round"}), (0.1, {"annealing"})])
