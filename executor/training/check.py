@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from executor.capture.python_values import is_scalar, preserve_random_states
 from executor.capture.reach import CaptureError, Reach, Snapshot
 from executor.capture.state import copy_batch
 from executor.training.bindings import StepError, device_of
+from executor.training.operator_match import OperatorMatch
 from executor.training.planned_step import PlannedStep
 from simulator.decisions import Recompute, Swap
 from simulator.plan import Plan, PlanError
@@ -38,6 +39,8 @@ from simulator.schedule import lower
 
 SMALL_FLOPS = 10**8  # smaller steps are checked on the whole batch: a second capture would take longer
 FEW_TOKENS = 16  # of a sequence
+FEW_PIXELS = 64  # of the height and width of an image
+RANDOM_STATE = "the random state"
 EVICTIONS = 2  # swaps and recomputations, each, in the plan of the checked step
 # Attributes that a planned step does not update and that no result depends on.
 _NOT_COMPARED = FLAGS | {"_step_count", "training"}
@@ -63,22 +66,14 @@ def check(captured: Captured) -> None:
     if sum(kernel.flops for kernel in captured.program.kernels) > SMALL_FLOPS:
         examples = first_examples(args, _examples(captured))
         pair = first_examples(args, 2)  # one example needs other copies
-        tokens = few_tokens(pair)
-        if tokens is not pair and (reduced := _recaptured(captured, tokens)):
-            if _operators(reduced) == _operators(captured) and _Comparison(reduced, tokens).compare(is_last=False):
-                return
-        if examples is not args and (reduced := _recaptured(captured, examples)):
-            _Comparison(reduced, examples).compare()
+        small = few_tokens(pair)
+        if small is pair:
+            small = few_pixels(pair)
+        if small is not pair and _Comparison(captured, small).compare(is_small=True):
+            return
+        if examples is not args and _Comparison(captured, examples).compare():
             return
     _Comparison(captured, args).compare()
-
-
-def _recaptured(captured: Captured, args: Any) -> Captured | None:
-    """Returns the capture of the same step with a part of its batch, or None if the step needs more of it."""
-    try:
-        return captured.source.recapture(args)
-    except CaptureError:
-        return None
 
 
 def _operators(captured: Captured) -> list[Any]:
@@ -146,6 +141,21 @@ def few_tokens(args: Any) -> Any:
     return tree_unflatten([cut_tensors.get(id(x), x) for x in leaves], spec)
 
 
+def few_pixels(args: Any) -> Any:
+    """Returns a corner of a batch of images and of their masks, else the batch itself."""
+    leaves, spec = flatten(args)
+    tensors = {id(x): x for x in leaves if isinstance(x, Tensor)}
+    sizes = {x.shape[2:] for x in tensors.values() if x.dim() == 4 and x.is_floating_point()}
+    if len(sizes) != 1 or min(size := sizes.pop()) < 2 * FEW_PIXELS:
+        return args
+    cut_tensors = {
+        key: x[..., :FEW_PIXELS, :FEW_PIXELS].clone()
+        for key, x in tensors.items()
+        if x.dim() > 2 and x.shape[-2:] == size
+    }
+    return tree_unflatten([cut_tensors.get(id(x), x) for x in leaves], spec)
+
+
 def evicting(captured: Captured) -> Plan:
     """Returns a plan that swaps and recomputes some of the largest activations, for the peak of the step."""
     program = captured.program
@@ -172,11 +182,10 @@ def evicting(captured: Captured) -> Plan:
 
 @dataclass
 class _Effects:
-    """State, results and peak memory after two steps."""
+    """State and results after one or two steps."""
 
-    state: dict[str, Any] = field(default_factory=dict)
-    results: list[Any] = field(default_factory=list)
-    peak: int = 0
+    state: dict[str, Any]
+    results: list[Any]
 
     def max_abs(self) -> float:
         """Returns the largest absolute value of all floating-point tensors."""
@@ -185,7 +194,12 @@ class _Effects:
 
 
 class _Comparison:
-    """The user's step and its captured counterpart, both on the user's objects."""
+    """The user's step and its captured counterpart, both on the user's objects.
+
+    Attributes:
+        captured: the captured step; one with the sizes of ``args`` once the user's step has run.
+        peak_bytes: the eager step's peak by PyTorch's MemTracker; 0 if unknown.
+    """
 
     def __init__(self, captured: Captured, args: Any) -> None:
         self.captured = captured
@@ -193,69 +207,107 @@ class _Comparison:
         self.step = captured.source.step
         self.roots = (*captured.source.roots, (args, ""))
         self.device = device_of(captured)
+        self.peak_bytes = 0
+        self._memory: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
-    def compare(self, is_last: bool = True) -> bool:
-        """Raises CaptureError if the two steps differ; returns whether they could run.
+    def compare(self, is_small: bool = False) -> bool:
+        """Raises CaptureError if the two steps differ; returns False if the step needs another batch.
 
         Args:
-            is_last: whether to warn if they could not.
+            is_small: whether the batch has only a few tokens or pixels, for which a step may choose other operators.
         """
+        is_reduced = self.args is not self.captured.source.args
         try:
             with self.restored():
-                eager = self.run(self.step, track_memory=True)
+                eager, match, steps = self._run_eagerly(is_reduced)
         except CaptureError:  # the state could not be restored
             raise
         except Exception as error:  # includes out-of-memory errors
-            if not is_last:
+            if is_reduced:
                 return False
             _warn(f"the step without a plan raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-            return False
-        try:
-            with self.restored(), self.planned() as step:
-                planned = self.run(step, track_memory=False)
-        except torch.OutOfMemoryError:
-            _warn("the device has no memory for a copy of the step's state")
-            return False
-        tolerance: float | None = None
+            return True
+        if match is None and is_reduced:
+            operators = _operators(self.captured)
+            try:
+                self.captured = self.captured.source.recapture(self.args)
+            except CaptureError:  # the step needs more of its batch
+                return False
+            if is_small and _operators(self.captured) != operators:
+                return False
+        with match.resized() if match is not None else nullcontext(self.captured) as self.captured:
+            try:
+                with self.restored(), self.planned() as step:
+                    differences = self._differences(eager, self.run(step, steps))
+            except torch.OutOfMemoryError:
+                _warn("the device has no memory for a copy of the step's state")
+                return True
+            self._judge(eager, differences, steps)
+            expected = eager_peak(self.captured)
+        if self.peak_bytes and abs(self.peak_bytes - expected) > max(0.01 * expected, 4096):
+            warnings.warn(
+                f"the step's peak is {self.peak_bytes:,} bytes by PyTorch's MemTracker and {expected:,} by the "
+                "capture: a limit may not hold on the device",
+                stacklevel=2,
+            )
+        return True
 
-        def agree(a: Any, b: Any) -> bool:
-            nonlocal tolerance
-            if equal(a, b) or repeats(self.device):
-                return equal(a, b)
-            if tolerance is None:
-                with self.restored():
-                    repeated = self.run(self.step, track_memory=False)
-                pairs = [(x, repeated.state.get(name)) for name, x in eager.state.items()]
-                spread = max(difference(x, y) for x, y in (*pairs, *zip(eager.results, repeated.results, strict=True)))
-                # Where kernels do not repeat their results, a multiple of the spread of two eager runs is tolerated, if
-                # the spread is noise, which is small beside the largest value.
-                tolerance = 4 * spread if spread <= 0.01 * eager.max_abs() else -1.0
-            return difference(a, b) <= tolerance
+    def _run_eagerly(self, is_reduced: bool) -> tuple[_Effects, OperatorMatch | None, int]:
+        """Runs the user's step twice.
 
-        for name in dict.fromkeys((*eager.state, *planned.state)):
-            a = eager.state.get(name)
-            b = planned.state.get(name)
-            if self.captured.skippable and ".state." in name and a is None:
+        Returns:
+            The effects; the match of the second step's operators with the captured ones, if it runs them on a part of
+            the batch; and the number of steps that have these effects: one if the second step runs only operators.
+        """
+        results = self.run(self.step, 1)
+        match = OperatorMatch(self.captured) if is_reduced else None
+        first = _Effects(self.state(), results) if match is not None else None
+        later = self.run(self.step, 1, match, track_memory=True)
+        if match is None or first is None or match.difference:
+            return _Effects(self.state(), results + later), None, 2
+        returned = self.captured.returned
+        has_effects = returned.effects or returned.rebound or self.captured.python.first_run_values
+        values = {name: value for name, value in self.observe() if not isinstance(value, Tensor)}
+        is_repeated = all(equal(value, first.state.get(name)) for name, value in values.items())
+        if is_repeated and not has_effects and repeats(self.device):
+            return first, match, 1
+        return _Effects(self.state(), results + later), match, 2
+
+    def _differences(self, eager: _Effects, results: list[Any]) -> list[tuple[str | int, Any, Any]]:
+        """Returns names of state and numbers of results that differ now, with their eager and current values."""
+        state = dict(self.observe())
+        state[RANDOM_STATE] = torch.get_rng_state()
+        names = dict.fromkeys((*eager.state, *state))
+        pairs: list[tuple[str | int, Any, Any]] = [(name, eager.state.get(name), state.get(name)) for name in names]
+        pairs += [(i, a, b) for i, (a, b) in enumerate(zip(eager.results, results, strict=True))]
+        return [(name, a, _clone(b)) for name, a, b in pairs if not equal(a, b)]
+
+    def _judge(self, eager: _Effects, differences: list[tuple[str | int, Any, Any]], steps: int) -> None:
+        """Raises CaptureError unless the differences are noise of kernels that do not repeat their results."""
+        tolerance = 0.0
+        if differences and not repeats(self.device):
+            with self.restored():
+                results = self.run(self.step, steps)
+                repeated = _Effects(self.state(), results)
+            pairs = [(x, repeated.state.get(name)) for name, x in eager.state.items()]
+            spread = max(difference(x, y) for x, y in (*pairs, *zip(eager.results, repeated.results, strict=True)))
+            # A multiple of the spread of two eager runs is tolerated, if the spread is noise, which is small beside
+            # the largest value.
+            tolerance = 4 * spread if spread <= 0.01 * eager.max_abs() else -1.0
+        for name, a, b in differences:
+            if self.captured.skippable and ".state." in str(name) and a is None:
                 continue  # a GradScaler has skipped the update that would create it
-            if not agree(a, b):
+            if difference(a, b) <= tolerance:
+                continue
+            if isinstance(name, str):
                 raise CaptureError(
                     f"the captured step changes {name} differently from the eager step ({_diff(a, b)}): keep such "
                     "state in tensors that are written in place (copy_), pass it as an argument, or set check=False"
                 )
-        for i, (a, b) in enumerate(zip(eager.results, planned.results, strict=True)):
-            if not agree(a, b):
-                raise CaptureError(
-                    f"result {i} of the captured step differs from the eager step ({_diff(a, b)}): {self.cause()}, or "
-                    "set check=False"
-                )
-        expected = eager_peak(self.captured)
-        if eager.peak and abs(eager.peak - expected) > max(0.01 * expected, 4096):
-            warnings.warn(
-                f"the step's peak is {eager.peak:,} bytes by PyTorch's MemTracker and {expected:,} by the capture: a "
-                "limit may not hold on the device",
-                stacklevel=2,
+            raise CaptureError(
+                f"result {name} of the captured step differs from the eager step ({_diff(a, b)}): {self.cause()}, or "
+                "set check=False"
             )
-        return True
 
     def cause(self) -> str:
         """Returns the likely cause of a different result, and a way out."""
@@ -268,24 +320,33 @@ class _Comparison:
             )
         return "the step reads a value that was not captured; pass it as an argument"
 
-    def run(self, step: Callable[..., Any], track_memory: bool, steps: int = 2) -> _Effects:
-        """Runs steps and records their effects."""
-        effects = _Effects()
-        for i in range(steps):
+    def run(
+        self, step: Callable[..., Any], steps: int, match: OperatorMatch | None = None, track_memory: bool = False
+    ) -> list[Any]:
+        """Runs steps and returns copies of their results and batches."""
+        results: list[Any] = []
+        for _ in range(steps):
             args, _ = copy_batch(self.args)
             leaves, _ = flatten(args)
             self.clear_gradients()
             torch.clear_autocast_cache()  # as if autocast began with this step
-            with _tracker(self, leaves) if track_memory and i == 1 else nullcontext() as tracker:
+            if match is not None:
+                match.begin(args)
+            with _tracker(self, leaves) if track_memory else nullcontext() as tracker, match or nullcontext():
                 result = step(*args)
                 if hasattr(result, "send"):  # a step of micro-batches is a generator
                     result = _exhaust(result)
-            effects.results += [_clone(x) for x in (*flatten(result)[0], *leaves)]
+            if match is not None:
+                match.end(result)
+            if tracker is not None:
+                self.peak_bytes = tracker.get_tracker_snapshot("peak")[self.device]["Total"]
+            results += [_clone(x) for x in (*flatten(result)[0], *leaves)]
             del result
-        effects.peak = tracker.get_tracker_snapshot("peak")[self.device]["Total"] if tracker is not None else 0
-        effects.state = {name: _clone(value) for name, value in self.observe()}
-        effects.state["the random state"] = torch.get_rng_state()
-        return effects
+        return results
+
+    def state(self) -> dict[str, Any]:
+        """Returns a copy of all reachable tensors and Python values, and the random state."""
+        return {name: _clone(value) for name, value in self.observe()} | {RANDOM_STATE: torch.get_rng_state()}
 
     def run_eagerly(self) -> None:
         """Runs the user's first step, whose later steps differ.
@@ -294,7 +355,7 @@ class _Comparison:
             CaptureError: the step fails.
         """
         try:
-            self.run(self.step, track_memory=False, steps=1)
+            self.run(self.step, 1)
         except Exception as error:
             text = " ".join(str(error).split())[:200]
             raise CaptureError(
@@ -358,7 +419,8 @@ class _Comparison:
         """Restores all reachable state at the end of the ``with`` block."""
         reach = self.reach()
         snapshot = Snapshot(reach)
-        memory = [(t.untyped_storage(), t.untyped_storage().clone()) for t in tensors_of(reach)]
+        if not self._memory:
+            self._memory = [(t.untyped_storage(), t.untyped_storage().clone()) for t in tensors_of(reach)]
         parameters = {id(p): p for module, *_ in self.captured.modules for p in module.parameters()}
         gradients = [(p, p.grad) for p in parameters.values()]
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
@@ -373,7 +435,7 @@ class _Comparison:
                 torch.cuda.empty_cache()
             for p, gradient in gradients:
                 p.grad = gradient
-            for storage, copy in memory:
+            for storage, copy in self._memory:
                 storage.copy_(copy)
             snapshot.restore()
 
