@@ -1,0 +1,202 @@
+"""Memory and speed of torchtune's README, beside captures of the same training steps."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from omegaconf import DictConfig
+
+from experiments import figures
+from experiments.common.report import Row
+from experiments.figures.figure import Figure, Rows, span
+from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, between
+from simulator.compiled.engine import simulate
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
+
+
+class Torchtune(Figure):
+    """Memory and speed of torchtune's README, beside captures of the same training steps."""
+
+    name = "torchtune"
+    bars: ClassVar = {"memory": 0.1, "speed": 0.15}  # accepted errors
+    colors: ClassVar = {"3b": "#1f5fa8", "4090": "#238b45", "a6000": "#f16913"}
+    on_demand = True
+
+    def tasks(self, settings: DictConfig) -> Rows:
+        """Returns one task per capture, with all steps that share it."""
+        tasks: Rows = []
+        for name in figures.choices(settings, "steps", self.published["steps"], "step "):
+            step = self.published["steps"][name]
+            key = {
+                "model": "3b" if step["group"] == "3b" else "8b",
+                "machine": step.get("machine"),
+                "options": step["options"],
+            }
+            task = next((t for t in tasks if t["capture"] == key), None)
+            if task is None:
+                tasks.append(task := {"capture": key, "steps": {}})
+            task["steps"][name] = {"states": step.get("states"), "offload": step.get("offload", False)}
+        for name in figures.choices(settings, "experiments", self.published["experiments"], "experiment "):
+            experiment = self.published["experiments"][name]
+            of = self.published["steps"][experiment["of"]]
+            key = {"model": "3b", "machine": None, "options": {**of["options"], **experiment["options"]}}
+            tasks.append({"capture": key, "steps": {name: {"states": None, "offload": False}}})
+        return tasks
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        from experiments.figures import torchtune_steps as steps  # PyTorch
+
+        capture = task["capture"]
+        sizes = steps.Sizes(**self.published["models"][capture["model"]])
+        options = steps.Options(**{**capture["options"], "lora": tuple(capture["options"].get("lora", ()))})
+        machine = Machine.load(capture["machine"]) if capture["machine"] else machine
+        program = steps.Recipe(sizes, options).capture(machine, capture["model"])
+        results = {}
+        for name, step in task["steps"].items():
+            states = {"torchao": steps.TORCHAO, "paged": steps.PAGED, None: None}[step["states"]]
+            changed = states.applied(program, machine) if states else program
+            plan = steps.offloaded(changed, sizes) if step["offload"] else Plan()
+            results[name] = measures(changed, plan, machine, sizes.batch_size * sizes.length)
+            if states is steps.PAGED:
+                results[name]["paged_s"] = states.paging_s(program, machine)
+        return {"results": results}
+
+    def template_values(self, rows: Rows) -> Row:
+        results = {name: result for row in rows for name, result in row["results"].items()}
+        lines = self.lines(results)
+        found = {line["name"]: line for line in lines}
+        tested = [line for line in lines if line["group"] == "3b"]
+        compared = [line for line in lines if not line["is_first"]]
+        without_attention = self.lines({name: {**r, "s": r["s"] - r["attention_s"]} for name, r in results.items()})
+        return {
+            "lines": lines,
+            "bars": self.bars,
+            "count": len(tested),
+            "memory": sum(abs(line["memory_error"]) <= self.bars["memory"] for line in tested),
+            "relative": len(compared),
+            "speed": sum(abs(line["relative_error"]) <= self.bars["speed"] for line in compared),
+            "worst": max(tested, key=lambda line: abs(line["memory_error"]), default=None),
+            "worst_speed": max(compared, key=lambda line: abs(line["relative_error"]), default=None),
+            "tokens": span(line["speed_error"] for line in tested),
+            "others": span(line["memory_error"] for line in lines if line["group"] != "3b"),
+            "slower": span(line["speed_error"] for line in lines if line["group"] != "3b"),
+            "without_attention": max((abs(line["relative_error"]) for line in without_attention), default=None),
+            "scatter": results["scatter"]["gib"] if "scatter" in results else None,
+            "of_scatter": found.get("compile"),
+            "paged": [line for line in lines if line["paged"]],
+            "rate": self.rate() if "lora_a6000" in found else None,
+        }
+
+    def rate(self) -> float:
+        """Returns the fraction of an A6000's nominal rate that the products of measured LoRA take at least.
+
+        Each weight of a product takes part in two: forward, and in the gradient of its input.
+        """
+        sizes = self.published["models"]["8b"]
+        step = self.published["steps"]["lora_a6000"]
+        width = sizes["width"]
+        narrow = width * sizes["kv_heads"] // sizes["heads"]
+        layer = 2 * width * (width + narrow) + 3 * width * sizes["hidden"]
+        weights = sizes["layers"] * layer + sizes["vocabulary"] * width
+        rate: float = 4 * weights * step["tokens_per_s"] / Machine.load(step["machine"]).flops_per_s["bfloat16"]
+        return rate
+
+    def lines(self, results: Row) -> Rows:
+        """Returns memory, speed and errors of each step; relative speeds are those to a group's first step."""
+        published = self.published
+        first: dict[str, Row] = {}
+        lines = []
+        for name, step in published["steps"].items():
+            if name not in results:
+                continue
+            ours = results[name]
+            paged = paged_share(ours, Machine.load(step["machine"])) if "paged_s" in ours else 0.0
+            tokens = ours["tokens"] / (ours["s"] + paged * ours.get("paged_s", 0.0))
+            reference = first.setdefault(step["group"], {"tokens": tokens, "published": step["tokens_per_s"]})
+            relative = tokens / reference["tokens"]
+            published_relative = step["tokens_per_s"] / reference["published"]
+            lines.append(
+                {
+                    "name": name,
+                    "group": step["group"],
+                    "label": f"{published['groups'][step['group']]}: {step['label']}",
+                    "step": step,
+                    "gib": ours["gib"],
+                    "memory_error": ours["gib"] / step["gib"] - 1,
+                    "tokens": tokens,
+                    "speed_error": tokens / step["tokens_per_s"] - 1,
+                    "relative": relative,
+                    "published_relative": published_relative,
+                    "relative_error": relative / published_relative - 1,
+                    "paged": paged,
+                    "resident_tokens": ours["tokens"] / ours["s"],
+                    "all_paged_tokens": ours["tokens"] / (ours["s"] + ours.get("paged_s", 0.0)),
+                    "is_first": len(lines) == 0 or lines[-1]["group"] != step["group"],
+                }
+            )
+        return lines
+
+    def chart(self, rows: Rows) -> Chart:
+        values = self.template_values(rows)
+        lines = values["lines"]
+        names = [
+            f"{line['step']['label']}{'' if line['group'] == '3b' else ', 8B, ' + line['group'].upper()}"
+            for line in lines
+        ]
+        panels = []
+        for title, mine, theirs, error, axis in (
+            (
+                "Peak memory",
+                "gib",
+                [line["step"]["gib"] for line in lines],
+                "memory_error",
+                Axis("GiB", "{:g}", (0, None), room=1.1),
+            ),
+            (
+                "Speed",
+                "tokens",
+                [line["step"]["tokens_per_s"] for line in lines],
+                "speed_error",
+                Axis("tokens per second", "{:,g}", (0, None), room=1.1),
+            ),
+        ):
+            marks: list[Mark] = [between(theirs, [line[mine] for line in lines], range(len(lines)), "#888888")]
+            for group, color in self.colors.items():
+                chosen = [(i, line) for i, line in enumerate(lines) if line["group"] == group]
+                at = [i for i, _ in chosen]
+                label = self.published["groups"][group]
+                texts = [f"{line[error]:+.0%}" for _, line in chosen]
+                marks.append(
+                    Line([theirs[i] for i in at], at, color, f"{label}: measured", "o", "", size=8, hollow=True)
+                )
+                marks.append(
+                    Line([line[mine] for _, line in chosen], at, color, f"{label}: ours", "o", "", front=4, texts=texts)
+                )
+            panels.append(Panel(title, marks, axis, Axis(names=names)))
+        title = (
+            f"torchtune: memory within {self.bars['memory']:.0%} at {values['memory']} of {values['count']} steps, "
+            f"relative speed within {self.bars['speed']:.0%} at {values['speed']} of {values['relative']}"
+        )
+        return Chart(title, panels, 2, (5.0, 4.6), keys=3)
+
+
+def measures(program: Program, plan: Plan, machine: Machine, tokens: int) -> Row:
+    """Returns the peak in GiB and the seconds of a step, in all and of attention."""
+    timeline = simulate(program, plan, machine, program.peak_bytes)
+    attention_ns = sum(kernel.duration_ns for kernel in program.kernels if "attention" in kernel.name)
+    return {
+        "tokens": tokens,
+        "gib": round(timeline.peak_bytes / 2**30, 3),
+        "s": round(timeline.iteration_ns / 1e9, 5),
+        "attention_s": round(attention_ns / 1e9, 5),
+    }
+
+
+def paged_share(result: Row, machine: Machine) -> float:
+    """Returns the fraction of paged optimizer states that do not fit into the machine's memory beside the step."""
+    seconds_per_byte = 1 / machine.h2d_bytes_per_s + 1 / machine.d2h_bytes_per_s
+    states = result["paged_s"] / seconds_per_byte
+    free = machine.memory_bytes - machine.context_bytes - result["gib"] * 2**30
+    return min(1.0, max(0.0, 1 - free / states))
