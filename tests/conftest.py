@@ -21,7 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 
 # No test has a deadline, and cases are deterministic unless SEED=random (make nightly SEED=random).
 if settings is not None:
-    for name, cases in (("quick", 15), ("long", 300)):
+    for name, cases in (("quick", 15), ("long", 150)):
         settings.register_profile(
             name,
             deadline=None,

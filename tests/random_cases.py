@@ -212,22 +212,14 @@ def any_case(seed: int) -> Case:
     return contending(Random(-seed), one) if seed % 3 == 0 else one
 
 
-class Compiled(NamedTuple):
-    """Results of the compiled simulator: its engine, the timeline or the text of an error, and the score."""
-
-    engine: Engine
-    timeline: Any
-    score: Any
-
-
-def compiled(case: Case) -> Compiled:
-    """Runs the compiled simulator."""
+def compiled(case: Case) -> tuple[Engine, Any, Any]:
+    """Returns the compiled simulator's engine, its timeline or error, and its score."""
     engine = Engine(case.program, case.machine, case.limit, case.iterations).with_variants(case.plan.variants)
     score = engine.score(rows_of(case.plan.decisions), case.limit_until)
-    return Compiled(engine, _result(simulate, *_arguments(case)), score)
+    return engine, _result(simulate, *_arguments(case)), score
 
 
-def difference(case: Case, results: Compiled | None = None) -> str | None:
+def difference(case: Case, results: Any = None) -> str | None:
     """Returns how the compiled simulator differs from the reference, or findings of the validator; None: equal.
 
     Args:
@@ -355,7 +347,7 @@ def checked(seeds: range) -> tuple[str, str]:
         found = compiled(one)
         if wrong := difference(one, found):
             return f"seed {seed}: {one}\n{wrong}", ""
-        results.append((found.timeline, found.score))
+        results.append(found[1:])
     return "", digest(results)
 
 

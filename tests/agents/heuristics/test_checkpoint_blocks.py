@@ -266,8 +266,7 @@ def unet(checkpointed: bool) -> Program:
     with torch.device("meta"):
         model = UNet(run)
         batch = (torch.ones(4, 4, 32, 32), torch.ones(4, 64), torch.ones(4, 16, 64), torch.ones(4, 4, 32, 32))
-    optimizer = torch.optim.SGD(model.parameters())
-    return capture(model, nn.MSELoss(), optimizer, batch, machine=A100, as_cuda=True).program
+    return capture(model, nn.MSELoss(), torch.optim.SGD(model.parameters()), batch, machine=A100, as_cuda=True).program
 
 
 def test_blocks_of_a_unet_are_those_within_its_stages() -> None:

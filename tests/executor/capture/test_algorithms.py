@@ -113,10 +113,11 @@ class Net(nn.Module):
 
 
 def net() -> tuple:
-    model = Net()
-    x = torch.empty(64, 64, 32, 32)
-    y = torch.empty(64, dtype=torch.int64)
-    return model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), (x, y)
+    """Returns the arguments of a capture; nothing computes with tensors of the device meta."""
+    with torch.device("meta"):
+        model = Net()
+        batch = (torch.empty(64, 64, 32, 32), torch.empty(64, dtype=torch.int64))
+    return model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), batch
 
 
 def test_only_when_asked_for() -> None:
@@ -124,7 +125,7 @@ def test_only_when_asked_for() -> None:
     assert not any(k.variants or k.workspace for k in plain.program.kernels)
     timed = capture(*net(), machine=GPU, algorithms=True)
     assert any(k.variants for k in timed.program.kernels)
-    assert timed.on(GPU).program == plain.program == capture(*net(), machine=GPU, algorithms=False).program
+    assert timed.on(GPU).program == plain.program
     assert plain.on(GPU, algorithms=True).program == timed.program
 
 

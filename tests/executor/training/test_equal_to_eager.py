@@ -27,6 +27,7 @@ NIGHTLY = {
     "vgg16",
     "unet",
     "rnn",
+    "gru",
     "lstm_both_ways",
     "checkpoint",
     "reentrant_checkpoint",
