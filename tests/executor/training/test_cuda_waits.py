@@ -320,7 +320,7 @@ def test_nothing_is_wrong_with_all_waits(scenario):
     assert with_all_waits(scenario)[0] == ""
 
 
-@pytest.mark.parametrize("site", first_by_day(sorted(sites()), lambda s: f"{s.first} {s.text}"))
+@pytest.mark.parametrize("site", first_by_day([*sites()], lambda s: f"{s.first} {s.text}"))
 def test_every_wait_is_needed(site):
     """At least one scenario fails without the wait."""
     lines = {(site.file, line) for line in range(site.first, site.last + 1)}

@@ -208,7 +208,7 @@ def fails_at(point: int, fit_it: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "points", [range(50, 20000, 4000), pytest.param(range(1, 15000, 251), marks=pytest.mark.nightly)]
+    "points", [range(50, 20000, 4000), pytest.param(range(1, 15000, 300), marks=pytest.mark.nightly)]
 )
 def test_a_fit_that_fails_anywhere_leaves_the_users_objects_as_they_were(points: range) -> None:
     reached = 0
