@@ -19,6 +19,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 import agents
+from agents.deadline import TimeUp
 from agents.floor import FAMILIES, UNPROVEN, Floor, bound as bound_module, floor, refined_floor, reruns
 from agents.floor.lp import Linear, Solver
 from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
@@ -205,6 +206,23 @@ def test_more_time_refines_the_floor(monkeypatch: pytest.MonkeyPatch, seconds: f
     monkeypatch.setattr(bound_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     refined = refined_floor(*task, seconds=seconds, timeout_s=1e9)
     assert (refined.iteration_ns, len(seen)) == (max(seen), solves)
+
+
+def test_a_refinement_that_takes_too_long_leaves_the_floor_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = pyramid(40, 0)
+    task = (program, MACHINE, int(0.5 * program.peak_bytes), "swap")
+    found: list[Floor] = []
+
+    def interrupted(*args: Any) -> Floor:
+        if found:
+            raise TimeUp
+        found.append(floor(*args[:7]))
+        return found[0]
+
+    monkeypatch.setattr(bound_module, "floor", interrupted)
+    assert refined_floor(*task, seconds=1e6) is found[0]
+    with pytest.raises(TimeUp):
+        refined_floor(*task, seconds=1e6)
 
 
 @pytest.mark.parametrize("seed", range(4))
