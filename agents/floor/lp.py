@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Iterable, Sequence
+from threading import Event
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -168,14 +169,28 @@ class Solver:
 
     def _run(self) -> None:
         """Solves in another thread, so that Ctrl-C and the deadline of ``within`` reach this one and end the solve."""
-        solve = threading.Thread(target=self._highs.run)
-        try:
-            solve.start()
-            solve.join()
-        except BaseException:
-            self._highs.cancelSolve()
-            solve.join()
-            raise
+        ended = Event()  # an interrupted Thread.join takes its thread for ended
+
+        stop: BaseException | None = None
+
+        def solve() -> None:
+            nonlocal stop
+            try:
+                self._highs.run()
+            except BaseException as error:
+                stop = error
+            finally:
+                ended.set()
+
+        start_new_thread(solve, ())
+        while not ended.is_set():
+            try:
+                ended.wait()
+            except BaseException as error:  # TimeUp repeats; Ctrl-C comes before it
+                self._highs.cancelSolve()
+                stop = error if stop is None or isinstance(error, KeyboardInterrupt) else stop
+        if stop is not None:
+            raise stop
 
     def bound(self, multipliers: NDArray[np.float64]) -> float:
         """Returns a lower bound on the cost of every x, for any multipliers of the rows.

@@ -186,7 +186,7 @@ def make_plans(
     floors: list[Floor] = [getattr(search, "floor", None) or quick_floor]
     floor_end = search_end + EFFORT.faster_share + EFFORT.floor_share
     floor_s = max(remaining_s(floor_end), EFFORT.floor_share * seconds)
-    with suppress(TimeUp), within(floor_s):
+    with suppress(TimeUp):
         floors.append(refined_floor(*task, mode, floor_s))
     bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
     return [replace(b, row=report.with_bounds(b.row, bound) if b.row else None) for b in bests], bound

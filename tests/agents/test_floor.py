@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +19,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 import agents
+from agents.deadline import TimeUp
 from agents.floor import FAMILIES, UNPROVEN, Floor, bound as bound_module, floor, refined_floor, reruns
 from agents.floor.lp import Linear, Solver
 from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
@@ -202,6 +206,23 @@ def test_more_time_refines_the_floor(monkeypatch: pytest.MonkeyPatch, seconds: f
     monkeypatch.setattr(bound_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     refined = refined_floor(*task, seconds=seconds, timeout_s=1e9)
     assert (refined.iteration_ns, len(seen)) == (max(seen), solves)
+
+
+def test_a_refinement_that_takes_too_long_leaves_the_floor_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = pyramid(40, 0)
+    task = (program, MACHINE, int(0.5 * program.peak_bytes), "swap")
+    found: list[Floor] = []
+
+    def interrupted(*args: Any) -> Floor:
+        if found:
+            raise TimeUp
+        found.append(floor(*args[:7]))
+        return found[0]
+
+    monkeypatch.setattr(bound_module, "floor", interrupted)
+    assert refined_floor(*task, seconds=1e6) is found[0]
+    with pytest.raises(TimeUp):
+        refined_floor(*task, seconds=1e6)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -448,18 +469,24 @@ def test_rounding_finds_the_plans_that_are_best_by_hand() -> None:
 
 
 def test_ctrl_c_ends_a_solve() -> None:
-    """The solver would run on until it is cancelled."""
+    """The solver would run on until it is cancelled; a second interrupt meanwhile does not leave it running."""
 
     class Endless:
         def __init__(self) -> None:
-            self.cancelled = Event()
+            self.cancelled: Queue[None] = Queue()
+            self.has_ended = False
 
         def run(self) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-            self.cancelled.wait()
+            main = threading.main_thread().ident
+            for _ in range(2):
+                while sys._current_frames()[main].f_code.co_name != "wait":
+                    time.sleep(0)
+                os.kill(os.getpid(), signal.SIGINT)
+                self.cancelled.get()
+            self.has_ended = True
 
         def cancelSolve(self) -> None:
-            self.cancelled.set()
+            self.cancelled.put(None)
 
     linear = Linear()
     linear.row([(linear.column(1.0), 1.0)], 1.0)
@@ -468,4 +495,4 @@ def test_ctrl_c_ends_a_solve() -> None:
     solver._highs = endless = Endless()
     with pytest.raises(KeyboardInterrupt):
         solver.optimum()
-    assert endless.cancelled.is_set()
+    assert endless.has_ended
