@@ -88,7 +88,7 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
         parts.append("Modules are unknown for a program file; plan from target= or workload= to see them.")
     for head, peak in zip(heads, peaks, strict=True):
         parts.append(f"{head.capitalize()}: {size(peak.nbytes)} in {peak.moment}.")
-    peak = Section(PEAK, parts)
+    peak_section = Section(PEAK, parts)
     code = a.run_code or ("train as usual: no plan is needed" if a.fits else "there is no plan to run")
     yield Section("How to run it", [Code(code), *words.batches(a), *words.sequences(a)])
     if a.what_if:
@@ -97,7 +97,7 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
             "checkpoints and offloads where that is cheapest."
         )
         yield Section("What if", [Table(*words.what_if(a), range(1, 3)), *words.adapters(a), text])
-    yield peak
+    yield peak_section
     yield Section("Estimated device memory", words.card(a))
     if a.families:
         proven = " The floor is a certified lower bound for every plan." if a.floor is not None else ""
