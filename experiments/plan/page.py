@@ -96,7 +96,7 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
             "Simulated; without a plan as PyTorch runs it. Time is over that of the step in unlimited memory. A plan "
             "checkpoints and offloads where that is cheapest."
         )
-        yield Section("What if", [Table(*words.what_if(a), range(1, 3)), *words.adapters(a), text])
+        yield Section("What if", [Table(*words.what_if(a), range(1, 3)), *words.adapters(a), text, words.how(a)])
     yield peak_section
     yield Section("Estimated device memory", words.card(a))
     if a.families:

@@ -47,6 +47,14 @@ EXACTNESS = {
     HALF: "the same sums in another order",
     OFFLOAD: SAME,
 }
+HOW = {
+    CHECKPOINT: "torch.utils.checkpoint, or gradient checkpointing of transformers",
+    EARLY: "fit(…, optimizer_in_backward=True)",
+    EIGHT_BIT: "AdamW8bit of bitsandbytes or torchao",
+    CHUNKED: "the fused linear cross-entropy of Liger Kernel",
+    HALF: "fit(…, accumulate=2)",
+    OFFLOAD: "torch.autograd.graph.save_on_cpu",
+}
 OF_BATCH_NORM = {CHECKPOINT: "its statistics move twice", HALF: "its statistics are per half"}
 
 

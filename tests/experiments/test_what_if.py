@@ -228,7 +228,8 @@ def test_the_table_lists_what_saves_memory_and_the_plan_with_it(many: Any, captu
     assert combined and all(row.fits for row in combined)
     heads, cells = words.what_if(replace(a, what_if=tuple(rows)))
     assert all(len(line) == len(heads) for line in cells)
-    assert "What if" in render_html(replace(a, what_if=tuple(rows)), "typed")
+    text = render_html(replace(a, what_if=tuple(rows)), "typed")
+    assert "What if" in text and f"{what_if.HALF}: fit(…, accumulate=2)" in text
 
 
 def test_adapters_are_named_where_all_weights_train_and_nothing_fits(many: Any, captured: Captured) -> None:
