@@ -266,16 +266,15 @@ class _StorageRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self.live: dict[StorageWeakRef, tuple[int, StorageWeakRef]] = {}
+        self.live: dict[StorageWeakRef, int] = {}
         self.ignored: set[int] = set()
         self.count = 0
 
     def reap(self) -> None:
         """Records storages released since the last operator."""
-        for key, (block, reference) in list(self.live.items()):
-            if reference.expired():
-                self.events.append((block, 0))
-                del self.live[key]
+        expired = torch.UntypedStorage._expired  # StorageWeakRef.expired without its overhead
+        for key in [key for key in self.live if expired(key.cdata)]:
+            self.events.append((self.live.pop(key), 0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.reap()
@@ -284,7 +283,7 @@ class _StorageRecorder(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
                 key = StorageWeakRef(tensor.untyped_storage())
                 if key not in self.live and key.cdata not in self.ignored and tensor.untyped_storage().nbytes():
-                    self.live[key] = self.count, key
+                    self.live[key] = self.count
                     self.events.append((self.count, tensor.untyped_storage().nbytes()))
                     self.count += 1
         return out

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -50,9 +50,16 @@ def install_handlers() -> None:
 
 
 @contextmanager
-def defer_ctrl_c() -> Iterator[None]:
-    """Defers Ctrl-C to the end of the context; a second press interrupts at once."""
+def defer_ctrl_c() -> Iterator[Callable[[], None]]:
+    """Defers Ctrl-C to the end of the context; a second press interrupts at once.
+
+    Yields a function for places where an interrupt is safe: it raises KeyboardInterrupt if Ctrl-C was pressed.
+    """
     presses = 0
+
+    def check() -> None:
+        if presses:
+            raise KeyboardInterrupt
 
     def press(*_: object) -> None:
         nonlocal presses
@@ -64,13 +71,12 @@ def defer_ctrl_c() -> Iterator[None]:
     if is_default and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, press)
         try:
-            yield
+            yield check
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if presses:
-            raise KeyboardInterrupt
+        check()
     else:
-        yield
+        yield check
 
 
 if sys.argv[:1] == ["-m"]:  # while `python -m` still looks for the module

@@ -18,6 +18,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.deadline import TimeUp, within
 from agents.floor.lp import Linear, Row, Solver, Terms
 from agents.floor.reruns import RerunLimits, Reruns
 from agents.floor.transfers import Groups, Transfers
@@ -220,13 +221,22 @@ def refined_floor(
 
     Raises:
         ValueError: as in ``floor``.
+        TimeUp: the first solve has not ended within its time limit.
     """
     begin = time.monotonic()
     timeout_s = seconds if timeout_s is None else timeout_s
     best: Floor | None = None
     for step in REFINEMENTS:
         start = time.monotonic()
-        result = floor(program, machine, limit, mode, step.max_gaps, step.detail, families, timeout_s, step.deadlines)
+        try:
+            with within(timeout_s):
+                result = floor(
+                    program, machine, limit, mode, step.max_gaps, step.detail, families, timeout_s, step.deadlines
+                )
+        except TimeUp:
+            if best is None:
+                raise
+            break
         if best is None or not result.feasible or result.iteration_ns > best.iteration_ns:
             best = result
         now = time.monotonic()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from _thread import start_new_thread
 from collections.abc import Iterable, Sequence
+from threading import Event
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -88,6 +90,7 @@ class Solver:
         self._deadline = deadline
         self.work = 0.0  # steps of the simplex times rows, so far
         self._highs = highspy.Highs()
+        self._highs.HandleUserInterrupt = True  # it looks for cancelSolve
         for option, value in OPTIONS.items():
             self._highs.setOptionValue(option, value)
         lp = highspy.HighsLp()
@@ -152,7 +155,7 @@ class Solver:
         if self._deadline < np.inf:  # HiGHS accumulates the time of all solves
             remaining = max(self._deadline - time.monotonic(), 0.0)
             self._highs.setOptionValue("time_limit", self._highs.getRunTime() + remaining)
-        self._highs.run()
+        self._run()
         self.work += self._highs.getInfo().simplex_iteration_count * len(self.low)
         status = self._highs.getModelStatus()
         if status in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):  # every column is bounded
@@ -163,6 +166,31 @@ class Solver:
         if not solution.dual_valid:
             raise RuntimeError(f"HiGHS failed on the floor's linear program: {self._highs.modelStatusToString(status)}")
         return Solution(self.bound(np.array(solution.row_dual)), np.array(solution.col_value))
+
+    def _run(self) -> None:
+        """Solves in another thread, so that Ctrl-C and the deadline of ``within`` reach this one and end the solve."""
+        ended = Event()  # an interrupted Thread.join takes its thread for ended
+
+        stop: BaseException | None = None
+
+        def solve() -> None:
+            nonlocal stop
+            try:
+                self._highs.run()
+            except BaseException as error:
+                stop = error
+            finally:
+                ended.set()
+
+        start_new_thread(solve, ())
+        while not ended.is_set():
+            try:
+                ended.wait()
+            except BaseException as error:  # TimeUp repeats; Ctrl-C comes before it
+                self._highs.cancelSolve()
+                stop = error if stop is None or isinstance(error, KeyboardInterrupt) else stop
+        if stop is not None:
+            raise stop
 
     def bound(self, multipliers: NDArray[np.float64]) -> float:
         """Returns a lower bound on the cost of every x, for any multipliers of the rows.

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -166,16 +167,21 @@ def _anneal_runs(
 ) -> list[Run]:
     """Anneals all runs with ``calls`` each until ``stop``, distributed over the engines."""
     results = list(runs)
+    stopped = Event()
 
     def work(worker: int) -> None:
         indices = range(worker, len(runs), len(engines))
         for turn, i in enumerate(indices, 1):
             until = None if stop is None else now + (stop - now) * turn / len(indices)
             ns, rows, moves = runs[i]
-            rows, ns = anneal(moves, engines[worker], rows, ns, calls, hot, cold, seed + i, deadline=until)
+            rows, ns = anneal(moves, engines[worker], rows, ns, calls, hot, cold, seed + i, 0, until, stopped)
             results[i] = ns, rows, moves
 
-    side_by_side([partial(work, worker) for worker in range(min(len(engines), len(runs)))])
+    try:
+        side_by_side([partial(work, worker) for worker in range(min(len(engines), len(runs)))])
+    except BaseException:  # Ctrl-C or TimeUp, which reach this thread only
+        stopped.set()
+        raise
     return results
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,7 +36,7 @@ from agents.planner import (
     positive,
 )
 from agents.search.budgeted import budgeted
-from agents.search.local_search import anneal, check_heat
+from agents.search.local_search import Chains, anneal, check_heat
 from simulator.compiled.encoding import rows_of
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
@@ -115,10 +114,20 @@ class Annealing(RowsPlanner):
             *((moves.fork(self.seed + i), Engine(program, machine, limit)) for i in range(1, jobs)),
         ]
         share = None if self.calls is None else self._remaining_calls(engine.calls) // jobs
-        with ThreadPoolExecutor(jobs) as pool:
+        with Chains(jobs) as pool:
             futures = [
                 pool.submit(
-                    anneal, fork, scorer, best, best_ns, share, self.hot, self.cold, self.seed + i, deadline=deadline
+                    anneal,
+                    fork,
+                    scorer,
+                    best,
+                    best_ns,
+                    share,
+                    self.hot,
+                    self.cold,
+                    self.seed + i,
+                    deadline=deadline,
+                    stopped=pool.stopped,
                 )
                 for i, (fork, scorer) in enumerate(chains)
             ]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +45,23 @@ def check_heat(hot: float, cold: float) -> None:
     """Raises ValueError unless 0 < cold <= hot."""
     if not 0 < cold <= hot:
         raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
+
+
+class Chains(ThreadPoolExecutor):
+    """Threads for annealing, which ends at once if their context is left by an exception such as Ctrl-C or TimeUp.
+
+    Attributes:
+        stopped: for ``anneal``.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.stopped = Event()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Any:
+        if error is not None:
+            self.stopped.set()
+        return super().__exit__(kind, error, trace)
 
 
 class Cooling(NamedTuple):
@@ -126,6 +145,7 @@ def anneal(
     seed: int,
     enough_ns: int = 0,
     deadline: float | None = None,
+    stopped: Event | None = None,
 ) -> tuple[Rows, int]:
     """Runs simulated annealing with Metropolis acceptance and geometric cooling from ``hot`` to ``cold``.
 
@@ -135,6 +155,7 @@ def anneal(
         hot, cold: temperatures, as fractions of the ideal time.
         enough_ns: stop at a plan that is at least this fast.
         deadline: time on time.monotonic(). The temperature follows the calls or the time, whichever gives the lower.
+        stopped: ends the search at the next look at the clock once it is set.
 
     Returns:
         Rows and iteration time of the best plan.
@@ -153,7 +174,7 @@ def anneal(
     spent = 0.0
     count = CLOCK // 2
     has_ended = False
-    while not has_ended and (calls is None or state["step"] < calls):
+    while not (has_ended or (stopped is not None and stopped.is_set())) and (calls is None or state["step"] < calls):
         last = now
         now = time.monotonic()
         count = 2 * count if now - last < TICK else max(count // 2, 1 if now - last > LATE else CLOCK)

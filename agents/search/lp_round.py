@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count, repeat
+from threading import Event
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from agents.floor import UNPROVEN, Floor, floor
 from agents.planner import LEAST, PlannerInfo, Rows, RowsPlanner, at_least, infeasible, one_of, positive
 from agents.search.annealing import half_way, start
 from agents.search.budgeted import budgeted
-from agents.search.local_search import anneal
+from agents.search.local_search import Chains, anneal
 from agents.search.thinning import pruned
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN, row_of
 from simulator.compiled.engine import Engine, cores
@@ -228,7 +228,7 @@ class _Repair:
         begin = time.monotonic()
         ends = [None if self.deadline is None else begin + (self.deadline - begin) * f for f in (1 / 3, 5 / 6, 1.0)]
         explore_calls, kick_calls, cool_calls = (None if self.calls is None else self.calls // n for n in (3, 2, 6))
-        with ThreadPoolExecutor(chains) as pool:
+        with Chains(chains) as pool:
             start = (self.best, self.best_ns)
             count_runs = len(OPTIONS.runs)
             waves = -(-count_runs // chains)
@@ -253,7 +253,7 @@ class _Repair:
             jobs = [(self.weights, self.best, self.best_ns, OPTIONS.warm)] * chains
             self._wave(pool, jobs, cool_calls and cool_calls // chains, ends[2])
 
-    def _wave(self, pool: Executor, jobs: Sequence[_Task], calls: int | None, deadline: float | None) -> int | None:
+    def _wave(self, pool: Chains, jobs: Sequence[_Task], calls: int | None, deadline: float | None) -> int | None:
         """Executes annealing runs in parallel, each with its weights, start, start time in ns and initial temperature.
 
         Returns the index of the run that found a new best plan, or None.
@@ -261,7 +261,9 @@ class _Repair:
         winner = None
         if self.best_ns <= self.enough_ns:
             return winner
-        results = list(pool.map(self._run, range(len(jobs)), jobs, repeat(calls), repeat(deadline)))
+        results = list(
+            pool.map(self._run, range(len(jobs)), jobs, repeat(calls), repeat(deadline), repeat(pool.stopped))
+        )
         self.runs += len(jobs)
         for i, (rows, ns) in enumerate(results):
             if ns < self.best_ns:
@@ -270,12 +272,15 @@ class _Repair:
                 winner = i
         return winner
 
-    def _run(self, chain: int, job: _Task, calls: int | None, deadline: float | None) -> tuple[Rows, int]:
+    def _run(
+        self, chain: int, job: _Task, calls: int | None, deadline: float | None, stopped: Event
+    ) -> tuple[Rows, int]:
         weights, rows, ns, hot = job
         seed = int(np.random.default_rng([self.seed, self.runs + chain]).integers(2**31))
         moves = self.moves[chain]
         moves.weights = weights
-        return anneal(moves, self.engines[chain], rows, ns, calls, hot, OPTIONS.cold, seed, self.enough_ns, deadline)
+        engine = self.engines[chain]
+        return anneal(moves, engine, rows, ns, calls, hot, OPTIONS.cold, seed, self.enough_ns, deadline, stopped)
 
     def _kick(self, chain: int) -> _Task:
         """Perturbs the best plan: restores a recomputed (else swapped) gap and forbids that eviction kind for it."""

@@ -11,11 +11,12 @@ branches and ``capturable`` optimizers.
 
 from __future__ import annotations
 
+import gc
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -413,6 +414,19 @@ class _Call:
         return captured.on(self.machine, algorithms=self.algorithms)
 
 
+@contextmanager
+def _old_objects_frozen() -> Iterator[None]:
+    """Exempts existing objects from garbage collection, which otherwise visits all of them several times."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class _Tracer:
     """Traces a call on fake tensors.
 
@@ -476,7 +490,11 @@ class _Tracer:
             example = {id(e.fake): e.real for e in state.entries if e.kind == "input" and e.real is not None}
             recorder.begin(flat, places, example)
             torch.set_autocast_cache_enabled(self._weights_cast_once)  # the tracer turns it off
-            with recorder, cuda_operators(call.machine.capability) if call.as_cuda else nullcontext():
+            with (
+                _old_objects_frozen(),
+                recorder,
+                cuda_operators(call.machine.capability) if call.as_cuda else nullcontext(),
+            ):
                 result = call.step(*batch)
                 if call.is_generator:
                     result = _drive_micro_batches(result, recorder)

@@ -15,17 +15,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import fx
 
 from executor.capture.captured import Captured
 from executor.capture.operators import NUMBER, is_random
 from executor.capture.reach import CaptureError
+from simulator.program import Kernel, Program
 
 InBackward = bool | Literal["auto"]
 
 MAX_JOINT_BYTES = 4096  # of a norm, scale or count, by which the updates of several weights may be connected
+
+
+class EarlyUpdate(NamedTuple):
+    """Result of ``early_update``."""
+
+    captured: Captured | None = None  # the step with its update in the backward pass; None if the update cannot move
+    cause: str = ""  # why it cannot, and what to change; "" if it can, or if the step has no update to move
+    changed: Program | None = None  # the program that the step would be after that change; None if unknown
 
 
 def with_early_update(captured: Captured, wanted: InBackward = True) -> Captured:
@@ -44,20 +53,28 @@ def with_early_update(captured: Captured, wanted: InBackward = True) -> Captured
     """
     if not wanted or captured.is_first:
         return captured
-    cause = _fixed_order(captured)
-    if not cause:
-        update = _Update(captured)
-        order = update.order()
-        cause = update.joint_cause() or update.late_reader()
-        if order == sorted(order):
-            cause = (
-                cause or "its parts already follow the kernels before them (a lower bucket_bytes divides it further)"
-            )
-        if not cause:
-            return _reordered(captured, order)
-    if wanted is True:
-        raise CaptureError(f"optimizer_in_backward: the update cannot move into the backward pass: {cause}")
-    return captured
+    found = early_update(captured)
+    if wanted is True and found.captured is None:
+        gain = ""
+        if found.changed is not None:
+            before, after = (program.peak_bytes / 1e9 for program in (captured.program, found.changed))
+            gain = f"; the step's peak would then be {after:,.3g} instead of {before:,.3g} GB"
+        raise CaptureError(f"optimizer_in_backward: the update cannot move into the backward pass: {found.cause}{gain}")
+    return found.captured or captured
+
+
+def early_update(captured: Captured) -> EarlyUpdate:
+    """Returns the step with its update in the backward pass, or why it cannot be there and what a change would give."""
+    if cause := _fixed_order(captured):
+        return EarlyUpdate(None, cause, None if captured.returned.gradients else _Update(captured).changed())
+    update = _Update(captured)
+    if cause := update.joint_cause():
+        return EarlyUpdate(None, cause, update.changed())
+    order = update.order()
+    cause = update.late_reader()
+    if order == sorted(order):
+        cause = cause or "its parts already follow the kernels before them (a lower bucket_bytes divides it further)"
+    return EarlyUpdate(None, cause) if cause else EarlyUpdate(_reordered(captured, order))
 
 
 def _fixed_order(captured: Captured) -> str:
@@ -137,15 +154,50 @@ class _Update:
             groups.setdefault(find(k), []).append(k)
         return list(groups.values())
 
+    def is_joint(self, t: int) -> bool:
+        """Returns whether a tensor may be a norm, scale or count."""
+        tensor = self.captured.program.tensors[t]
+        return tensor.kind != "parameter" and tensor.nbytes <= MAX_JOINT_BYTES
+
+    def changed(self) -> Program | None:
+        """Returns the early program without the results that several parts of the update share, as norms; or None.
+
+        Kernels that compute only such results, or that look for infinite gradients, are left out.
+        """
+        captured = self.captured
+        kernels = captured.program.kernels
+        parts: dict[int, set[int]] = {}  # joint tensor -> parts that access it
+        for run in self.runs:
+            for i, part in enumerate(self.buckets(run, lambda t: not self.is_joint(t))):
+                for t in filter(self.is_joint, (t for k in part for t in self.accesses[k])):
+                    parts.setdefault(t, set()).add(run[0] + i)
+        shared = {t for t, users in parts.items() if len(users) > 1 and not captured.program.tensors[t].persistent}
+        dropped = {
+            k
+            for k in self.accesses
+            if kernels[k].name.startswith("aten._amp_") or shared.issuperset(kernels[k].outputs)
+        }
+        if not dropped:
+            return None
+
+        def without_shared(k: int) -> Kernel:
+            kernel = kernels[k]
+            inputs = () if k in dropped else tuple(t for t in kernel.inputs if t not in shared)
+            return replace(kernel, inputs=inputs, outputs=() if k in dropped else kernel.outputs)
+
+        changed = replace(
+            captured,
+            program=replace(captured.program, kernels=tuple(without_shared(k) for k in range(len(kernels)))),
+            nodes=tuple(() if k in dropped else nodes for k, nodes in enumerate(captured.nodes)),
+        )
+        return _reordered(changed, _Update(changed).order()).program
+
     def joint_cause(self) -> str:
         """Returns a sentence about a norm, scale or count that the updates of several weights share, or ""."""
         captured = self.captured
         kernels = captured.program.kernels
         tensors = captured.program.tensors
-
-        def is_joint(t: int) -> bool:
-            return tensors[t].kind != "parameter" and tensors[t].nbytes <= MAX_JOINT_BYTES
-
+        is_joint = self.is_joint
         for run in self.runs:
             part = {k: i for i, part in enumerate(self.buckets(run, lambda t: not is_joint(t))) for k in part}
             for bucket in self.buckets(run):

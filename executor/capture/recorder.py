@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +19,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tag, Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import (
     autograd_would_have_decomposed,
     disable_proxy_modes_tracing,
@@ -56,6 +56,20 @@ from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorK
 from simulator.report import Place
 
 T = TypeVar("T")
+_watchers: list[Callable[[int], None]] = []
+
+
+@contextmanager
+def watched(watcher: Callable[[int], None]) -> Iterator[None]:
+    """Calls ``watcher`` before every operator of the captures in this context, with the number of operators so far.
+
+    An exception that it raises ends the capture.
+    """
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 def report_outputs(result: T) -> T:
@@ -172,7 +186,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
+            fake = args[0]
+            # The modes below would return the same after several more calls.
+            if isinstance(fake, FakeTensor) and not fake.fake_mode.in_kernel_invocation:
+                return fake.fake_device
             return func(*args, **kwargs)
+        for watcher in _watchers:
+            watcher(len(self.ops))
         if autograd_would_have_decomposed(func, tree_leaves((args, kwargs))):
             with self:  # decompose here: below this mode the tracer's operators would be invisible
                 out = func.decompose(*args, **kwargs)

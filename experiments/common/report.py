@@ -410,18 +410,17 @@ def track(items: Sequence[Any], description: str) -> Iterator[Any]:
 
 
 @contextmanager
-def track_stages(stages: Mapping[str, float], manual_refresh: bool = False) -> Iterator[Callable[[str], None]]:
+def track_stages(stages: Mapping[str, float], manual_refresh: bool = False) -> Iterator[Callable[..., None]]:
     """Shows a progress bar over stages of different length; yields a function to call when a stage begins.
 
-    The function takes the name of the stage; call it in order (stages may be skipped). If stderr is not a terminal, it
-    prints a line per finished stage.
+    The function takes the name of the stage; call it in order (stages may be skipped). With a detail, it shows that of
+    the running stage on a terminal. If stderr is not a terminal, it prints a line per finished stage.
 
     Args:
-        stages: expected duration of each stage, in any unit.
+        stages: expected duration of each stage, in any unit; may change until the stage begins.
         manual_refresh: redraw only when a stage begins, as in ``progress``.
     """
     names = list(stages)
-    total = sum(stages.values())
     with progress(manual_refresh=manual_refresh) as bar:
         task = bar.add_task(names[0], total=100)
         running: list[tuple[str, float]] = []
@@ -431,11 +430,14 @@ def track_stages(stages: Mapping[str, float], manual_refresh: bool = False) -> I
                 name, start = running.pop()
                 print(f"{name}: {duration(time.monotonic() - start)}", file=sys.stderr, flush=True)
 
-        def begin(name: str) -> None:
+        def begin(name: str, detail: str = "") -> None:
+            if detail:
+                bar.update(task, description=f"{name}, {detail}")
+                return
             end()
             running.append((name, time.monotonic()))
             elapsed = sum(stages[earlier] for earlier in names[: names.index(name)])
-            bar.update(task, completed=100 * elapsed / total, description=name, refresh=True)
+            bar.update(task, completed=100 * elapsed / sum(stages.values()), description=name, refresh=True)
 
         yield begin
         end()

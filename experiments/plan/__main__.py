@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -26,10 +27,11 @@ from omegaconf import DictConfig
 
 from agents.floor import Floor
 from agents.host import host_needed
+from agents.learned.best import LOADING
 from agents.search.annealing import everything
 from experiments.common import cli, report
 from experiments.plan import capture, planning, times, what_if
-from experiments.plan.answer import Answer, Best, Largest, Times
+from experiments.plan.answer import Answer, Best, Largest, Order, Times
 from experiments.plan.capture import NO_OBSTACLE, Step
 from experiments.plan.planning import EFFORT, Stage, Task
 from experiments.plan.usage import checkpoints, fit_call
@@ -43,7 +45,11 @@ from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.pool.device_memory import of_program
 from simulator.pool.packed import packed_bytes
+from simulator.program import Program
 from simulator.report import Origins, report as page_of
+
+if TYPE_CHECKING:  # avoids importing PyTorch
+    from executor.capture.early_update import InBackward
 
 
 @cli.entry("plan")
@@ -59,21 +65,28 @@ def main(cfg: DictConfig) -> Path:
     workload = selected_workload(cfg)
     setting = cfg.memory if cfg.memory is not None else machine.memory_bytes
     memory = None if is_fraction(setting) else size_bytes(setting, "memory")  # of the device; a fraction is of tensors
+    in_backward = cli.choice(cfg, "optimizer_in_backward", ("auto", True, False))
+    if workload is None and in_backward != "auto":
+        raise cli.UsageError(
+            "optimizer_in_backward: a program file has one order of its kernels; capture the step (target= or "
+            "workload=), or leave this out"
+        )
     step_times = times.read(cfg, machine, workload is not None)
 
-    with report.track_stages(planning.stages(mode, step_times.error)) as begin:
+    stages = planning.stages(mode, step_times.error)
+    with report.track_stages(stages) as begin:
         begin(Stage.CAPTURE)
-        step = read_step(cfg, workload, machine, memory, step_times)
-        warm_up(machine, mode)
+        step = read_step(cfg, workload, machine, memory, step_times, in_backward, partial(begin, Stage.CAPTURE))
+        seconds = seconds or EFFORT.default_s(step.program)
+        warm_up(machine, mode, seconds)
+        stages[Stage.CAPTURE] = (time.monotonic() - start) / seconds
+        limit_of = partial(tensor_limit, cfg.memory, memory, step.program)
+        begin(Stage.ORDER)
+        step, update_order = choose_order(step, machine, limit_of, mode, EFFORT.order_share * seconds, seed)
         program = step.program
         card = step.card
         as_graph = not step.issue.obstacle
-        if card is None or memory is None:
-            limit = limit_bytes(cfg.memory, program, "memory")
-        else:
-            limit = card.graph_limit if as_graph else card.limit
-        task = program, machine, limit
-        seconds = seconds or EFFORT.default_s(program)
+        task = program, machine, limit_of(step)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             families, bound = planning.make_plans(task, mode, seconds, seed, begin, step_times.error)
             families = planning.with_memory(families, card, machine.alignment, as_graph)
@@ -89,7 +102,15 @@ def main(cfg: DictConfig) -> Path:
             elif search and workload is not None:
                 other_bytes = card.beside if card and memory else 0
                 sizes = partial(
-                    planning.largest_batch, workload, task, mode, most_overhead, seconds, memory, other_bytes
+                    planning.largest_batch,
+                    workload,
+                    task,
+                    mode,
+                    most_overhead,
+                    seconds,
+                    memory,
+                    other_bytes,
+                    step.in_backward,
                 )
                 size, half = sizes()
                 begin(Stage.LONGEST)
@@ -103,9 +124,9 @@ def main(cfg: DictConfig) -> Path:
                 budget=seconds,
                 slowest=slowest(step, machine),
                 issue=step.issue,
+                order=update_order,
             )
-            if answer.best is not None and answer.best.plan is not None:
-                answer = with_code(answer, answer.best.plan, step, cfg, out)
+            answer = with_code(answer, step, cfg, out)
             answer = replace(answer, largest=size.including(answer.best), sequence=longest.including(answer.best))
             if not answer.fits:
                 begin(Stage.WHAT_IF)
@@ -138,23 +159,73 @@ def selected_workload(cfg: DictConfig) -> dict[str, Any] | None:
 
 
 def read_step(
-    cfg: DictConfig, workload: dict[str, Any] | None, machine: Machine, memory: int | None, step_times: Times
+    cfg: DictConfig,
+    workload: dict[str, Any] | None,
+    machine: Machine,
+    memory: int | None,
+    step_times: Times,
+    in_backward: InBackward,
+    show: Callable[[str], None],
 ) -> Step:
-    """Captures the workload, or reads the program file, with kernel times scaled to a measured step."""
+    """Captures the workload, or reads the program file, with kernel times scaled to a measured step.
+
+    Args:
+        show: callback, receives how far the capture is.
+    """
     if workload is None:
         program = times.rescaled(cli.program(cfg, machine), step_times)
         # For a program file, only allocator and context overheads are known.
         return Step(program, None, of_program(program, machine.context_bytes, memory), "", (), NO_OBSTACLE, ())
     if step_times.step_ns is not None:
         workload["iteration_ms"] = step_times.step_ns / 1e6
-    return capture.step(workload, machine, memory)
+    return capture.step(workload, machine, memory, in_backward, show)
 
 
-def warm_up(machine: Machine, mode: str) -> None:
-    """Imports and compiles everything that is used later, to keep it out of timings."""
+def tensor_limit(typed: Any, memory: int | None, whole: Program, step: Step) -> int:
+    """Returns the bytes that a step's tensors may take.
+
+    Args:
+        typed: memory= of the command.
+        memory: device memory in bytes; None if ``typed`` is a fraction.
+        whole: the program whose peak a fraction refers to.
+    """
+    if step.card is None or memory is None:
+        return limit_bytes(typed, whole, "memory")
+    return step.card.limit if step.issue.obstacle else step.card.graph_limit
+
+
+def choose_order(
+    step: Step, machine: Machine, limit_of: Callable[[Step], int], mode: str, seconds: float, seed: int
+) -> tuple[Step, Order]:
+    """Returns the step in the order of its kernels for which a first plan is faster, and what decided.
+
+    Args:
+        limit_of: returns the bytes that a step's tensors may take.
+        seconds: time of both first plans.
+    """
+
+    def overhead(step: Step, program: Program) -> float:
+        return planning.first_overhead((program, machine, limit_of(step)), mode, seconds / 2, seed)
+
+    if step.program.peak_bytes <= limit_of(step) or step.early is None:
+        is_trained = any(kernel.phase == "optimizer" for kernel in step.program.kernels)
+        if step.program.peak_bytes <= limit_of(step) or not is_trained:
+            return step, Order(step.in_backward)
+        changed = None if step.changed is None else (step.changed.peak_bytes, overhead(step, step.changed))
+        return step, Order(step.in_backward, obstacle=step.obstacle, changed=changed)
+    early = step.early
+    overheads = overhead(step, step.program), overhead(early, early.program)
+    peaks = step.program.peak_bytes, early.program.peak_bytes
+    is_faster = overheads[1] < overheads[0] - times.TIE
+    return early if is_faster else step, Order(is_faster, peaks, overheads)
+
+
+def warm_up(machine: Machine, mode: str, seconds: float) -> None:
+    """Imports and compiles everything that planning for ``seconds`` uses, to keep it out of timings."""
     from experiments.plan import page  # noqa: F401  # Matplotlib
 
-    for name in ("annealing", "lp_round"):
+    # ``best`` imports PyTorch if it has the time.
+    for name in ("annealing", "lp_round", *(["best"] if seconds >= LOADING else [])):
         report.warm_up(machine, name, mode)
 
 
@@ -205,14 +276,19 @@ def make_answer(
     )
 
 
-def with_code(a: Answer, plan: Plan, step: Step, cfg: DictConfig, out: Path) -> Answer:
-    """Adds the code that runs the recommended plan to the answer."""
+def with_code(a: Answer, step: Step, cfg: DictConfig, out: Path) -> Answer:
+    """Adds the code that runs the step to the answer, if it needs a plan or another order of its update."""
+    plan = a.best.plan if a.best is not None else None
+    if plan is None and not (a.fits and step.in_backward):
+        return a
     overrides = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
     name = a.machine.name
     if not (PRESETS / f"{name}.yaml").exists() or Machine.load(name) != a.machine:
         name = overrides.get("machine", name)
     memory = cfg.memory if cfg.memory is not None else a.memory
-    call = fit_call(cfg.target, memory, name, out.absolute())
+    call = fit_call(cfg.target, memory, name, None if plan is None else out.absolute(), step.in_backward)
+    if plan is None:
+        return replace(a, run_code=call)
     equivalent = checkpoints(a.program, a.machine, a.limit, plan, step.origins, step.modules)
     return replace(a, run_code=call, checkpoints=equivalent)
 
@@ -251,6 +327,7 @@ def summary(a: Answer) -> dict[str, Any]:
         "least_bytes": a.least_bytes,
         "reached_bytes": a.reached_bytes,
         "floor": a.floor,
+        "order": entry(a.order),
         "largest": entry(a.largest),
         "longest": entry(a.sequence),
         "what_if": list(map(asdict, a.what_if)),

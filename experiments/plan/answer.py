@@ -97,6 +97,20 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Order:
+    """Place of the optimizer's update: after the backward pass, or in it.
+
+    Pairs are for the update after the backward pass and in it.
+    """
+
+    in_backward: bool  # whether the answer is for the update in the backward pass
+    peak_bytes: tuple[int, int] | None = None  # without a plan; None: only one order is known
+    overheads: tuple[float, float] | None = None  # of the first plans, which decide; None: not needed
+    obstacle: str = ""  # why the update cannot be in the backward pass, and what to change
+    changed: tuple[int, float] | None = None  # peak after that change, and overhead of a first plan; None: unknown
+
+
+@dataclass(frozen=True)
 class Answer:
     """Result of ``experiments.plan``."""
 
@@ -125,6 +139,7 @@ class Answer:
     host: int | None = None  # host memory with which a plan exists; None if host memory is not the bottleneck
     slowest: tuple[list[str], list[list[str]]] = ([], [])  # headers and rows of the table of the slowest kernels
     issue: Issue = NO_OBSTACLE
+    order: Order = Order(in_backward=False)
     run_code: str = ""  # Python code that trains under the recommended plan
     checkpoints: Checkpoints | None = None  # equivalent of the plan in plain PyTorch; None if it has no equivalent
 

@@ -24,8 +24,10 @@ from simulator.report import Origins
 
 if TYPE_CHECKING:  # avoids importing PyTorch
     from executor.capture.captured import Captured
+    from executor.capture.early_update import InBackward
 
 UNIT = 64  # tokens: GPU kernels of attention pad sequences to such multiples
+SHOWN = 100  # operators from one display of the number of captured operators to the next
 SCALE = 1024  # multiple of the original batch: upper bound of the search
 
 
@@ -214,35 +216,61 @@ class Step(NamedTuple):
     types: tuple[str, ...]  # data type of each kernel
     issue: Issue  # how the executor issues the step on a GPU
     modules: tuple[str, ...]  # paths of the callable modules
-    early: Step | None = None  # with the optimizer in the backward pass; None: impossible or unknown
+    in_backward: bool = False  # whether the optimizer's update is in the backward pass
+    early: Step | None = None  # the same step with its update in the backward pass, if both orders are wanted
+    obstacle: str = ""  # why the update cannot be there, if both orders are wanted
+    changed: Program | None = None  # program of the step after the change that ``obstacle`` names; None: unknown
     item_bytes: tuple[int, ...] = ()  # bytes per element of each tensor, 0: unknown; (): all unknown
 
 
-def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None) -> Step:
+def step(
+    workload: Mapping[str, Any],
+    machine: Machine,
+    memory_bytes: int | None,
+    in_backward: InBackward = False,
+    show: Callable[[str], object] = str,
+) -> Step:
     """Captures a workload at its own batch.
 
     Args:
         workload: a configuration (experiments/workloads).
         memory_bytes: device memory; None: only tensors count.
+        in_backward: whether the optimizer's update is in the backward pass; "auto" returns both orders.
+        show: callback, receives how far the capture is.
 
     Raises:
         WorkloadError, CaptureError, FormatError: the workload is invalid or cannot be captured.
     """
-    from torch import nn
-
-    from executor.capture.early_update import with_early_update
-    from executor.training import graph
+    from executor.capture.early_update import early_update, with_early_update
+    from executor.capture.recorder import watched
     from experiments import workloads
 
-    captured = workloads.load(workload, machine, as_cuda=True)
+    def show_operators(count: int) -> None:
+        if count % SHOWN == 0:
+            show(f"{count:,} operators")
+
+    with watched(show_operators):
+        captured = workloads.load(workload, machine, as_cuda=True)
+    if in_backward != "auto":
+        return _step(with_early_update(captured, in_backward), machine, memory_bytes)
+    found = early_update(captured)
+    early = None if found.captured is None else _step(found.captured, machine, memory_bytes)
+    late = _step(captured, machine, memory_bytes)
+    return late._replace(early=early, obstacle=found.cause, changed=found.changed)
+
+
+def _step(captured: Captured, machine: Machine, memory_bytes: int | None) -> Step:
+    from torch import nn
+
+    from executor.training import graph
+
     model = captured.modules[0][0] if captured.modules else nn.Module()
     modules = tuple(name for name, m in model.named_modules() if name and type(m).forward is not nn.Module.forward)
     card = _card(captured, machine, memory_bytes)
     reason = graph.obstacle(captured, numbers_of_optimizers=False)
-    early = with_early_update(captured, "auto")
     metas = {t: node.meta.get("tensor_meta") for node, t in reversed(captured.values.items())}
     item_bytes = {t: meta.dtype.itemsize for t, meta in metas.items() if meta is not None}
-    late = Step(
+    return Step(
         captured.program,
         captured.origins,
         card,
@@ -250,13 +278,18 @@ def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None
         captured.dtypes(machine),
         Issue(reason or "", reason is None and graph.obstacle(captured) is not None),
         modules,
+        captured.early_update,
         item_bytes=tuple(item_bytes.get(t, 0) for t in range(len(captured.program.tensors))),
     )
-    return late._replace(early=late._replace(program=early.program) if early.early_update else None)
 
 
 def batches(
-    workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None, program: Program, other_bytes: int
+    workload: Mapping[str, Any],
+    machine: Machine,
+    memory_bytes: int | None,
+    program: Program,
+    other_bytes: int,
+    in_backward: bool = False,
 ) -> Batches:
     """Captures a workload at twice its own batch, and returns the step at any batch.
 
@@ -264,38 +297,46 @@ def batches(
         workload, machine, memory_bytes: as in ``step``.
         program: the step at its own batch.
         other_bytes: bytes of device memory not used by its tensors.
+        in_backward: whether the optimizer's update is in the backward pass, as in ``program``.
 
     Raises:
         BatchError, WorkloadError, CaptureError, FormatError: the batch cannot be changed.
     """
+    from executor.capture.early_update import with_early_update
     from experiments import workloads
 
     batch = workloads.batch_of(workload, workloads.build(workload))
-    captured = workloads.load(workload, machine, 2 * batch, as_cuda=True)
+    captured = with_early_update(workloads.load(workload, machine, 2 * batch, as_cuda=True), in_backward)
     card = None if memory_bytes is None else _card(captured, machine, memory_bytes)
     larger_other_bytes = card.beside if card is not None else 0
     return Batches(batch, program, 2 * batch, rescaled(captured.program, program), (other_bytes, larger_other_bytes))
 
 
 def sequences(
-    workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None, program: Program, other_bytes: int
+    workload: Mapping[str, Any],
+    machine: Machine,
+    memory_bytes: int | None,
+    program: Program,
+    other_bytes: int,
+    in_backward: bool = False,
 ) -> tuple[Batches, int | None]:
     """Captures a workload at half its own sequence length, and returns the step at any.
 
     Half the length is within the positions of the model, which are the second result (None: not limited).
 
     Args:
-        workload, machine, memory_bytes, program, other_bytes: as in ``batches``.
+        workload, machine, memory_bytes, program, other_bytes, in_backward: as in ``batches``.
 
     Raises:
         BatchError, WorkloadError, CaptureError, FormatError: the sequence length cannot be changed.
     """
+    from executor.capture.early_update import with_early_update
     from experiments import workloads
 
     length, longest = workloads.length_of_workload(workload, workloads.build(workload))
     if length < 2 or length % 2:
         raise BatchError(f"a sequence of {length} tokens cannot be halved")
-    captured = workloads.load(workload, machine, as_cuda=True, length=length // 2)
+    captured = with_early_update(workloads.load(workload, machine, as_cuda=True, length=length // 2), in_backward)
     card = None if memory_bytes is None else _card(captured, machine, memory_bytes)
     shorter = rescaled(captured.program, program, 0.5)
     other = card.beside if card is not None else 0
@@ -303,16 +344,25 @@ def sequences(
     return Batches(length, program, length // 2, shorter, (other_bytes, other), "sequence length", unit), longest
 
 
-def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes: int, what: str = "batch") -> None:
+def check(
+    workload: Mapping[str, Any],
+    machine: Machine,
+    batch: int,
+    peak_bytes: int,
+    in_backward: bool = False,
+    what: str = "batch",
+) -> None:
     """Captures a workload at a batch; raises BatchError unless its peak is ``peak_bytes``, and as ``batches`` does.
 
     Args:
         what: "batch" or "sequence length", of which ``batch`` is the size.
     """
+    from executor.capture.early_update import with_early_update
     from experiments import workloads
 
     size = {"batch": batch} if what == "batch" else {"length": batch}
-    peak = workloads.load(workload, machine, as_cuda=True, **size).program.peak_bytes
+    captured = workloads.load(workload, machine, as_cuda=True, **size)
+    peak = with_early_update(captured, in_backward).program.peak_bytes
     if peak != peak_bytes:
         raise BatchError(f"the peak at {what} {batch} is {peak:,} bytes, but {peak_bytes:,} were predicted")
 

@@ -99,6 +99,7 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
         yield Section("What if", [Table(*words.what_if(a), range(1, 3)), *words.adapters(a), text, words.how(a)])
     yield peak_section
     yield Section("Estimated device memory", words.card(a))
+    yield Section("Optimizer in the backward pass", words.update_order(a))
     if a.families:
         proven = " The floor is a certified lower bound for every plan." if a.floor is not None else ""
         text = f"Overhead relative to the step in unlimited memory; bytes swapped per step in both directions.{proven}"

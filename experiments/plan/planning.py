@@ -13,7 +13,7 @@ from typing import Any
 import agents
 from agents.deadline import TimeUp, within
 from agents.floor import Floor, floor, refined_floor
-from agents.learned.best import HUGE, LOADING
+from agents.learned.best import HUGE
 from agents.planner import small
 from agents.search.retimed import ForFaster, TimesError
 from experiments.common import report
@@ -37,6 +37,7 @@ class Stage(StrEnum):
     """Stages of planning beside those of the published methods, and names of their families."""
 
     CAPTURE = "capturing"
+    ORDER = "order of the update"
     SEARCH = "search"
     FASTER = "for faster kernels"
     TIGHTER = "less fragmented"
@@ -48,12 +49,17 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True)
 class Effort:
-    """Division of the planning time; shares are fractions of it.
+    """Division of the planning time; shares are fractions of it and sum to 1 with three kinds of published methods.
+
+    A stage that ends early leaves its time to the search and the floor.
 
     Attributes:
         kernel_s, least_s, longest_s: default planning time: per kernel, and its bounds.
-        first, first_if_huge: published methods that are quick; they run even if the time is up, so that each family
-            has a plan.
+        first, first_if_huge: published methods that are quick, the quickest first; they run even if the time is up, as
+            long as their family has no plan.
+        first_s: least time in s of such a method.
+        last: published methods that are slow.
+        order_share: first plans for both orders of the update.
         kind_share: all published methods of one kind.
         method_share: one published method.
         search_share: the planner ``best``.
@@ -63,31 +69,26 @@ class Effort:
         batch_share: plans at other batches.
         batch_plans: planner calls that the search for the largest batch usually needs.
         floor_share: a second floor besides the search's (``refined_floor``).
-        timeout_factor: multiple of the planning time after which the floor, and the capture of the largest batch, are
-            given up.
+        timeout_factor: multiple of the planning time after which the largest batch is not captured.
     """
 
-    kernel_s: float = 2e-3
-    least_s: float = 2.0
-    longest_s: float = 30.0
-    first: tuple[str, ...] = (
-        "tensile",
-        "autoswap_swdoa",
-        "tflms",
-        "superneurons",
-        "activation_budget",
-        "checkpoint_blocks",
-    )
+    kernel_s: float = 3e-3
+    least_s: float = 3.0
+    longest_s: float = 45.0
+    first: tuple[str, ...] = ("autoswap_swdoa", "tflms", "memonger", "activation_budget", "checkpoint_blocks")
+    first_s: float = 1.0
+    last: tuple[str, ...] = ("tensile", "superneurons", "capuchin")
     first_if_huge: tuple[str, ...] = ("autoswap_doa", "memonger", "checkpoint_blocks")
-    kind_share: float = 0.15
-    method_share: float = 0.15
-    search_share: float = 0.5
-    faster_share: float = 0.1
-    tighter_share: float = 0.3
+    order_share: float = 0.08
+    kind_share: float = 0.1
+    method_share: float = 0.05
+    search_share: float = 0.32
+    faster_share: float = 0.04
+    tighter_share: float = 0.07
     tighter_limits: tuple[float, ...] = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
-    batch_share: float = 0.15
+    batch_share: float = 0.06
     batch_plans: int = 16
-    floor_share: float = 0.15
+    floor_share: float = 0.13
     timeout_factor: float = 3
 
     def default_s(self, program: Program) -> float:
@@ -107,6 +108,7 @@ def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
     """Returns the stages of planning in ``mode``, in order, with their expected shares of the time."""
     return {
         Stage.CAPTURE: 1.0,
+        Stage.ORDER: EFFORT.order_share,
         **dict.fromkeys(families_of(mode).values(), EFFORT.kind_share),
         Stage.SEARCH: EFFORT.search_share,
         **({} if error is None else {Stage.FASTER: EFFORT.faster_share}),
@@ -115,6 +117,17 @@ def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
         Stage.LONGEST: EFFORT.batch_share,
         Stage.WHAT_IF: EFFORT.batch_share,
     }
+
+
+def first_overhead(task: Task, mode: str, seconds: float, seed: int) -> float:
+    """Returns the overhead of a plan that takes about ``seconds`` to find; infinite without one."""
+    program, _, limit = task
+    if program.peak_bytes <= limit:
+        return 0.0
+    if not floor(*task, mode, detail=0.0).feasible:
+        return math.inf
+    planner = report.make("best", mode=mode, seconds=seconds, seed=seed)
+    return best_of(Stage.ORDER, [planner], task, mode, seed).overhead
 
 
 def make_plans(
@@ -138,15 +151,15 @@ def make_plans(
     quick_floor = floor(program, machine, limit, mode, detail=0.0)
     if program.peak_bytes <= limit or not quick_floor.feasible:
         return [], quick_floor
-    if seconds >= LOADING:
-        report.warm_up(machine, "best", mode)  # PyTorch is loaded
+    start = time.monotonic()
     bests = []
     huge = len(program.kernels) >= HUGE
     first = EFFORT.first_if_huge if huge else EFFORT.first
 
     def order(name: str) -> int:
-        # Capuchin is the slowest.
-        return first.index(name) if name in first else len(first) + (name == "capuchin")
+        if name in first:
+            return first.index(name)
+        return len(first) + (1 + EFFORT.last.index(name) if name in EFFORT.last else 0)
 
     for kind, family in families_of(mode).items():
         begin(family)
@@ -154,8 +167,15 @@ def make_plans(
         each_s = EFFORT.method_share * seconds
         total_s = EFFORT.kind_share * seconds
         bests.append(best_of(family, sorted(names, key=order), task, kind, seed, each_s, total_s, first))
+
+    def remaining_s(share: float) -> float:
+        """Returns the time in s until ``share`` of the planning time has passed."""
+        return start + share * seconds - time.monotonic()
+
     begin(Stage.SEARCH)
-    search = report.make("best", mode=mode, seconds=EFFORT.search_share * seconds, seed=seed)
+    search_end = len(bests) * EFFORT.kind_share + EFFORT.search_share
+    search_s = max(remaining_s(search_end), EFFORT.search_share * seconds / 2)
+    search = report.make("best", mode=mode, seconds=search_s, seed=seed)
     bests.append(best_of(Stage.SEARCH, [search], task, mode, seed))
     starts = [b.plan for b in bests if b.plan is not None]
     if error is not None and starts and not huge:
@@ -164,9 +184,10 @@ def make_plans(
         bests.append(best_of(Stage.FASTER, [faster], task, mode, seed))
     begin(Stage.FLOOR)
     floors: list[Floor] = [getattr(search, "floor", None) or quick_floor]
-    timeout_s = EFFORT.timeout_factor * seconds
-    with suppress(TimeUp), within(min(timeout_s, EFFORT.longest_s)):
-        floors.append(refined_floor(*task, mode, EFFORT.floor_share * seconds, timeout_s))
+    floor_end = search_end + EFFORT.faster_share + EFFORT.floor_share
+    floor_s = max(remaining_s(floor_end), EFFORT.floor_share * seconds)
+    with suppress(TimeUp):
+        floors.append(refined_floor(*task, mode, floor_s))
     bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
     return [replace(b, row=report.with_bounds(b.row, bound) if b.row else None) for b in bests], bound
 
@@ -186,9 +207,9 @@ def best_of(
     Args:
         planners: names, or planner objects.
         mode: mode of the plans.
-        each_s: time in s per named planner; a planner without a budget option is aborted after it.
-        total_s: time in s after which, once a plan exists, the remaining planners are skipped.
-        required: names that are never skipped and may take ``timeout_factor`` times as long.
+        each_s: time in s after which a named planner is aborted.
+        total_s: time in s of all named planners.
+        required: names that run even if ``total_s`` is over, as long as no plan exists.
     """
     start = time.monotonic()
     skipped = []
@@ -198,18 +219,19 @@ def best_of(
         planner = method
         if isinstance(planner, str):
             planner = report.make(planner, seed=seed, mode=mode, seconds=each_s, min_bytes=small(task[0]))
-        is_required = planner.name in required
-        is_late = time.monotonic() - start > total_s and not is_required
-        if is_late and (huge or any(row["feasible"] for row, *_ in rows)):
-            skipped.append(planner.name)
-            continue
-        has_budget = (
-            not isinstance(method, str)
-            or "seconds" in agents.options(method)
-            or (huge and method in EFFORT.first_if_huge)
-        )
+        limit_s: float | None = None
+        if isinstance(method, str) and not (huge and method in EFFORT.first_if_huge):
+            remaining_s = start + total_s - time.monotonic()
+            if method in required and not any(row["feasible"] for row, *_ in rows):
+                remaining_s = max(remaining_s, 0.0) + max(each_s, EFFORT.first_s)
+                limit_s = remaining_s
+            else:
+                limit_s = min(remaining_s, each_s)
+            if limit_s <= 0:
+                skipped.append(planner.name)
+                continue
         try:
-            with within(None if has_budget else EFFORT.timeout_factor * each_s if is_required else each_s):
+            with within(None if limit_s == math.inf else limit_s):
                 rows.append(report.score_with(planner, *task, seed, mode))
         except TimeUp:
             skipped.append(planner.name)
@@ -282,6 +304,7 @@ def largest_batch(
     seconds: float,
     memory: int | None = None,
     other_bytes: int = 0,
+    in_backward: bool = False,
     what: str = "batch",
 ) -> tuple[Largest, Program | None]:
     """Searches for the largest batch without a plan and with one; see ``Largest``.
@@ -293,6 +316,7 @@ def largest_batch(
         seconds: planning time; the largest batch is also captured, unless ``timeout_factor`` times as long has passed.
         memory: device memory in bytes, for tensors and everything else; None: the limit applies to tensors only.
         other_bytes: bytes of device memory not used by tensors, at the original batch.
+        in_backward: whether the optimizer's update is in the backward pass, as in the task.
         what: "batch" or "sequence length": the size that is searched for.
     """
     program, machine, limit = task
@@ -301,40 +325,32 @@ def largest_batch(
     most = None
     capture_deadline = time.monotonic() + EFFORT.timeout_factor * seconds
     planning_s = EFFORT.batch_share * seconds
-    planner = ""
     plans = 0
     timed_out = False
     try:
         if what == "batch":
-            steps = capture.batches(workload, machine, memory, program, other_bytes)
+            steps = capture.batches(workload, machine, memory, program, other_bytes, in_backward)
             half = steps.interpolated(steps.batch // 2) if steps.batch > 1 else None
         else:
-            steps, most = capture.sequences(workload, machine, memory, program, other_bytes)
+            steps, most = capture.sequences(workload, machine, memory, program, other_bytes, in_backward)
         most = most or SCALE * steps.batch
         deadline = time.monotonic() + planning_s
 
         def plan_overhead(step: Program, available: int) -> float | None:
             """Returns the overhead of the first plan of at most ``most_overhead``, or None."""
-            nonlocal planner, plans, timed_out
-            if not floor(step, machine, available, mode, detail=0.0).feasible:
+            nonlocal plans, timed_out
+            timed_out = timed_out or time.monotonic() >= deadline
+            if timed_out:
                 return None
-            for name in (EFFORT.first[0], "best"):
-                timed_out = timed_out or time.monotonic() >= deadline
-                if timed_out:
-                    continue
-                plans += 1
-                searcher = report.make(name, mode=mode, seconds=planning_s / 10, min_bytes=small(step))
-                row, *_ = report.score_with(searcher, step, machine, available, 0, mode)
-                if row["feasible"] and row["overhead"] <= most_overhead:
-                    planner = name
-                    return float(row["overhead"])
-            return None
+            plans += 1
+            overhead = first_overhead((step, machine, available), mode, planning_s / EFFORT.batch_plans, 0)
+            return overhead if overhead <= most_overhead else None
 
         most -= most % steps.unit
         without = min(steps.largest(limit), most)
         planned = min(steps.largest_planned(plan_overhead, limit, without, most_overhead), most)
         if checked := bool(without) and time.monotonic() < capture_deadline:
-            capture.check(workload, machine, without, steps.peak_bytes(without), what)
+            capture.check(workload, machine, without, steps.peak_bytes(without), in_backward, what)
         micro = steps.accumulated(limit) if what == "batch" and without < steps.batch else None
     except (BatchError, *expected_errors()) as error:
         return Largest(obstacle=str(error)), half
@@ -342,7 +358,7 @@ def largest_batch(
         batch=steps.batch,
         without=without,
         planned=planned,
-        planner=planner,
+        planner="best" if planned > without else "",
         most_overhead=most_overhead,
         checked=checked,
         micro=micro and micro[:2],

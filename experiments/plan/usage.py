@@ -21,11 +21,9 @@ from simulator.program import Program
 from simulator.report import Origins, Unit
 
 FIT = """\
-from agents.saved import saved_plan
-from executor import fit
+{imports}
 {made}
-plan = saved_plan({folder!r})
-step = fit({parts}, memory={memory!r}, machine={machine!r}, planner=plan)
+{plan}step = fit({parts}, memory={memory!r}, machine={machine!r}{options})
 print(step.report())
 for x, y in loader:
     loss = step(x, y)  # bit-identical to the eager step"""
@@ -38,18 +36,32 @@ for name in {names!r}:
     module.forward = partial(checkpoint, module.forward, use_reentrant=False)"""
 
 
-def fit_call(target: str | None, memory: int | float | str, machine: str, folder: Path) -> str:
+def fit_call(
+    target: str | None, memory: int | float | str, machine: str, folder: Path | None, in_backward: bool = False
+) -> str:
     """Returns Python code that trains under the plan of a run directory.
 
     Args:
         target: target= of the command; None: the user supplies model, loss, optimizer and batch.
         memory, machine: values as typed on the command line.
+        folder: the run directory; None: the step needs no plan.
+        in_backward: whether the plan is for the optimizer's update in the backward pass.
     """
     module, _, factory = (target or "").partition(":")
     parts = "*parts[:-1], example_batch=parts[-1]" if target else "model, loss_fn, optimizer, (x, y)"
     setup = f"from {module} import {factory}\n\nparts = {factory}()"
     setup = setup if target else "\n# model, loss_fn, optimizer and one batch of the step that was planned"
-    return FIT.format(made=setup, parts=parts, memory=memory, machine=machine, folder=str(folder))
+    imports = "from executor import fit"
+    plan = options = ""
+    if folder is not None:
+        imports = f"from agents.saved import saved_plan\n{imports}"
+        plan = f"plan = saved_plan({str(folder)!r})\n"
+        options = ", planner=plan"
+    if in_backward:
+        options += ", optimizer_in_backward=True"
+    return FIT.format(
+        imports=imports, made=setup, plan=plan, parts=parts, memory=memory, machine=machine, options=options
+    )
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,12 @@ def changes(a: Answer, step: Step, half: Program | None, seconds: float, seed: i
         seconds: planning time of the command; each combined row takes SHARE of it.
         seed: seed of the planners.
     """
-    original = _Variant("as it is", a.program)
+    original = _Variant(EARLY if step.in_backward else "as it is", a.program)
     variants = list(_variants(a, step, half))
-    rows = [_change(a, original, SAME), *(_change(a, variant, _exactness(variant)) for variant in variants)]
+    rows = [
+        _change(a, original, EXACTNESS.get(original.name, SAME)),
+        *(_change(a, variant, _exactness(variant)) for variant in variants),
+    ]
     saving = {row.name for row in rows[1:] if row.nbytes <= (1 - SAVED) * rows[0].nbytes}
     rows = [row for row in rows if row.name in saving or row is rows[0]]
     needs_more = a.best is None or a.best.overhead > SAVED

@@ -26,7 +26,11 @@ def verdict(a: Answer) -> str:
     beside = 0 if a.card is None or a.memory is None else a.card.beside
     if a.fits:
         share = 100 * needed // available if needed <= available else -(-100 * needed // available)
-        return f"It fits without a plan: {size(needed)} of {size(available)} of {kind} ({share}%). No action is needed."
+        if a.order.in_backward:
+            end = " with the optimizer in the backward pass, as below."
+        else:
+            end = ". No action is needed."
+        return f"It fits without a plan: {size(needed)} of {size(available)} of {kind} ({share}%){end}"
     without = f"Without a plan it takes {size(needed)} of {size(available)} of {kind} and does not fit."
     if a.best is None or a.best.plan is None:
         if a.least_bytes > a.limit:
@@ -50,7 +54,32 @@ def verdict(a: Answer) -> str:
     # A plan that doubles the time is a poor alternative to a smaller batch.
     hint = _smaller_batch_hint(a) if overhead > max(1.0, a.largest.micro_overhead) else ""
     cost = f"{percent(max(overhead, 0.0))} time{format_range(a.spread)}"
-    return f"It fits with a plan. {without} With the plan it takes {size(planned)} and {cost}; {_floor(a)}.{hint}"
+    place = " and the optimizer in the backward pass" if a.order.in_backward else ""
+    return (
+        f"It fits with a plan. {without} With the plan{place} it takes {size(planned)} and {cost}; {_floor(a)}.{hint}"
+    )
+
+
+def update_order(a: Answer) -> list[str]:
+    """Returns sentences about the place of the optimizer's update."""
+    order = a.order
+    if order.obstacle:
+        lines = [f"The optimizer cannot run in the backward pass: {order.obstacle}."]
+        if order.changed is not None:
+            peak_bytes, overhead = order.changed
+            plan = "" if overhead == float("inf") else f", and a first plan would cost {percent(overhead)}"
+            before = a.size(a.program.peak_bytes)
+            lines.append(f"With that change its tensors would peak at {a.size(peak_bytes)}, not {before}{plan}.")
+        return lines
+    if order.peak_bytes is None:
+        return []
+    at_end, early = map(a.size, order.peak_bytes)
+    place = "in the backward pass (optimizer_in_backward=True)" if order.in_backward else "after the backward pass"
+    text = f"The optimizer runs {place}. Peak without a plan: {at_end} after it, {early} in it."
+    if order.overheads is not None:
+        plans = ["infeasible" if cost == float("inf") else percent(cost) for cost in order.overheads]
+        text += f" First plans, by which this order was chosen: {plans[0]} after it, {plans[1]} in it."
+    return [f"{text} Both train the same bits."]
 
 
 def _smaller_batch_hint(a: Answer) -> str:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from executor.capture.batches import arguments
 from executor.capture.capture import Captured, capture, capture_step
 from executor.capture.optimizers import BUCKET_BYTES
+from executor.capture.recorder import watched
 from experiments import defer_ctrl_c
 from experiments.workloads import (
     densenet,
@@ -127,7 +128,8 @@ def load(
     keep_grads = not (as_cuda or _is_custom(workload))
     # The program is planned, not trained.
     options = {"as_cuda": as_cuda, "bucket_bytes": buckets, "keep_grads": keep_grads, "check": False}
-    with defer_ctrl_c():  # an interrupt within PyTorch's C++ may abort the process
+    # An interrupt within PyTorch's C++ may abort the process, but not between two operators.
+    with defer_ctrl_c() as check_ctrl_c, watched(lambda _: check_ctrl_c()):
         if len(parts) == 2:
             captured = capture_step(parts[0], *arguments(parts[1]), machine=machine, name=name, **options)
         else:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -13,8 +19,9 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 import agents
+from agents.deadline import TimeUp
 from agents.floor import FAMILIES, UNPROVEN, Floor, bound as bound_module, floor, refined_floor, reruns
-from agents.floor.lp import Solver
+from agents.floor.lp import Linear, Solver
 from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.modes import MODES
 from simulator.plan import PlanError
@@ -199,6 +206,23 @@ def test_more_time_refines_the_floor(monkeypatch: pytest.MonkeyPatch, seconds: f
     monkeypatch.setattr(bound_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     refined = refined_floor(*task, seconds=seconds, timeout_s=1e9)
     assert (refined.iteration_ns, len(seen)) == (max(seen), solves)
+
+
+def test_a_refinement_that_takes_too_long_leaves_the_floor_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = pyramid(40, 0)
+    task = (program, MACHINE, int(0.5 * program.peak_bytes), "swap")
+    found: list[Floor] = []
+
+    def interrupted(*args: Any) -> Floor:
+        if found:
+            raise TimeUp
+        found.append(floor(*args[:7]))
+        return found[0]
+
+    monkeypatch.setattr(bound_module, "floor", interrupted)
+    assert refined_floor(*task, seconds=1e6) is found[0]
+    with pytest.raises(TimeUp):
+        refined_floor(*task, seconds=1e6)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -442,3 +466,33 @@ def test_rounding_finds_the_plans_that_are_best_by_hand() -> None:
     planner.plan(sandwich(), MACHINE, 100)
     assert planner.floor.iteration_ns == 60
     assert planner.simulator_calls == 2  # the rounded plan, and the final check
+
+
+def test_ctrl_c_ends_a_solve() -> None:
+    """The solver would run on until it is cancelled; a second interrupt meanwhile does not leave it running."""
+
+    class Endless:
+        def __init__(self) -> None:
+            self.cancelled: Queue[None] = Queue()
+            self.has_ended = False
+
+        def run(self) -> None:
+            main = threading.main_thread().ident
+            for _ in range(2):
+                while sys._current_frames()[main].f_code.co_name != "wait":
+                    time.sleep(0)
+                os.kill(os.getpid(), signal.SIGINT)
+                self.cancelled.get()
+            self.has_ended = True
+
+        def cancelSolve(self) -> None:
+            self.cancelled.put(None)
+
+    linear = Linear()
+    linear.row([(linear.column(1.0), 1.0)], 1.0)
+    solver = Solver(linear)
+    assert solver.optimum() is not None
+    solver._highs = endless = Endless()
+    with pytest.raises(KeyboardInterrupt):
+        solver.optimum()
+    assert endless.has_ended

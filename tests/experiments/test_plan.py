@@ -4,6 +4,8 @@ import json
 import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from html import unescape
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from agents.deadline import within
+from agents.deadline import TimeUp, within
 from agents.host import host_needed
 from agents.search.retimed import TimesError
 from experiments import workloads
@@ -74,7 +76,7 @@ def read(text: str) -> str:
 
 def answered(program: Program, limit: int, mode: str = "joint", machine: Machine = MACHINE) -> Answer:
     task = (program, machine, limit)
-    command.warm_up(MACHINE, mode)
+    command.warm_up(MACHINE, mode, 1.0)
     families, bound = planning.make_plans(task, mode, 1.0, 0)
     return command.make_answer(task, None, mode, families, bound, Largest(), 0.0)
 
@@ -179,9 +181,9 @@ def test_what_grows_with_the_square_of_a_size_is_as_captured() -> None:
     assert steps.largest(other.peak_bytes) == 448 == steps.largest(other.peak_bytes + MB // 8)
     affine = replace(steps, larger=steps.interpolated(64))
     assert affine.peak_bytes(448) == other.peak_bytes
-    capture.check(attention, MACHINE, 448, other.peak_bytes, "sequence length")
+    capture.check(attention, MACHINE, 448, other.peak_bytes, what="sequence length")
     with pytest.raises(BatchError, match="at sequence length 448 is"):
-        capture.check(attention, MACHINE, 448, 1, "sequence length")
+        capture.check(attention, MACHINE, 448, 1, what="sequence length")
 
 
 def test_the_longest_sequence_ends_at_the_positions_of_the_model() -> None:
@@ -306,17 +308,36 @@ def test_a_stopped_search_reports_how_to_continue() -> None:
 
 
 def test_each_family_has_a_fair_plan_whatever_the_time() -> None:
-    """Quick methods run even if the time is up; others are skipped."""
+    """Quick methods run even if the time is up, until one has a plan; others are skipped."""
     program = slow(chain())
     task = (program, MACHINE, program.peak_bytes * 8 // 10)
     for kind, names in (
-        ("swap", ("capuchin", "tensile", "tflms", "geeps")),
-        ("recompute", ("memonger", "superneurons", "checkpoint_all")),
+        ("swap", ("capuchin", "autoswap_swdoa", "tflms", "geeps")),
+        ("recompute", ("checkpoint_all", "memonger", "capuchin")),
     ):
         best = planning.best_of(kind, names, task, kind, 0, 60.0, -1.0, required=planning.EFFORT.first)
-        tried = [name for name in names if name in planning.EFFORT.first]
-        assert best.plan is not None and best.row["planner"] in (names[0], *tried)
-        assert set(best.skipped) == {name for name in names[1:] if name not in planning.EFFORT.first}
+        assert best.plan is not None and best.row["planner"] == names[1]
+        assert best.skipped == (names[0], *names[2:])
+
+
+def test_a_family_keeps_its_time_even_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+
+    @contextmanager
+    def stopped(seconds: float | None) -> Iterator[None]:
+        limits.append(seconds)
+        raise TimeUp
+        yield
+
+    monkeypatch.setattr(planning, "within", stopped)
+    task = chain(), MACHINE, chain().peak_bytes * 8 // 10
+    names = ["autoswap_swdoa", "geeps", "tflms", "capuchin"]
+    best = planning.best_of("swap", names, task, "swap", 0, 5.0, 40.0, required=("autoswap_swdoa", "tflms"))
+    assert best.plan is None and best.skipped == tuple(names)
+    assert all(limit is not None and 0 < limit <= 45.0 for limit in limits) and len(limits) == 4
+    effort = planning.EFFORT
+    shares = (effort.order_share, effort.search_share, effort.faster_share, effort.tighter_share, effort.floor_share)
+    assert sum(shares) + 3 * effort.kind_share + effort.batch_share == pytest.approx(1.0)
 
 
 def test_the_host_is_named_where_it_is_what_a_plan_lacks() -> None:

@@ -151,6 +151,8 @@ def test_the_optimizer_in_the_backward_pass_is_as_captured() -> None:
     rows = {row.name: row for row in what_if.changes(answer(captured, 1.0), step_for(captured), None, 1.0, 0)}
     assert rows[what_if.EARLY].nbytes == real.peak_bytes < 0.98 * captured.program.peak_bytes
     assert rows[what_if.EARLY].overhead == pytest.approx(0, abs=1e-3)
+    moved = what_if.changes(answer(captured, 1.0), step_for(captured)._replace(in_backward=True), None, 1.0, 0)
+    assert moved[0].name == what_if.EARLY and "clipping" in moved[0].exactness
 
 
 def test_batch_norm_is_named_where_it_exists(captured: Captured) -> None:
@@ -186,7 +188,7 @@ def step_for(captured: Captured) -> capture.Step:
     """Returns the step as ``experiments.plan`` captures it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.workloads.load", lambda *_, **__: captured)
-        return capture.step({}, MACHINE, None)
+        return capture.step({}, MACHINE, None, "auto")
 
 
 def answer(captured: Captured, share: float) -> Answer:

@@ -11,7 +11,7 @@ import pytest
 from agents.planner import Rows
 from agents.search import local_search
 from agents.search.annealing import everything
-from agents.search.local_search import CLOCK, TICK
+from agents.search.local_search import CLOCK, TICK, Chains
 from simulator import Engine, Machine, Program
 from simulator.compiled.encoding import NEVER
 from simulator.moves.moves import Moves
@@ -117,3 +117,20 @@ def test_short_steps_are_not_held_up_by_the_clock(monkeypatch: pytest.MonkeyPatc
         task = program, MACHINE, int(0.6 * program.peak_bytes), "swap", 0, False
         calls[seconds] = outcome(local_search.anneal, *task, calls=None, deadline=6.5 * seconds)[1].calls
     assert calls == {0.9 * TICK: CLOCK * (1 + 2 + 4 + 8 + 16 + 32), TICK: CLOCK * 6}
+
+
+def test_ctrl_c_ends_the_chains_of_a_search() -> None:
+    """Without an end of their own, the chains would run on while the threads are joined."""
+    program = pyramid(12, 1)
+    limit = int(0.6 * program.peak_bytes)
+    chains = []
+    with pytest.raises(KeyboardInterrupt), Chains(2) as pool:
+        for seed in range(2):
+            options = {"calls": None, "stopped": pool.stopped}
+            chains.append(
+                pool.submit(outcome, local_search.anneal, program, MACHINE, limit, "swap", seed, False, **options)
+            )
+        raise KeyboardInterrupt
+    for chain in chains:
+        _, engine = chain.result()
+        assert engine.calls < 10**9
