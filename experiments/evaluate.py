@@ -59,7 +59,7 @@ def main(cfg: DictConfig) -> Path:
     plan_file = cli.path(cfg, "plan")
     plan = Plan.load(plan_file) if plan_file is not None else None
     names = report.planner_names(cli.values(cfg, "planners"), **options) if plan is None else []
-    program = cli.program(cfg, machine)
+    program = cli.program(cfg, machine, "limits")
     if workspace and not any(kernel.variants for kernel in program.kernels):
         hint = "" if cfg.program is not None else "; workload.algorithms=true adds those of convolutions"
         raise cli.UsageError(f"workspace: no kernel of {program.name!r} has several algorithms{hint}")

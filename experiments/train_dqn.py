@@ -150,7 +150,7 @@ def read_run(cfg: DictConfig) -> Run:
         if choice == "dqn" and cfg[key] is not None:
             raise cli.UsageError(f"{key}: only agent=dqn_paper has this option; remove it or select that agent")
     resume = checkpoint_of(cli.path(cfg, "resume"))
-    program = cli.program(cfg, machine)
+    program = cli.program(cfg, machine, "limit")
     limit = limit_bytes(cfg.limit, program)
     label = f"{program.name}-{limit / program.peak_bytes:.3g}-seed{seed}"
     directory = report.RunDirectory(run_path(cfg, resume), label, finished="summary.json")

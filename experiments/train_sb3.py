@@ -179,7 +179,7 @@ def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine, int]
         machine = cli.machine(cfg)
     elif not is_small:
         machine = simulator.Machine.load("gtx1080ti")
-    program = small if is_small else cli.program(cfg, machine)
+    program = small if is_small else cli.program(cfg, machine, "limit")
     return program, machine, limit_bytes(cfg.limit, program)
 
 

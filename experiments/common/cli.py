@@ -47,7 +47,7 @@ from experiments.common.own_files import (
 )
 from simulator.compiled import warm
 from simulator.files import FormatError
-from simulator.limits import size_bytes
+from simulator.limits import check_limit, size_bytes
 from simulator.machine import Machine
 from simulator.program import Program
 from simulator.settings import read
@@ -302,11 +302,20 @@ def workload(name: str) -> dict[str, Any]:
     return config.get("workload", config)  # files for the package _global_ nest it one level deeper
 
 
-def program(cfg: DictConfig, target: Machine) -> Program:
-    """Returns the program to plan: the file of ``program=``, else a capture of ``workload=`` for the machine."""
+def program(cfg: DictConfig, target: Machine, limits: str | None = None) -> Program:
+    """Returns the program to plan: the file of ``program=``, else a capture of ``workload=`` for the machine.
+
+    Args:
+        limits: key of memory limits, which are checked before the capture; None: no limits.
+
+    Raises:
+        UsageError, FormatError, WorkloadError, CaptureError: a limit, the file or the workload is malformed.
+    """
     file = path(cfg, "program")
     if file is not None:
         return Program.load(file)
+    for value in values(cfg, limits) if limits is not None else ():
+        check_limit(value, limits)
     from experiments import workloads  # PyTorch is only needed to capture
 
     return workloads.load(to_dict(cfg.workload), target).program

@@ -88,7 +88,7 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
         parts.append("Modules are unknown for a program file; plan from target= or workload= to see them.")
     for head, peak in zip(heads, peaks, strict=True):
         parts.append(f"{head.capitalize()}: {size(peak.nbytes)} in {peak.moment}.")
-    peak = Section(PEAK, parts)
+    peak_section = Section(PEAK, parts)
     code = a.run_code or ("train as usual: no plan is needed" if a.fits else "there is no plan to run")
     yield Section("How to run it", [Code(code), *words.batches(a), *words.sequences(a)])
     if a.what_if:
@@ -96,8 +96,8 @@ def sections(a: Answer, command: str) -> Iterator[Section]:
             "Simulated; without a plan as PyTorch runs it. Time is over that of the step in unlimited memory. A plan "
             "checkpoints and offloads where that is cheapest."
         )
-        yield Section("What if", [Table(*words.what_if(a), range(1, 3)), *words.adapters(a), text])
-    yield peak
+        yield Section("What if", [Table(*words.what_if(a), range(1, 3)), *words.adapters(a), text, words.how(a)])
+    yield peak_section
     yield Section("Estimated device memory", words.card(a))
     yield Section("Optimizer in the backward pass", words.update_order(a))
     if a.families:

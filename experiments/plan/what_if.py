@@ -27,6 +27,7 @@ from simulator.timeline import Timeline
 
 CHUNKS = 8  # of the logits; torchtune's default
 SHARE = 0.1  # of the planning time, for each change together with a plan
+TIGHTER = (1.0, 0.95, 0.9)  # shares of the limit at which a change is planned, until a plan packs into the memory
 SAVED = 0.01  # smallest saving of memory that makes a change a row
 BLOCK = 256  # optimizer states per 32-bit scale (bitsandbytes, torchao)
 LEAST_STATES = 4096  # smaller tensors keep their type (bitsandbytes, torchao)
@@ -45,6 +46,14 @@ EXACTNESS = {
     CHUNKED: "the same sums in another order",
     HALF: "the same sums in another order",
     OFFLOAD: SAME,
+}
+HOW = {
+    CHECKPOINT: "torch.utils.checkpoint, or gradient checkpointing of transformers",
+    EARLY: "fit(…, optimizer_in_backward=True)",
+    EIGHT_BIT: "AdamW8bit of bitsandbytes or torchao",
+    CHUNKED: "the fused linear cross-entropy of Liger Kernel",
+    HALF: "fit(…, accumulate=2)",
+    OFFLOAD: "torch.autograd.graph.save_on_cpu",
 }
 OF_BATCH_NORM = {CHECKPOINT: "its statistics move twice", HALF: "its statistics are per half"}
 
@@ -77,9 +86,12 @@ def changes(a: Answer, step: Step, half: Program | None, seconds: float, seed: i
         seconds: planning time of the command; each combined row takes SHARE of it.
         seed: seed of the planners.
     """
-    original = _Variant("as it is", a.program)
+    original = _Variant(EARLY if step.in_backward else "as it is", a.program)
     variants = list(_variants(a, step, half))
-    rows = [_change(a, original, SAME), *(_change(a, variant, _exactness(variant)) for variant in variants)]
+    rows = [
+        _change(a, original, EXACTNESS.get(original.name, SAME)),
+        *(_change(a, variant, _exactness(variant)) for variant in variants),
+    ]
     saving = {row.name for row in rows[1:] if row.nbytes <= (1 - SAVED) * rows[0].nbytes}
     rows = [row for row in rows if row.name in saving or row is rows[0]]
     needs_more = a.best is None or a.best.overhead > SAVED
@@ -87,7 +99,8 @@ def changes(a: Answer, step: Step, half: Program | None, seconds: float, seed: i
         nbytes = a.card_planned if a.card_planned is not None else a.best.timeline.peak_bytes
         rows.append(Change(THIS_PLAN, nbytes, a.best.overhead, SAME, True))
     for variant in variants if needs_more else ():
-        if variant.name in saving and not variant.plan.decisions:
+        # The order of the update may save nothing at the peak and everything under a plan.
+        if (variant.name in saving or variant.name == EARLY) and not variant.plan.decisions:
             rows += _with_plan(a, variant, SHARE * seconds, seed)
     return rows
 
@@ -124,21 +137,27 @@ def _change(a: Answer, variant: _Variant, exactness: str) -> Change:
 
 
 def _with_plan(a: Answer, variant: _Variant, seconds: float, seed: int) -> Iterator[Change]:
-    """Yields the row of a variant under a plan of its own, if one fits."""
+    """Yields the row of a variant under a plan of its own, if one is found; it fits if it packs into the memory."""
     if variant.program.peak_bytes <= a.limit:
         return  # needs no plan
-    plan = planned("best", variant.program, a.machine, a.limit, mode=a.mode, seconds=seconds, seed=seed)
-    if plan is None:
-        return
-    timeline = simulate(variant.program, plan, a.machine, a.limit)
-    nbytes = timeline.peak_bytes
-    fits = True
-    if a.card is not None:
-        nbytes, fits = (
-            under_plan(a.card, timeline) if a.issue.obstacle else in_graph(a.card, timeline, a.machine.alignment)
-        )
-    name = f"a plan and {variant.name}"
-    yield Change(name, nbytes, _overhead(a, variant, timeline), _exactness(variant), fits)
+    row: Change | None = None
+    for share in TIGHTER:
+        limit = int(share * a.limit)
+        options = {"mode": a.mode, "seconds": seconds / len(TIGHTER), "seed": seed}
+        plan = planned("best", variant.program, a.machine, limit, **options)
+        if plan is None:
+            break
+        timeline = simulate(variant.program, plan, a.machine, limit)
+        nbytes = timeline.peak_bytes
+        fits = True
+        if a.card is not None:
+            peak = under_plan(a.card, timeline) if a.issue.obstacle else in_graph(a.card, timeline, a.machine.alignment)
+            nbytes, fits = peak
+        row = Change(f"a plan and {variant.name}", nbytes, _overhead(a, variant, timeline), _exactness(variant), fits)
+        if fits:
+            break
+    if row is not None:
+        yield row
 
 
 def _exactness(variant: _Variant) -> str:

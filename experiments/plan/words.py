@@ -8,7 +8,7 @@ from agents.search.retimed import Spread, TimesError
 from experiments.common import report
 from experiments.plan.answer import Answer, Largest
 from experiments.plan.capture import Step
-from experiments.plan.what_if import THIS_PLAN, trained_bytes
+from experiments.plan.what_if import HOW, THIS_PLAN, trained_bytes
 from experiments.plotting.palette import label
 from simulator.machine import Machine
 from simulator.program import Kernel
@@ -314,6 +314,12 @@ def what_if(a: Answer) -> tuple[list[str], list[list[str]]]:
         for change in a.what_if
     ]
     return heads, cells
+
+
+def how(a: Answer) -> str:
+    """Returns a sentence on what makes each change of the table."""
+    named = [name for name in HOW if any(change.name.endswith(name) for change in a.what_if)]
+    return f"How: {'; '.join(f'{name}: {HOW[name]}' for name in named)}."
 
 
 def adapters(a: Answer) -> list[str]:

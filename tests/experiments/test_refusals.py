@@ -164,6 +164,17 @@ def test_invalid_settings_are_reported_in_one_line(
     assert not any((tmp_path / "work").rglob("*.*"))
 
 
+@pytest.mark.parametrize(
+    "words", ["evaluate limits=[0.5,24]", "train_dqn limit=24", "train_sb3 limit=24", "plan memory=24"]
+)
+def test_a_limit_is_refused_before_a_capture(words: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> Program:
+        raise AssertionError("captured")
+
+    monkeypatch.setattr("experiments.workloads.load", load)
+    refused(run(*words.split(), "workload=vgg16"), "24 would be 24 bytes; was 24GiB meant?")
+
+
 # ------------------------------------------------------------------------------------ readers
 
 

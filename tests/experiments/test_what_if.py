@@ -47,8 +47,8 @@ def loss_fn(out: Any, y: Tensor) -> Tensor:
     return out if isinstance(out, Tensor) else F.cross_entropy(out.logits.flatten(0, 1), y.flatten())
 
 
-def step_of(model: nn.Module, batch: int = 4, **options: Any) -> Captured:
-    x = torch.zeros(batch, LENGTH, dtype=torch.long, device="meta")
+def step_of(model: nn.Module, batch: int = 4, length: int = LENGTH, **options: Any) -> Captured:
+    x = torch.zeros(batch, length, dtype=torch.long, device="meta")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     options = {"machine": MACHINE, "as_cuda": True, "bucket_bytes": BUCKET_BYTES, "check": False, **options}
     return captured_step(model, loss_fn, optimizer, (x, x), **options)
@@ -105,6 +105,7 @@ def test_checkpoints_of_every_block_are_as_captured(captured: Captured) -> None:
     assert timeline.iteration_ns == pytest.approx(real.ideal_ns, rel=0.02)
 
 
+@pytest.mark.nightly
 def test_half_the_batch_twice_is_as_captured() -> None:
     model = llama()
     real = step_of(model, batch=2, accumulate=2).program
@@ -114,6 +115,7 @@ def test_half_the_batch_twice_is_as_captured() -> None:
     assert 2 * half.ideal_ns - update_ns == pytest.approx(real.ideal_ns, rel=0.1)  # without the additions
 
 
+@pytest.mark.nightly
 def test_a_loss_in_chunks_is_as_captured() -> None:
     program = step_of(llama(32000)).program
     real = step_of(Chunked(llama(32000))).program
@@ -140,6 +142,17 @@ def test_8_bit_states_have_a_byte_and_a_share_of_a_scale(captured: Captured) -> 
     assert 0.8 * captured.program.ideal_ns < small.ideal_ns < captured.program.ideal_ns
     half = what_if.with_8_bit_states(captured.program, tuple(min(n, 2) for n in step.item_bytes))
     assert half.peak_bytes > small.peak_bytes  # of states in bfloat16 less is saved
+
+
+def test_the_optimizer_in_the_backward_pass_is_as_captured() -> None:
+    """With few tokens, gradients of all weights are most of the peak."""
+    captured = step_of(llama(), batch=1, length=8, bucket_bytes=2**18)
+    real = step_of(llama(), batch=1, length=8, bucket_bytes=2**18, optimizer_in_backward=True).program
+    rows = {row.name: row for row in what_if.changes(answer(captured, 1.0), step_for(captured), None, 1.0, 0)}
+    assert rows[what_if.EARLY].nbytes == real.peak_bytes < 0.98 * captured.program.peak_bytes
+    assert rows[what_if.EARLY].overhead == pytest.approx(0, abs=1e-3)
+    moved = what_if.changes(answer(captured, 1.0), step_for(captured)._replace(in_backward=True), None, 1.0, 0)
+    assert moved[0].name == what_if.EARLY and "clipping" in moved[0].exactness
 
 
 def test_batch_norm_is_named_where_it_exists(captured: Captured) -> None:
@@ -175,7 +188,7 @@ def step_for(captured: Captured) -> capture.Step:
     """Returns the step as ``experiments.plan`` captures it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.workloads.load", lambda *_, **__: captured)
-        return capture.step({}, MACHINE, None)
+        return capture.step({}, MACHINE, None, "auto")
 
 
 def answer(captured: Captured, share: float) -> Answer:
@@ -217,7 +230,8 @@ def test_the_table_lists_what_saves_memory_and_the_plan_with_it(many: Any, captu
     assert combined and all(row.fits for row in combined)
     heads, cells = words.what_if(replace(a, what_if=tuple(rows)))
     assert all(len(line) == len(heads) for line in cells)
-    assert "What if" in render_html(replace(a, what_if=tuple(rows)), "typed")
+    text = render_html(replace(a, what_if=tuple(rows)), "typed")
+    assert "What if" in text and f"{what_if.HALF}: fit(…, accumulate=2)" in text
 
 
 def test_adapters_are_named_where_all_weights_train_and_nothing_fits(many: Any, captured: Captured) -> None:
