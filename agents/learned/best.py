@@ -43,9 +43,14 @@ class PortfolioOptions:
     """Division of the budget among the methods."""
 
     first_share: float = 0.1  # of the time, for plans of thinning.py after the first that fits
-    # Annealing of repetitive programs if LP rounding follows: share of the time, first and last temperature. The first
-    # run keeps what is good in the start plan; exchanges within a class change the time little, so that both end cold.
-    classes: tuple[tuple[float, float, float], ...] = ((0.4, 3e-4, 1e-6), (0.35, 3e-5, 1e-7))
+    # Annealing of repetitive programs before LP rounding: share of the time, first and last temperature, and whether
+    # classes are moved. The first run keeps what is good in the start plan; all end cold, because exchanges within a
+    # class change the time little.
+    classes: tuple[tuple[float, float, float, bool], ...] = (
+        (0.35, 3e-4, 1e-6, True),
+        (0.25, 3e-5, 1e-7, True),
+        (0.2, 1e-5, 1e-7, False),
+    )
     measured_s: float = 0.02  # seconds from which the share of the processor is known
     lp_s: float = 3.0  # seconds from which the LP solution is accurate enough to guide a search
     search_s: float = 2e-3  # seconds of a search per kernel, at least 1 s in all
@@ -60,12 +65,13 @@ OPTIONS = PortfolioOptions()
 
 
 class Share(NamedTuple):
-    """Method, its share of the time (or of the calls), and the first and last temperature of annealing."""
+    """Method, its share of the time (or of the calls), and options of annealing."""
 
     method: str
     fraction: float
     hot: float = OPTIONS.hot[0]
     cold: float = OPTIONS.cold
+    by_class: bool = True
 
 
 def shares(mode: str, kernels: int, seconds: float | None, network: bool, repetitive: bool = False) -> list[Share]:
@@ -161,6 +167,8 @@ class Best(RowsPlanner):
             planner = self._make_planner(share, turn, min_bytes, calls, remaining_s)
             if isinstance(planner, LPRound) or (repetitive and isinstance(planner, Annealing)):
                 planner.first = best
+            if isinstance(planner, Annealing):
+                planner.by_class = share.by_class
             try:
                 with within(None if remaining_s is None else max(remaining_s, 0.0) + SLACK):
                     rows = rows_of(planner.plan(program, machine, limit).decisions)

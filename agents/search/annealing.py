@@ -61,6 +61,7 @@ class Annealing(RowsPlanner):
 
     Attributes:
         first: rows of a feasible plan from which the search starts instead; or None.
+        by_class: whether alike gaps are moved together if the program is repetitive.
     """
 
     facts = PlannerInfo("annealing", "simulated annealing", family="search", slot=2, place=220, slow=1)
@@ -72,6 +73,7 @@ class Annealing(RowsPlanner):
     seconds: float | None = positive(None)
     jobs: int | None = at_least(1, None)
     first: Rows | None = field(init=False, default=None)
+    by_class: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +84,7 @@ class Annealing(RowsPlanner):
         """Returns the best plan found; raises Infeasible if none of the starts fits ``limit``."""
         deadline = time.monotonic() + self.seconds if self.seconds is not None else None
         engine = Engine(program, machine, limit)
-        moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
+        moves = Moves(program, limit, self.mode, self.min_bytes, self.seed, by_class=self.by_class)
         best: Rows | None = self.first
         if moves.accepts(best):
             best_ns = engine.score(best).iteration_ns

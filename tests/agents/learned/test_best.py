@@ -2,6 +2,7 @@
 
 from itertools import count, product
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from simulator import Machine, Plan, Program, simulate
 from simulator.compiled.encoding import AFTER, BEFORE, NEVER, TENSOR, rows_of
 from simulator.compiled.engine import Engine
 from simulator.modes import KINDS_OF, MODES
+from simulator.moves.moves import Moves
 from simulator.program import Gap
 from tests.agents.planned import planned
 from tests.agents.search.test_search import MACHINE, pyramid
@@ -44,7 +46,7 @@ def test_time_shares_of_the_methods_add_up_to_one() -> None:
     assert len(shares("joint", 500, 10.0, True)) > len(shares("joint", 500, 1.0, True)) == 1  # restarts
     for mode, seconds, methods in (
         ("joint", 5.0, ["annealing"]),
-        ("swap", 50.0, ["annealing", "annealing", "lp_round"]),
+        ("swap", 50.0, [*["annealing"] * len(OPTIONS.classes), "lp_round"]),
         ("recompute", 50.0, ["annealing", "lp_round", "rerun_search"]),
     ):
         table = shares(mode, 5_000, seconds, True, repetitive=True)
@@ -103,22 +105,34 @@ def test_a_plan_exists_before_any_method_has_run(mode: str, monkeypatch: pytest.
 
 
 def test_repetitive_programs_are_annealed_again_colder_from_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last run moves single gaps, which classes leave as they are."""
     program = stack(*[("attend", 200)] * 12)
     limit = int(0.6 * program.peak_bytes)
     anneal = Annealing.plan
-    runs: list[tuple[float, float, int, int]] = []
+    heats: list[float] = []
+    plans: list[int] = []
+    probs: list[float] = []
 
     def recorded(self: Annealing, program: Program, machine: Machine, limit: int) -> Plan:
         assert self.first is not None
         plan = anneal(self, program, machine, limit)
-        start = simulate(program, Plan(decisions_of(self.first)), machine, limit).iteration_ns
-        runs.append((self.hot, self.cold, start, ns(program, plan, limit)))
+        heats.extend((self.hot, self.cold))
+        plans.append(ns(program, Plan(decisions_of(self.first)), limit))
+        plans.append(ns(program, plan, limit))
         return plan
 
+    def recorded_moves(*args: Any, **options: Any) -> Moves:
+        moves = Moves(*args, **options)
+        probs.append(moves.class_prob)
+        return moves
+
     monkeypatch.setattr(Annealing, "plan", recorded)
+    monkeypatch.setattr("agents.search.annealing.Moves", recorded_moves)
     plan = agents.make("best", min_bytes=10, calls=600).plan(program, MACHINE, limit)
-    (hot, cold, _, found), (warm, coldest, start, again) = runs
-    assert hot > warm > cold > coldest and start == found >= again >= ns(program, plan, limit)
+    assert heats[::2] == sorted(heats[::2], reverse=True) and max(heats[1::2]) < OPTIONS.cold
+    assert plans == sorted(plans, reverse=True) and plans[-1] >= ns(program, plan, limit)
+    assert plans[2::2] == plans[1:-1:2]  # each starts from the best plan so far
+    assert len(probs) == len(OPTIONS.classes) and min(probs[:-1]) > probs[-1] == 0
 
 
 @pytest.mark.parametrize(("processor", "methods"), [(1.0, {"annealing", "lp_round"}), (0.1, {"annealing"})])
