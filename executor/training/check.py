@@ -2,9 +2,9 @@
 
 The user's step runs twice eagerly, then the captured step under a plan with some swaps and recomputations (on CUDA the
 second time as a graph), from equal states and on a small part of the batch. All reachable tensors and Python values,
-results, batches and random states must then be bit-identical. The captured step runs once if the second eager step runs
-exactly its operators (operator_match.py), else twice. The check runs on the user's own objects, because functions cannot
-be copied, and restores them afterwards.
+results, batches and random states must then be bit-identical. The captured step runs once if the second eager step has
+exactly its operators (operator_match.py), else twice. The check runs on the user's own objects, because functions
+cannot be copied, and restores them afterwards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from simulator.decisions import Recompute, Swap
 from simulator.plan import Plan, PlanError
 from simulator.schedule import lower
 
-SMALL_FLOPS = 10**8  # smaller steps are checked on the whole batch: a second capture would take longer
+SMALL_FLOPS = 10**8  # smaller steps are checked on the whole batch
 FEW_TOKENS = 16  # of a sequence
 FEW_PIXELS = 64  # of the height and width of an image
 LARGE_BYTES = 2**20  # of tensors that are hashed instead of copied

@@ -128,11 +128,10 @@ class OperatorMatch(TorchDispatchMode):
 
     def _scales(self, node: fx.Node, args: Any) -> set[float]:
         """Returns how many times more elements some dimensions of the first tensor argument have in the capture."""
-        pairs = (
-            (a, b) for a, b in zip(node.args, args, strict=False) if isinstance(a, fx.Node) and isinstance(b, Tensor)
-        )
-        for a, b in pairs:
-            return _products(x / y for x, y in zip(a.meta["tensor_meta"].shape, b.shape, strict=True) if x != y)
+        for a, b in zip(node.args, args, strict=False):
+            if isinstance(a, fx.Node) and isinstance(b, Tensor) and "tensor_meta" in a.meta:
+                sizes = zip(a.meta["tensor_meta"].shape, b.shape, strict=False)
+                return _products(x / y for x, y in sizes if x != y and y)
         return set()
 
     def _argument(self, expected: Any, value: Any, scales: set[float] | None) -> tuple[Any, bool]:
