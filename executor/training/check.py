@@ -1,19 +1,21 @@
 """Differential check: refuses a captured step whose effects differ from those of the user's step.
 
-The user's step runs twice eagerly, then the captured step twice under a plan with some swaps and recomputations (on
-CUDA the second time as a graph), from equal states and on a small part of the batch. All reachable tensors and Python
-values, results, batches and random states must then be bit-identical. The check runs on the user's own objects, because
-functions cannot be copied, and restores them afterwards.
+The user's step runs twice eagerly, then the captured step under a plan with some swaps and recomputations (on CUDA the
+second time as a graph), from equal states and on a small part of the batch. All reachable tensors and Python values,
+results, batches and random states must then be bit-identical. The captured step runs once if the second eager step has
+exactly its operators (operator_match.py), else twice. The check runs on the user's own objects, because functions
+cannot be copied, and restores them afterwards.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,9 +39,10 @@ from simulator.decisions import Recompute, Swap
 from simulator.plan import Plan, PlanError
 from simulator.schedule import lower
 
-SMALL_FLOPS = 10**8  # smaller steps are checked on the whole batch: a second capture would take longer
+SMALL_FLOPS = 10**8  # smaller steps are checked on the whole batch
 FEW_TOKENS = 16  # of a sequence
 FEW_PIXELS = 64  # of the height and width of an image
+LARGE_BYTES = 2**20  # of tensors that are hashed instead of copied
 RANDOM_STATE = "the random state"
 EVICTIONS = 2  # swaps and recomputations, each, in the plan of the checked step
 # Attributes that a planned step does not update and that no result depends on.
@@ -259,18 +262,18 @@ class _Comparison:
             The effects; the match of the second step's operators with the captured ones, if it runs them on a part of
             the batch; and the number of steps that have these effects: one if the second step runs only operators.
         """
-        results = self.run(self.step, 1)
-        match = OperatorMatch(self.captured) if is_reduced else None
-        first = _Effects(self.state(), results) if match is not None else None
-        later = self.run(self.step, 1, match, track_memory=True)
-        if match is None or first is None or match.difference:
-            return _Effects(self.state(), results + later), None, 2
         returned = self.captured.returned
         has_effects = returned.effects or returned.rebound or self.captured.python.first_run_values
-        values = {name: value for name, value in self.observe() if not isinstance(value, Tensor)}
-        is_repeated = all(equal(value, first.state.get(name)) for name, value in values.items())
-        if is_repeated and not has_effects and repeats(self.device):
-            return first, match, 1
+        match = OperatorMatch(self.captured) if is_reduced else None
+        results = self.run(self.step, 1)
+        is_one_enough = match is not None and not has_effects and repeats(self.device)
+        first = _Effects(self.state(), results) if is_one_enough else None
+        later = self.run(self.step, 1, match, track_memory=True)
+        match = None if match is None or match.difference else match
+        if first is not None and match is not None:
+            values = {name: value for name, value in self.observe() if not isinstance(value, Tensor)}
+            if all(equal(value, first.state.get(name)) for name, value in values.items()):
+                return first, match, 1
         return _Effects(self.state(), results + later), match, 2
 
     def _differences(self, eager: _Effects, results: list[Any]) -> list[tuple[str | int, Any, Any]]:
@@ -345,8 +348,9 @@ class _Comparison:
         return results
 
     def state(self) -> dict[str, Any]:
-        """Returns a copy of all reachable tensors and Python values, and the random state."""
-        return {name: _clone(value) for name, value in self.observe()} | {RANDOM_STATE: torch.get_rng_state()}
+        """Returns copies or digests of all reachable tensors, Python values, and the random state."""
+        copy = _digest if repeats(self.device) else _clone  # a tolerance needs values
+        return {name: copy(value) for name, value in self.observe()} | {RANDOM_STATE: torch.get_rng_state()}
 
     def run_eagerly(self) -> None:
         """Runs the user's first step, whose later steps differ.
@@ -458,15 +462,56 @@ def tensors_of(reach: Reach) -> list[Tensor]:
     return list({t.untyped_storage()._cdata: t for t in found if t.layout is torch.strided}.values())
 
 
+class Digest(NamedTuple):
+    """Form and hashes of a large tensor, which take less memory than a copy.
+
+    Attributes:
+        hashes: Products of its 64-bit words, and of their upper halves, with random numbers, for each chunk.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    hashes: tuple[int, ...]
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> Digest:
+        """Returns the digest of a tensor on the host."""
+        content = _bits(tensor, torch.uint8)
+        words = (content if content.storage_offset() % 8 == 0 else content.clone())[: len(content) // 8 * 8]
+        chunks = words.view(torch.int64).split(len(factors := _factors()))
+        # A difference in the uppermost bits of two words may cancel in their products, but not in those of the halves.
+        parts = (part for chunk in chunks for part in (chunk, chunk >> 32))
+        products = [int(part @ factors[: len(part)]) for part in parts]
+        return Digest(tensor.dtype, tensor.shape, (*products, *content[len(words) :].tolist()))
+
+
+@functools.cache
+def _factors() -> Tensor:
+    """Returns the random numbers of digests."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (2**16,), generator=generator, dtype=torch.int64)
+
+
+def _digest(value: Any) -> Any:
+    """Returns the digest of a large tensor on the host, else a copy."""
+    is_large = isinstance(value, Tensor) and value.device.type == "cpu" and value.nbytes > LARGE_BYTES
+    return Digest.from_tensor(value) if is_large else _clone(value)
+
+
+def _bits(tensor: Tensor, word: torch.dtype) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(word)
+
+
 def equal(a: Any, b: Any) -> bool:
-    """Returns True if two values are bit-identical."""
+    """Returns True if two values are bit-identical, or if ``a`` is the digest of a tensor like ``b``."""
+    if isinstance(a, Digest):
+        return isinstance(b, Tensor) and b.device.type == "cpu" and a == Digest.from_tensor(b)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)))
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
         return False
-    x, y = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (a, b))
     word = _WORDS.get(a.element_size(), torch.uint8)
-    return x.numel() == 0 or torch.equal(x.view(word), y.view(word))
+    return a.numel() == 0 or torch.equal(_bits(a, word), _bits(b, word))
 
 
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # compared faster than bytes
@@ -498,6 +543,10 @@ def _clone(value: Any) -> Any:
 
 
 def _diff(a: Any, b: Any) -> str:
+    if isinstance(a, Digest) and isinstance(b, Tensor):
+        return (
+            "in its values" if a.shape == b.shape and a.dtype == b.dtype else f"{tuple(b.shape)} for {tuple(a.shape)}"
+        )
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return f"{_describe(b)} for {_describe(a)}"
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -28,6 +28,7 @@ aten = torch.ops.aten
 # Captured operators whose eager form has another name: an addition in place (which a dispatch mode prevents), and a
 # constant, which is copied.
 _SAME = {aten.add_.Tensor: aten.add.Tensor, aten.lift_fresh_copy.default: aten.lift_fresh.default}
+_NOT_CAPTURED = (NUMBER, aten.detach.default)  # host reads of numbers of the batch, and further names of a tensor
 
 
 class Form(NamedTuple):
@@ -97,9 +98,9 @@ class OperatorMatch(TorchDispatchMode):
                 self.difference = "a result"
 
     def _match(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> fx.Node | None:
-        """Returns the captured node of an eager operator; None for the host read of a number of the batch."""
+        """Returns the captured node of an eager operator, or None if it has none."""
         node = self._nodes[self._position] if self._position < len(self._nodes) else None
-        if func is NUMBER and (node is None or node.target is not func):
+        if func in _NOT_CAPTURED and (node is None or node.target is not func):
             return None
         if node is None or (node.target is not func and _SAME.get(node.target) is not func):
             self.difference = str(func)
@@ -127,11 +128,10 @@ class OperatorMatch(TorchDispatchMode):
 
     def _scales(self, node: fx.Node, args: Any) -> set[float]:
         """Returns how many times more elements some dimensions of the first tensor argument have in the capture."""
-        pairs = (
-            (a, b) for a, b in zip(node.args, args, strict=False) if isinstance(a, fx.Node) and isinstance(b, Tensor)
-        )
-        for a, b in pairs:
-            return _products(x / y for x, y in zip(a.meta["tensor_meta"].shape, b.shape, strict=True) if x != y)
+        for a, b in zip(node.args, args, strict=False):
+            if isinstance(a, fx.Node) and isinstance(b, Tensor) and "tensor_meta" in a.meta:
+                sizes = zip(a.meta["tensor_meta"].shape, b.shape, strict=False)
+                return _products(x / y for x, y in sizes if x != y and y)
         return set()
 
     def _argument(self, expected: Any, value: Any, scales: set[float] | None) -> tuple[Any, bool]:

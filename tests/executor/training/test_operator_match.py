@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from executor import CaptureError, PlannedStep, capture_step
 from executor.capture.capture import _Call
 from executor.training import check
+from executor.training.check import Digest, equal
 from executor.training.operator_match import OperatorMatch
 from tests.executor.networks import NETWORKS, ResNet, adamw, images, masks, sgd, words
 from tests.executor.training.programs import Twins, network
@@ -149,3 +150,22 @@ def test_few_pixels_are_a_corner_of_images_and_masks() -> None:
     assert cut["mask"].shape == (2, 64, 64) and cut["y"] is batch["y"]
     small = (torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))
     assert check.few_pixels(small) is small
+
+
+@pytest.mark.parametrize("flipped", [(0, 1), (2, 3), (1, 3), (40, 41)])
+def test_a_digest_sees_signs_places_and_ends(flipped: tuple[int, int]) -> None:
+    x = torch.randn(1000, 517)
+    digest = Digest.from_tensor(x)
+    assert equal(digest, x.clone()) and not equal(digest, x.double())
+    changed = x.clone().view(-1)
+    changed[list(flipped)] *= -1
+    assert not equal(digest, changed.view_as(x))
+    changed = x.clone().view(-1)
+    changed[list(flipped)] = changed[list(flipped[::-1])]
+    assert not equal(digest, changed.view_as(x))
+    bytes_ = torch.zeros(2**20 + 3, dtype=torch.uint8)[2:]
+    digest = Digest.from_tensor(bytes_)
+    for i in (0, -1):
+        other = bytes_.clone()
+        other[i] = 1
+        assert equal(digest, bytes_.clone()) and not equal(digest, other)
