@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from omegaconf import DictConfig
@@ -38,10 +39,14 @@ class Torchtune(Figure):
             if task is None:
                 tasks.append(task := {"capture": key, "steps": {}})
             task["steps"][name] = {"states": step.get("states"), "offload": step.get("offload", False)}
-        for name in figures.choices(settings, "experiments", self.published["experiments"], "experiment "):
-            experiment = self.published["experiments"][name]
-            of = self.published["steps"][experiment["of"]]
-            key = {"model": "3b", "machine": None, "options": {**of["options"], **experiment["options"]}}
+        experiments = self.published["experiments"]
+        for name in (
+            figures.choices(settings, "experiments", experiments, "experiment ") if settings.experiments else ()
+        ):
+            of = self.published["steps"][experiments[name]["of"]]
+            key = {"model": "3b", "machine": None, "options": {**of["options"], **experiments[name]["options"]}}
+            if "elements_of" in experiments[name]:
+                key["elements_of"] = experiments[name]["elements_of"]
             tasks.append({"capture": key, "steps": {name: {"states": None, "offload": False}}})
         return tasks
 
@@ -52,6 +57,8 @@ class Torchtune(Figure):
         sizes = steps.Sizes(**self.published["models"][capture["model"]])
         options = steps.Options(**{**capture["options"], "lora": tuple(capture["options"].get("lora", ()))})
         machine = Machine.load(capture["machine"]) if capture["machine"] else machine
+        if capture.get("elements_of"):
+            machine = with_element_times(machine, Machine.load(capture["elements_of"]))
         program = steps.Recipe(sizes, options).capture(machine, capture["model"])
         results = {}
         for name, step in task["steps"].items():
@@ -85,11 +92,21 @@ class Torchtune(Figure):
             "without_attention": max(
                 (abs(e) for line in without_attention if (e := line["relative_error"])), default=None
             ),
+            "elements": self.with_elements(results),
             "scatter": results["scatter"]["gib"] if "scatter" in results else None,
             "of_scatter": found.get("compile"),
             "paged": [line for line in lines if line["paged"]],
             "rate": self.rate() if "lora_a6000" in found else None,
         }
+
+    def with_elements(self, results: Row) -> Row | None:
+        """Returns speed and relative errors of 3B with the experiment ``elements`` as first row, or None."""
+        if "elements" not in results:
+            return None
+        first, *lines = [
+            line for line in self.lines({**results, "packed": results["elements"]}) if line["group"] == "3b"
+        ]
+        return {"tokens": first["tokens"], "errors": span(line["relative_error"] for line in lines)}
 
     def rate(self) -> float:
         """Returns the fraction of an A6000's nominal rate that the products of measured LoRA take at least.
@@ -194,6 +211,13 @@ def measures(program: Program, plan: Plan, machine: Machine, tokens: int) -> Row
         "s": round(timeline.iteration_ns / 1e9, 5),
         "attention_s": round(attention_ns / 1e9, 5),
     }
+
+
+def with_element_times(machine: Machine, source: Machine) -> Machine:
+    """Returns the machine with another's arithmetic of elementwise kernels that load one element at a time."""
+    assert machine.kernel_times is not None and source.kernel_times is not None
+    times = replace(machine.kernel_times, element_flops=source.kernel_times.element_flops)
+    return replace(machine, kernel_times=times)
 
 
 def paged_share(result: Row, machine: Machine) -> float:
