@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from omegaconf import DictConfig
@@ -21,7 +22,7 @@ class Torchtune(Figure):
 
     name = "torchtune"
     bars: ClassVar = {"memory": 0.1, "speed": 0.15}  # accepted errors
-    colors: ClassVar = {"3b": "#1f5fa8", "4090": "#238b45", "a6000": "#f16913"}
+    colors: ClassVar = {"3b": "#1f5fa8", "rtx4090": "#238b45", "a6000": "#f16913"}
     on_demand = True
 
     def tasks(self, settings: DictConfig) -> Rows:
@@ -38,10 +39,14 @@ class Torchtune(Figure):
             if task is None:
                 tasks.append(task := {"capture": key, "steps": {}})
             task["steps"][name] = {"states": step.get("states"), "offload": step.get("offload", False)}
-        for name in figures.choices(settings, "experiments", self.published["experiments"], "experiment "):
-            experiment = self.published["experiments"][name]
-            of = self.published["steps"][experiment["of"]]
-            key = {"model": "3b", "machine": None, "options": {**of["options"], **experiment["options"]}}
+        experiments = self.published["experiments"]
+        for name in (
+            figures.choices(settings, "experiments", experiments, "experiment ") if settings.experiments else ()
+        ):
+            of = self.published["steps"][experiments[name]["of"]]
+            key = {"model": "3b", "machine": None, "options": {**of["options"], **experiments[name]["options"]}}
+            if "elements_of" in experiments[name]:
+                key["elements_of"] = experiments[name]["elements_of"]
             tasks.append({"capture": key, "steps": {name: {"states": None, "offload": False}}})
         return tasks
 
@@ -52,6 +57,8 @@ class Torchtune(Figure):
         sizes = steps.Sizes(**self.published["models"][capture["model"]])
         options = steps.Options(**{**capture["options"], "lora": tuple(capture["options"].get("lora", ()))})
         machine = Machine.load(capture["machine"]) if capture["machine"] else machine
+        if capture.get("elements_of"):
+            machine = with_element_times(machine, Machine.load(capture["elements_of"]))
         program = steps.Recipe(sizes, options).capture(machine, capture["model"])
         results = {}
         for name, step in task["steps"].items():
@@ -82,12 +89,24 @@ class Torchtune(Figure):
             "tokens": span(line["speed_error"] for line in tested),
             "others": span(line["memory_error"] for line in lines if line["group"] != "3b"),
             "slower": span(line["speed_error"] for line in lines if line["group"] != "3b"),
-            "without_attention": max((abs(line["relative_error"]) for line in without_attention), default=None),
+            "without_attention": max(
+                (abs(e) for line in without_attention if (e := line["relative_error"])), default=None
+            ),
+            "elements": self.with_elements(results),
             "scatter": results["scatter"]["gib"] if "scatter" in results else None,
             "of_scatter": found.get("compile"),
             "paged": [line for line in lines if line["paged"]],
             "rate": self.rate() if "lora_a6000" in found else None,
         }
+
+    def with_elements(self, results: Row) -> Row | None:
+        """Returns speed and relative errors of 3B with the experiment ``elements`` as first row, or None."""
+        if "elements" not in results:
+            return None
+        first, *lines = [
+            line for line in self.lines({**results, "packed": results["elements"]}) if line["group"] == "3b"
+        ]
+        return {"tokens": first["tokens"], "errors": span(line["relative_error"] for line in lines)}
 
     def rate(self) -> float:
         """Returns the fraction of an A6000's nominal rate that the products of measured LoRA take at least.
@@ -99,24 +118,25 @@ class Torchtune(Figure):
         width = sizes["width"]
         narrow = width * sizes["kv_heads"] // sizes["heads"]
         layer = 2 * width * (width + narrow) + 3 * width * sizes["hidden"]
-        weights = sizes["layers"] * layer + sizes["vocabulary"] * width
-        rate: float = 4 * weights * step["tokens_per_s"] / Machine.load(step["machine"]).flops_per_s["bfloat16"]
-        return rate
+        weights = int(sizes["layers"] * layer + sizes["vocabulary"] * width)
+        flops_per_s = 4 * weights * int(step["tokens_per_s"])
+        return flops_per_s / Machine.load(step["machine"]).flops_per_s["bfloat16"]
 
     def lines(self, results: Row) -> Rows:
         """Returns memory, speed and errors of each step; relative speeds are those to a group's first step."""
         published = self.published
         first: dict[str, Row] = {}
-        lines = []
+        lines: Rows = []
         for name, step in published["steps"].items():
             if name not in results:
                 continue
             ours = results[name]
             paged = paged_share(ours, Machine.load(step["machine"])) if "paged_s" in ours else 0.0
             tokens = ours["tokens"] / (ours["s"] + paged * ours.get("paged_s", 0.0))
-            reference = first.setdefault(step["group"], {"tokens": tokens, "published": step["tokens_per_s"]})
+            reference = first.setdefault(step["group"], {"tokens": tokens, "measured": step["tokens_per_s"]})
             relative = tokens / reference["tokens"]
-            published_relative = step["tokens_per_s"] / reference["published"]
+            measured_relative = step["tokens_per_s"] / reference["measured"]
+            is_first = all(line["group"] != step["group"] for line in lines)
             lines.append(
                 {
                     "name": name,
@@ -128,12 +148,13 @@ class Torchtune(Figure):
                     "tokens": tokens,
                     "speed_error": tokens / step["tokens_per_s"] - 1,
                     "relative": relative,
-                    "published_relative": published_relative,
-                    "relative_error": relative / published_relative - 1,
+                    "measured_gib": step["gib"],
+                    "measured_relative": measured_relative,
+                    "is_first": is_first,
+                    "relative_error": None if is_first else relative / measured_relative - 1,
                     "paged": paged,
                     "resident_tokens": ours["tokens"] / ours["s"],
                     "all_paged_tokens": ours["tokens"] / (ours["s"] + ours.get("paged_s", 0.0)),
-                    "is_first": len(lines) == 0 or lines[-1]["group"] != step["group"],
                 }
             )
         return lines
@@ -141,39 +162,37 @@ class Torchtune(Figure):
     def chart(self, rows: Rows) -> Chart:
         values = self.template_values(rows)
         lines = values["lines"]
-        names = [
-            f"{line['step']['label']}{'' if line['group'] == '3b' else ', 8B, ' + line['group'].upper()}"
-            for line in lines
-        ]
+        names = [line["step"]["label"] if line["group"] == "3b" else line["label"] for line in lines]
         panels = []
-        for title, mine, theirs, error, axis in (
+        for title, ours, measured, error, axis in (
             (
-                "Peak memory",
+                "Peak memory (8B: options chosen by it)",
                 "gib",
-                [line["step"]["gib"] for line in lines],
+                "measured_gib",
                 "memory_error",
-                Axis("GiB", "{:g}", (0, None), room=1.1),
+                Axis("GiB", "{:g}", (0, None), room=1.15),
             ),
             (
-                "Speed",
-                "tokens",
-                [line["step"]["tokens_per_s"] for line in lines],
-                "speed_error",
-                Axis("tokens per second", "{:,g}", (0, None), room=1.1),
+                "Speed relative to the model's first row",
+                "relative",
+                "measured_relative",
+                "relative_error",
+                Axis("times", "{:g}", (0, None), room=1.15),
             ),
         ):
-            marks: list[Mark] = [between(theirs, [line[mine] for line in lines], range(len(lines)), "#888888")]
+            values_of = {key: [line[key] for line in lines] for key in (ours, measured)}
+            right = [max(pair) for pair in zip(*values_of.values(), strict=True)]
+            texts = ["" if line[error] is None else f"{line[error]:+.1%}" for line in lines]
+            marks: list[Mark] = [
+                between(values_of[measured], values_of[ours], range(len(lines)), "#888888"),
+                Line(right, range(len(lines)), line="", texts=texts),
+            ]
             for group, color in self.colors.items():
-                chosen = [(i, line) for i, line in enumerate(lines) if line["group"] == group]
-                at = [i for i, _ in chosen]
-                label = self.published["groups"][group]
-                texts = [f"{line[error]:+.0%}" for _, line in chosen]
-                marks.append(
-                    Line([theirs[i] for i in at], at, color, f"{label}: measured", "o", "", size=8, hollow=True)
-                )
-                marks.append(
-                    Line([line[mine] for _, line in chosen], at, color, f"{label}: ours", "o", "", front=4, texts=texts)
-                )
+                at = [i for i, line in enumerate(lines) if line["group"] == group]
+                for key, kind, size in ((measured, "measured", 8.0), (ours, "ours", 5.5)):
+                    label = f"{self.published['groups'][group]}: {kind}"
+                    x = [lines[i][key] for i in at]
+                    marks.append(Line(x, at, color, label, "o", "", size=size, hollow=key == measured))
             panels.append(Panel(title, marks, axis, Axis(names=names)))
         title = (
             f"torchtune: memory within {self.bars['memory']:.0%} at {values['memory']} of {values['count']} steps, "
@@ -194,9 +213,16 @@ def measures(program: Program, plan: Plan, machine: Machine, tokens: int) -> Row
     }
 
 
+def with_element_times(machine: Machine, source: Machine) -> Machine:
+    """Returns the machine with another's arithmetic of elementwise kernels that load one element at a time."""
+    assert machine.kernel_times is not None and source.kernel_times is not None
+    times = replace(machine.kernel_times, element_flops=source.kernel_times.element_flops)
+    return replace(machine, kernel_times=times)
+
+
 def paged_share(result: Row, machine: Machine) -> float:
     """Returns the fraction of paged optimizer states that do not fit into the machine's memory beside the step."""
     seconds_per_byte = 1 / machine.h2d_bytes_per_s + 1 / machine.d2h_bytes_per_s
     states = result["paged_s"] / seconds_per_byte
     free = machine.memory_bytes - machine.context_bytes - result["gib"] * 2**30
-    return min(1.0, max(0.0, 1 - free / states))
+    return min(1.0, max(0.0, float(1 - free / states)))

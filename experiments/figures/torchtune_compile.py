@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from executor.compiled.backend import donatable
+from executor.compiled.joint import donatable
 from executor.compiled.launches import Launch, launches_of
 
 PARTS: list[fx.GraphModule] = []  # parts of graphs, by the index that ``fused`` is called with
@@ -50,7 +50,7 @@ class Scheduled:
 
     def __init__(self, graph: fx.GraphModule, launches: Sequence[Launch]) -> None:
         self.placeholders = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-        outputs = graph.graph.output_node().args[0]
+        outputs: Any = graph.graph.output_node().args[0]
         self.is_tensor = [isinstance(out, fx.Node) for out in outputs]
         nodes = {node.name: node for node in graph.graph.nodes}
         known = {nodes[name] for name in self.placeholders}
@@ -149,16 +149,17 @@ class _Function(torch.autograd.Function):
 
 def _graphs(function: Callable[..., Tensor], args: Sequence[Tensor]) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Returns forward and backward graphs of a function, partitioned as ``torch.compile`` does."""
-    from torch._functorch.aot_autograd import aot_function, make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     graphs: list[fx.GraphModule] = []
 
-    def keep(graph: fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return make_boxed_func(graph)
+    def keep(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append(gm)
+        return make_boxed_func(gm)
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         joint_graph_passes(joint)

@@ -53,7 +53,7 @@ class Options:
         compile: Compiles each layer, and the loss.
         chunked_loss: Computes logits and their loss in chunks of the sequences.
         checkpoint: Checkpoints each layer.
-        early_update: Updates each weight as soon as its gradient is final (``optimizer_in_bwd``).
+        early_update: Updates each weight as soon as its gradient is final (optimizer_in_bwd).
         lora_rank: Rank of the trained part beside frozen weights; 0 trains all weights.
         lora: Products that have a trained part: q, v, project, gate, up, down.
         nf4: Quantizes the frozen weights of the layers to 4 bits (QLoRA).
@@ -90,6 +90,10 @@ class NF4Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.shape = outputs, inputs
+        self.codes: Tensor
+        self.scales: Tensor
+        self.factors: Tensor
+        self.levels: Tensor
         blocks = inputs * outputs // BLOCK
         self.register_buffer("codes", torch.empty(blocks, BLOCK // 2, dtype=torch.uint8))
         self.register_buffer("scales", torch.empty(blocks, dtype=torch.int8))
@@ -113,7 +117,8 @@ class LoRALinear(nn.Module):
         self.b = nn.Linear(rank, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(x) + 2.0 * self.b(self.a(x))
+        result: Tensor = self.frozen(x) + 2.0 * self.b(self.a(x))
+        return result
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
@@ -146,7 +151,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         h = x + self.attend(self.sa_norm(x), positions, table)
         unit = self.mlp_norm(h)
-        return h + self.down(F.silu(self.gate(unit)) * self.up(unit))
+        result: Tensor = h + self.down(F.silu(self.gate(unit)) * self.up(unit))
+        return result
 
     def attend(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """Returns self-attention."""
@@ -155,7 +161,8 @@ class Layer(nn.Module):
         k, v = (part.unsqueeze(3).expand(-1, -1, -1, self.groups, -1).flatten(2, 3) for part in (k, v))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-        return self.project(out.transpose(1, 2).contiguous().flatten(2))
+        result: Tensor = self.project(out.transpose(1, 2).contiguous().flatten(2))
+        return result
 
 
 def _linear(name: str, inputs: int, outputs: int, options: Options) -> nn.Module:
@@ -220,7 +227,9 @@ class Recipe:
         names = list(_tensors(template))
 
         def function(x: Tensor, positions: Tensor, table: Tensor, *tensors: Tensor) -> Tensor:
-            return functional_call(template, dict(zip(names, tensors, strict=True)), (x, positions, table))
+            values = dict(zip(names, tensors, strict=True))
+            result: Tensor = functional_call(template, values, (x, positions, table))
+            return result
 
         inputs = self.batch[1], self.model.table, *_tensors(template).values()
         # Frozen embeddings give the first layer an input without a gradient.
@@ -258,7 +267,7 @@ class Recipe:
     def losses(self, logits: list[Tensor], labels: Tensor) -> Tensor:
         """Returns the mean loss."""
         targets = labels.tensor_split(len(logits), dim=1)
-        total = torch.zeros((), device=labels.device)
+        total: Tensor = torch.zeros((), device=labels.device)
         for chunk, target in zip(logits, targets, strict=True):
             total = total + self.loss(chunk.reshape(-1, chunk.shape[-1]), target.reshape(-1))
         return total / labels.numel()

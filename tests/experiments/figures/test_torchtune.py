@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,7 +26,7 @@ from simulator import Machine, Program, simulate
 from tests.experiments.conftest import ROOT
 
 SIZES = Sizes(
-    layers=3, width=128, heads=4, kv_heads=2, hidden=256, vocabulary=2048, tied=True, batch_size=2, length=128
+    layers=2, width=128, heads=4, kv_heads=2, hidden=256, vocabulary=2048, tied=True, batch_size=2, length=128
 )
 ALL = Options(compile=True, chunked_loss=True, checkpoint=True)
 MACHINE = Machine.load("a100_80gb")
@@ -74,8 +75,9 @@ def test_early_update_offloading_and_8_bits_save_memory() -> None:
 
 
 def test_lora_trains_its_parts_only_and_nf4_packs_the_rest() -> None:
-    lora = replace(ALL, lora_rank=4, lora=("q", "v", "down"))
-    plain, packed = program(lora), program(replace(lora, nf4=True))
+    lora = Options(lora_rank=4, lora=("q", "v", "down"))
+    packed_lora = replace(lora, compile=True, chunked_loss=True, checkpoint=True, nf4=True)
+    plain, packed = program(lora), program(packed_lora)
     weights = SIZES.layers * 4 * (2 * 128 + (128 + 64) + (256 + 128))  # rank x (inputs + outputs)
     assert nbytes(plain, "optimizer_state") == pytest.approx(2 * 2 * weights, rel=0.05)
     frozen = SIZES.layers * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256)
@@ -130,9 +132,8 @@ def test_nf4_weights_are_levels_times_scales() -> None:
 
 
 def test_steps_with_one_capture_share_a_task() -> None:
-    from omegaconf import OmegaConf
-
     settings = OmegaConf.load(ROOT / "configs" / "figure" / "torchtune.yaml")
+    assert isinstance(settings, DictConfig)
     tasks = Torchtune().tasks(settings)
     assert [list(task["steps"]) for task in tasks if len(task["steps"]) > 1] == [["early", "offload", "states"]]
     assert {name for task in tasks for name in task["steps"]} == {
