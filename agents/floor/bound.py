@@ -3,7 +3,7 @@
 Every plan is a point of a linear program whose columns are the fractions of tensors that are held, swapped and
 recomputed, the bytes that leave and return per kernel, and waits (``reruns``, ``transfers``). Every relaxation is
 optimistic, so no plan beats its optimum. The bound is computed from the dual solution (``lp``). Entry point:
-``floor``. The relaxations are listed in agents/README.md.
+``floor``. The relaxations are listed in agents/floor/README.md.
 """
 
 from __future__ import annotations

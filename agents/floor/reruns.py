@@ -206,7 +206,12 @@ class Reruns:
             begin = end
             start = bisect_left(kernels, end)
         windows.append((begin, last + 1))
-        return [*windows, (last + 1, self.n)] if last + 1 < self.n else windows
+        begins = {begin for begin, _ in windows} | {last + 1, self.n}
+        if not fine:
+            # What is held at a window's start and serves a recomputation in it takes no memory within the window, so
+            # one ends at the highest peak.
+            begins.add(int(self.live_bytes.argmax()) + 1)
+        return list(pairwise(sorted(begins)))
 
     def _cells(self) -> int:
         """Returns the number of pairs of a window and a version that the program needs in it."""

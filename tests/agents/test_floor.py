@@ -247,6 +247,28 @@ def test_no_enumerated_plan_of_equal_blocks_is_below(
             assert floor(program, MACHINE, limit, deadlines=deadlines).iteration_ns <= best
 
 
+def test_what_a_window_recomputes_from_is_held_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the workspace of kernel 2 there is no room for x: recomputing t takes 101 ns, and recomputing v 1 ns.
+
+    Kernels 2 and 3 are one window unless it ends at the peak: then x would be held at its start and take no memory.
+    """
+    monkeypatch.setattr(reruns, "EXACT", 0)
+    program = steps(
+        [10, 100, 20],
+        ((), (0,), 100),
+        ((0,), (1,), 1),
+        ((), (), 10, 112),
+        ((1,), (), 10),
+        ((), (2,), 1),
+        ((), (), 10, 105),
+        ((2,), (), 10),
+        recomputable=True,
+    )
+    plan = Plan((Recompute(1, 1, 3), Recompute(2, 4, 6)))
+    assert simulate(program, plan, MACHINE, 121).iteration_ns == program.ideal_ns + 102
+    assert floor(program, MACHINE, 121, "recompute").iteration_ns == program.ideal_ns + 102
+
+
 @pytest.mark.parametrize("mode", ["recompute", "joint"])
 def test_deadlines_raise_the_floor(mode: str) -> None:
     program = Program.load(DATA / "checkmate" / "un_11.json.gz")
