@@ -24,7 +24,7 @@ BETTER = {  # a regular expression, and what to write instead
 }
 WORDS = 1_200  # of a page, table pipes included
 LONGER = {  # pages with long tables or lists that comments cite
-    "CHANGELOG.md": 1_300,
+    "CHANGELOG.md": 1_400,
     "agents/heuristics/README.md": 2_550,
     "executor/training/README.md": 2_090,
     "experiments/README.md": 1_750,
@@ -34,7 +34,7 @@ LONGER = {  # pages with long tables or lists that comments cite
     "experiments/results/gpu_h200/README.md": 1_350,
     "simulator/RULES.md": 2_100,
     "simulator/pool/README.md": 1_300,
-    "experiments/results/README.md": 8_850,  # generated
+    "experiments/results/README.md": 9_200,  # generated
 }
 GENERATED = "experiments/results/README.md"
 # What asserts phrases as data, a text in the digests of random cases, an axis of a committed picture.

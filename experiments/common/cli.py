@@ -274,7 +274,7 @@ def values(cfg: DictConfig, key: str) -> list[Any]:
     Raises:
         UsageError: the list is empty.
     """
-    value = to_dict(cfg)[key]
+    value = to_dict(cfg).get(key, cfg[key])  # a deleted key raises OmegaConf's error
     out = value if isinstance(value, list) else [value]
     if not out or out == [None]:
         raise UsageError(f"{key}: expected at least one value")
