@@ -18,10 +18,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.deadline import TimeUp, within
 from agents.floor.lp import Linear, Row, Solver, Terms
 from agents.floor.reruns import RerunLimits, Reruns
 from agents.floor.transfers import Groups, Transfers
+from simulator.deadline import TimeUp, within
 from simulator.machine import Machine
 from simulator.modes import KINDS_OF, check_mode
 from simulator.program import Gap, Program

@@ -16,7 +16,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from agents.deadline import TimeUp, within
 from agents.floor import Floor
 from agents.learned.policy import PolicySearch
 from agents.planner import LEAST, NO_ROWS, Infeasible, PlannerInfo, Rows, RowsPlanner, at_least, one_of, positive, small
@@ -28,6 +27,7 @@ from agents.search.thinning import thinned
 from simulator.compiled import warm
 from simulator.compiled.encoding import rows_of
 from simulator.compiled.engine import Engine, simulate
+from simulator.deadline import TimeUp, within
 from simulator.decisions import Recompute
 from simulator.machine import Machine
 from simulator.modes import MODES

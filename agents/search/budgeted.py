@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from agents.deadline import TimeUp, within
 from agents.heuristics.autoswap import AutoSwap
 from agents.heuristics.memonger import Memonger
 from agents.planner import Infeasible, Planner
 from agents.search.thinning import thinned
 from simulator.compiled.encoding import decisions_of
 from simulator.compiled.engine import Engine
+from simulator.deadline import TimeUp, within
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program

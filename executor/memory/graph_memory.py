@@ -257,7 +257,7 @@ class GraphMemory:
 def _workspace_pool(index: int) -> Any:
     """Returns the pool of the libraries' workspaces on a device's capture stream.
 
-    Other code may free the workspaces that replays still write (``torch._C._cuda_clearCublasWorkspaces``, as Inductor's
+    Other code may free the workspaces that replays still write (clearCublasWorkspaces, as Inductor's
     graphs do). Their memory then stays in this pool, from which nothing else allocates.
     """
     with torch.cuda.device(index):

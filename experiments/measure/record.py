@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from agents.deadline import TimeUp, within
 from executor.memory.engines import line
+from simulator.deadline import TimeUp, within
 
 # reasons after which a later command retries
 LATE = "no time left"

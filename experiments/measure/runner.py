@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
-from agents.deadline import TimeUp
 from executor import CaptureError
 from executor.fit import FitError
 from executor.replay.backend import BackendError
 from experiments.common.errors import UsageError
 from experiments.measure.record import Broken
+from simulator.deadline import TimeUp
 from simulator.files import FormatError
 
 

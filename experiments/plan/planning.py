@@ -11,7 +11,6 @@ from enum import StrEnum
 from typing import Any
 
 import agents
-from agents.deadline import TimeUp, within
 from agents.floor import Floor, floor, refined_floor
 from agents.learned.best import HUGE
 from agents.planner import small
@@ -23,6 +22,7 @@ from experiments.plan import capture, times
 from experiments.plan.answer import Best, Largest
 from experiments.plan.capture import SCALE, BatchError
 from experiments.plan.words import rounded_up
+from simulator.deadline import TimeUp, within
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.pool.device_memory import DevicePeak, in_graph, under_plan

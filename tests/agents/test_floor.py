@@ -19,10 +19,10 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 import agents
-from agents.deadline import TimeUp
 from agents.floor import FAMILIES, UNPROVEN, Floor, bound as bound_module, floor, refined_floor, reruns
 from agents.floor.lp import Linear, Solver
 from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
+from simulator.deadline import TimeUp
 from simulator.modes import MODES
 from simulator.plan import PlanError
 from simulator.schedule import lower

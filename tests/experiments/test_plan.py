@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from agents.deadline import TimeUp, within
 from agents.host import host_needed
 from agents.search.retimed import TimesError
 from experiments import workloads
@@ -26,6 +25,7 @@ from experiments.plan.capture import BatchError, Batches
 from experiments.plan.page import render_html as page
 from experiments.workloads.module import WorkloadError, batch_size_of, with_batch
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
+from simulator.deadline import TimeUp, within
 from simulator.pool.device_memory import DevicePeak, under_plan
 from tests.experiments.conftest import MB, Run, chain
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 import agents
-from agents.deadline import TimeUp, within
 from executor import CaptureError, PlannedStep, StepError
 from executor.capture.profile import ProfileError
 from executor.memory.engines import line
@@ -41,6 +40,7 @@ from experiments.measure.networks import (
 )
 from experiments.measure.record import LATE
 from simulator import Machine, OutOfMemory
+from simulator.deadline import TimeUp, within
 from simulator.plan import PlanError
 
 

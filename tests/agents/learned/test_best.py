@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import agents
-from agents.deadline import TimeUp
 from agents.learned.best import HUGE, OPTIONS, shares
 from agents.learned.policy import PolicySearch
 from agents.planner import Candidates, decisions_of
@@ -19,6 +18,7 @@ from agents.search.thinning import thinned, thinned_plans
 from simulator import Machine, Plan, Program, simulate
 from simulator.compiled.encoding import AFTER, BEFORE, NEVER, TENSOR, rows_of
 from simulator.compiled.engine import Engine
+from simulator.deadline import TimeUp
 from simulator.modes import KINDS_OF, MODES
 from simulator.moves.moves import Moves
 from simulator.program import Gap

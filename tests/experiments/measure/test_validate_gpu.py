@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from agents.deadline import TimeUp, within
 from executor import CaptureError
 from executor.capture.profile import ProfileError
 from experiments.measure import runner
@@ -36,6 +35,7 @@ from experiments.measure.settings import ON_HOST, STAGES, Settings, UsageError, 
 from experiments.validate_gpu import probe
 from experiments.validate_gpu.__main__ import main
 from simulator import Machine, Plan, Program
+from simulator.deadline import TimeUp, within
 from simulator.files import load_json, read_json
 from tests.experiments.conftest import chain
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import agents
-from agents.deadline import TimeUp, within
 from agents.planner import Infeasible
 from agents.search import budgeted as module
 from agents.search.budgeted import budgeted
 from simulator import Machine, Plan, Program, simulate
+from simulator.deadline import TimeUp, within
 from tests.tiny import LIMIT, MACHINE, PROGRAM
 
 
