@@ -41,8 +41,13 @@ class LinkMargin(Figure):
         return {"overheads": [round(simulate(program, plan, link, limit).overhead, 6) for link in links]}
 
     def template_values(self, rows: Rows) -> Row:
-        lines = [{**row, "label": self.labels[row["network"]]} for row in rows]
-        return {"lines": lines, "links": rows[0]["links"], "losses": _losses(rows), "limit": rows[0]["limit"]}
+        margins = {row["margin"] for row in rows}
+        shown = [i for i, link in enumerate(rows[0]["links"]) if link in margins]
+        lines = [
+            {**row, "label": self.labels[row["network"]], "shown": [row["overheads"][i] for i in shown]} for row in rows
+        ]
+        speeds = [f"at {rows[0]['links'][i]:.0%}" for i in shown]
+        return {"lines": lines, "speeds": speeds, "losses": _losses(rows)}
 
     def chart(self, rows: Rows) -> Chart:
         panels = [
