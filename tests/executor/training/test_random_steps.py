@@ -465,7 +465,7 @@ def program(seed: int) -> Program:
 
 
 SOME = 6, 13, 26, 30, 35, 43, 86, 93, 104, 115, 130, 175  # of both kinds; between them they have half of the blocks
-CHUNKS = [pytest.param(range(i, i + 50), marks=pytest.mark.nightly, id=f"{i}") for i in range(0, 500, 50)]
+CHUNKS = [pytest.param(range(i, i + 50), marks=pytest.mark.nightly, id=f"{i}") for i in range(0, 300, 50)]
 
 
 @pytest.mark.parametrize("seeds", [pytest.param(SOME, id="some"), *CHUNKS])
