@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # SciPy is slow to import, so it is imported when a program i
 
 MIN_GAIN = 1e-4  # fraction of the bound: below this gain, further rows are not worth another solve
 INTEGRAL = 1e-5  # integrality tolerance of a sum, above the solver's tolerance of its columns
+WAKE_S = 0.2  # seconds until a thread that waits for a solve looks for signals
 OPTIONS = {  # of HiGHS
     "output_flag": False,
     "solver": "simplex",  # a warm start needs a basis
@@ -185,7 +186,8 @@ class Solver:
         start_new_thread(solve, ())
         while not ended.is_set():
             try:
-                ended.wait()
+                while not ended.wait(WAKE_S):  # a signal just before the thread blocks does not wake it
+                    pass
             except BaseException as error:  # TimeUp repeats; Ctrl-C comes before it
                 self._highs.cancelSolve()
                 stop = error if stop is None or isinstance(error, KeyboardInterrupt) else stop
