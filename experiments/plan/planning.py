@@ -25,7 +25,7 @@ from experiments.plan.words import rounded_up
 from simulator.deadline import TimeUp, within
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.pool.device_memory import DevicePeak, in_graph, under_plan
+from simulator.pool.device_memory import DevicePeak, planned_peak
 from simulator.program import Program
 from simulator.timeline import Timeline
 
@@ -255,16 +255,14 @@ def with_memory(families: Sequence[Best], card: DevicePeak | None, alignment: in
     Args:
         card: device memory without a plan; None: only tensors count.
         alignment: alignment of addresses in bytes (``Machine.alignment``).
-        as_graph: whether the step is one CUDA graph, whose blocks have packed addresses. Otherwise PyTorch's allocator
-            chooses them, so a plan whose tensors fit may still not run.
+        as_graph: as in ``planned_peak``.
     """
     if card is None:
         return list(families)
-
-    def peak(timeline: Timeline) -> tuple[int, bool]:
-        return in_graph(card, timeline, alignment) if as_graph else under_plan(card, timeline)
-
-    return [b if b.timeline is None else replace(b, card=peak(b.timeline)) for b in families]
+    return [
+        b if b.timeline is None else replace(b, card=planned_peak(card, b.timeline, alignment, as_graph))
+        for b in families
+    ]
 
 
 def needs_less_memory(families: Sequence[Best]) -> bool:

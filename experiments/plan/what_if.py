@@ -21,7 +21,7 @@ from simulator import simulate
 from simulator.compiled.engine import Engine, rows_of
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
-from simulator.pool.device_memory import in_graph, under_plan
+from simulator.pool.device_memory import planned_peak
 from simulator.program import Kernel, Program
 from simulator.timeline import Timeline
 
@@ -151,8 +151,7 @@ def _with_plan(a: Answer, variant: _Variant, seconds: float, seed: int) -> Itera
         nbytes = timeline.peak_bytes
         fits = True
         if a.card is not None:
-            peak = under_plan(a.card, timeline) if a.issue.obstacle else in_graph(a.card, timeline, a.machine.alignment)
-            nbytes, fits = peak
+            nbytes, fits = planned_peak(a.card, timeline, a.machine.alignment, as_graph=not a.issue.obstacle)
         row = Change(f"a plan and {variant.name}", nbytes, _overhead(a, variant, timeline), _exactness(variant), fits)
         if fits:
             break

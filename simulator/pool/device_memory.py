@@ -101,6 +101,19 @@ def in_graph(unplanned: DevicePeak, timeline: Timeline, alignment: int) -> tuple
     return packed + other_bytes, unplanned.memory_bytes is None or packed <= room
 
 
+def planned_peak(unplanned: DevicePeak, timeline: Timeline, alignment: int, as_graph: bool) -> tuple[int, bool]:
+    """Returns the device memory of a planned step as the executor runs it, and whether the device has it.
+
+    Args:
+        unplanned: device memory of the unplanned step.
+        timeline: covers at least two iterations.
+        alignment: alignment of every address in bytes.
+        as_graph: whether the step is one CUDA graph, whose blocks have packed addresses. Otherwise PyTorch's allocator
+            chooses them, so a plan whose tensors fit may still not run.
+    """
+    return in_graph(unplanned, timeline, alignment) if as_graph else under_plan(unplanned, timeline)
+
+
 def of_program(program: Program, context: int, memory_bytes: int | None) -> DevicePeak:
     """Returns the breakdown of a program loaded from a file: only allocator and context are modeled."""
     blocks, _ = program_lifetimes(program).intervals.unrolled(ITERATIONS)
