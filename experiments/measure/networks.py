@@ -190,6 +190,7 @@ def time_in_turns(
     device: str,
     other_bytes: int = 0,
     on_turn: Callable[[bool], object] = bool,
+    reserved: bool = False,
 ) -> tuple[list[int], list[int], int]:
     """Times two alternating steps, so that changes of the GPU's clock affect both.
 
@@ -199,6 +200,7 @@ def time_in_turns(
         count: measured steps of each, at least 1, in up to four turns of one unmeasured step and some measured ones.
         device: "cuda" or "cpu".
         other_bytes: device memory in bytes that does not belong to ``step``.
+        reserved: whether the peak is of reserved instead of allocated memory.
         on_turn: called before each turn with True for ``step``, False for ``other``.
 
     Returns:
@@ -210,7 +212,8 @@ def time_in_turns(
     for i in range(turns):
         for is_first, run in ((True, step), (False, other)):
             if device == "cuda":
-                peak = peak if is_first else max(peak, torch.cuda.max_memory_allocated() - other_bytes)
+                peak_of = torch.cuda.max_memory_reserved if reserved else torch.cuda.max_memory_allocated
+                peak = peak if is_first else max(peak, peak_of() - other_bytes)
                 free_cache()
                 torch.cuda.reset_peak_memory_stats()
             on_turn(is_first)
@@ -237,6 +240,11 @@ def free_cache() -> None:
 def allocated_bytes(device: str) -> int:
     """Returns the device memory of PyTorch's tensors in bytes; 0 on the CPU."""
     return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def reserved_bytes(device: str) -> int:
+    """Returns the device memory in bytes that PyTorch's allocator has reserved; 0 on the CPU."""
+    return torch.cuda.memory_reserved() if device == "cuda" else 0
 
 
 def synchronize(device: str) -> None:
