@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from executor import PlannedStep, PlannedSteps, StepError
-from executor.memory.context import nvml_bytes
 from executor.memory.engines import line
 from experiments.measure.gpu import pytorch_baselines as baselines
 from experiments.measure.gpu.bars import GRAPH, KERNELS, verdicts
 from experiments.measure.gpu.branches import copy_rates
 from experiments.measure.gpu.largest_batch import Tries
-from experiments.measure.gpu.plan_files import Form, load_plans, prepare
+from experiments.measure.gpu.plan_files import AIMS, Form, load_plans, make_plan, prepare, program_file
 from experiments.measure.gpu.pytorch_baselines import Trial, build_eager_graph, build_eager_step, limit_at
 from experiments.measure.gpu.stages import HOST, Run
 from experiments.measure.gpu.traces import traced
@@ -39,7 +38,7 @@ NETWORKS = {
     "gpt2": ("gpt2_medium_bf16", "gpt2_medium_bf16", "tiny_gpt2"),
 }
 SHORT = ("compile", "gpt2", "tight")  # the sections of five minutes
-MARGIN_BYTES = 64 * 2**20  # that the process may use beside the limit and its context
+MARGIN_BYTES = 64 * 2**20  # free beside the limit in section tight
 TIGHT_STEPS = 50
 
 
@@ -104,7 +103,8 @@ def time_planned(probe: Probe, name: str, form: Form, fraction: float = FRACTION
 
     Args:
         name: network name.
-        form: whether the step runs as a CUDA graph (on the CPU kernel by kernel). If its memory exceeds the limit, the next plan is tried.
+        form: whether the step runs as a CUDA graph (on the CPU kernel by kernel). If its memory exceeds the limit, the
+            next plan is tried.
         fraction: limit as a fraction of the activation peak.
     """
     graph = form == "graph"
@@ -168,44 +168,53 @@ def time_planned(probe: Probe, name: str, form: Form, fraction: float = FRACTION
 
 
 def tight(probe: Probe) -> None:
-    """Trains within the limit while a tensor holds the rest of the device: steps, a schedule, a close, a new shape."""
+    """Trains within the limit while a tensor holds the rest of the device: steps, a schedule, a close, a new shape.
+
+    The allocation that exceeds the limit fails, so a row that is no failure has kept to it.
+    """
     device = probe.settings.device
     name = probe.network("gpt2")
-    machine = probe.machine
     network = build(name, device)
     network.step()  # creates the context, the libraries' memory and the optimizer state
     program, plans = load_plans(probe.plans, name, FRACTION, ("graph",))
     limit = limit_of(program, FRACTION)
     plan = plans[0]
+    planned_here: list[str] = []
 
     def chosen(captured: Program, machine: Machine, nbytes: int) -> Plan:
-        return plan.retimed(captured) if captured.structure == plan.structure else Plan()  # half a batch fits as it is
+        if captured.structure == plan.structure:
+            return plan.retimed(captured)
+        if captured.peak_bytes <= AIMS["graph"][0] * nbytes:  # half a batch fits as it is
+            return Plan()
+        planned_here.append(f"{name}: the step captured here differs from {program_file(probe.plans, name).name}")
+        return make_plan(captured, machine, int(AIMS["graph"][1] * nbytes))
 
-    ballast, context = hold_all_but(limit, device)
+    ballast = hold_all_but(limit, device)
     steps = PlannedSteps(
-        network.model, network.loss_fn, network.optimizer, machine, limit, chosen, check=False, name=name
+        network.model, network.loss_fn, network.optimizer, probe.machine, limit, chosen, check=False, name=name
     )
     schedule = torch.optim.lr_scheduler.LinearLR(network.optimizer, 1.0, 0.1, TIGHT_STEPS)
 
     def trained(batch: tuple[Any, ...], count: int) -> dict[str, Any]:
-        before = _retries(device)
-        for done in range(count):
+        retries_before = alloc_retries(device)
+        for _ in range(count):
             steps(*batch)
             schedule.step()
-        current = steps.step_for(*batch)
-        form = "" if current.not_graph is None else current.not_graph
-        captures = current.graph.captures if current.graph else 0
-        out = {"steps": done + 1, "wanted_steps": count, "retries": _retries(device) - before, "captures": captures}
-        return out | {
-            "not_graph": form,
+        step = steps.step_for(*batch)
+        return {
+            "steps": count,
+            "retries": alloc_retries(device) - retries_before,
+            "captures": step.graph.captures if step.graph else 0,
+            "not_graph": step.not_graph or "",
+            "planned_here": "; ".join(planned_here),
             "limit": limit,
-            "peak": steps.peak_bytes,
-            **_device_bytes(device, limit, context),
+            "peak": step.peak_bytes,
+            "free_bytes": free_bytes(device),
         }
 
     def closed() -> dict[str, Any]:
         steps.finish()
-        return {"measured": allocated_bytes(device), **_device_bytes(device, limit, context)}
+        return {"measured": allocated_bytes(device), "free_bytes": free_bytes(device)}
 
     count = TIGHT_STEPS if device == "cuda" else 5
     probe.measure(f"{name}: steps", partial(trained, network.batch, count))
@@ -214,19 +223,17 @@ def tight(probe: Probe) -> None:
     del ballast
 
 
-def hold_all_but(nbytes: int, device: str) -> tuple[torch.Tensor | None, int]:
-    """Returns a tensor that leaves ``nbytes`` of the device free beside what is allocated, and the context's bytes.
+def hold_all_but(nbytes: int, device: str) -> torch.Tensor | None:
+    """Returns a tensor that leaves ``nbytes`` and MARGIN_BYTES of the device to this process beside its context.
 
     On the CPU nothing is held; a planned step's own ledger enforces the limit.
     """
     if device != "cuda":
-        return None, 0
+        return None
     free_cache()
     torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    context = total - free - torch.cuda.memory_reserved()
-    room = nbytes - torch.cuda.memory_allocated() + MARGIN_BYTES
-    return torch.empty(free - room, dtype=torch.uint8, device=device), context
+    room = nbytes - torch.cuda.memory_reserved() + MARGIN_BYTES
+    return torch.empty(free_bytes(device) - room, dtype=torch.uint8, device=device)
 
 
 def half_of(network: Network) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,19 +242,14 @@ def half_of(network: Network) -> tuple[torch.Tensor, torch.Tensor]:
     return x[: len(x) // 2].clone(), y[: len(y) // 2].clone()
 
 
-def _retries(device: str) -> int:
+def alloc_retries(device: str) -> int:
+    """Returns how often PyTorch has freed its cache and tried an allocation again; 0 on the CPU."""
     return int(torch.cuda.memory_stats()["num_alloc_retries"]) if device == "cuda" else 0
 
 
-def _device_bytes(device: str, limit: int, context: int) -> dict[str, Any]:
-    """Returns the process's device memory beside the ballast, and what is allowed; {} if it cannot be read."""
-    if device != "cuda":
-        return {}
-    free, total = torch.cuda.mem_get_info()
-    # The ballast was sized to leave limit + MARGIN_BYTES; what is free now was not needed.
-    used = limit + context + MARGIN_BYTES - free
-    by_nvml = nvml_bytes(str(torch.cuda.get_device_properties(0).uuid), None)
-    return {"device_bytes": used, "allowed_bytes": limit + context + MARGIN_BYTES, "nvml": by_nvml, "total": total}
+def free_bytes(device: str) -> int:
+    """Returns the free memory of the device in bytes; 0 on the CPU."""
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
 
 
 # ------------------------------------------------------------------------------------------- other methods
