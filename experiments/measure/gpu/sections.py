@@ -27,6 +27,7 @@ from experiments.measure.gpu.training import Case, time_beside_eager, without_ba
 from experiments.measure.networks import Network, allocated_bytes, build, free_cache, limit_of, timed
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import write_json
+from simulator.schedule import lower
 
 COMMITTED = Path(__file__).resolve().parents[2] / "results" / "gpu_h200"
 MACHINE = COMMITTED / "machine_make_gpu.yaml"
@@ -140,7 +141,7 @@ def time_planned(probe: Probe, name: str, form: Form, fraction: float = FRACTION
                 reasons.append(f"planned for {plan.limit:,} bytes: {line(error)}")
                 continue
             return row | {
-                "predicted": simulate(program, plan, costs, case.limit).iteration_ns,
+                "predicted": simulate(program, plan, costs, executed_limit(program, plan, case.limit)).iteration_ns,
                 "measured": times["measured_ns"],
                 "eager_ns": times["eager_ns"],
                 "host_ns": times["host_ns"],
@@ -162,6 +163,11 @@ def time_planned(probe: Probe, name: str, form: Form, fraction: float = FRACTION
             probe.add(f"trace of {name}, {form}", failed=line(error))
 
     probe.measure(f"{name} {fraction} {GRAPH if graph else KERNELS}", measured)
+
+
+def executed_limit(program: Program, plan: Plan, limit: int) -> int:
+    """Returns the limit in bytes whose simulation times a step's copies: the plan's, if its own is feasible."""
+    return max(min(limit, plan.limit), lower(program, plan).required_bytes)
 
 
 # ------------------------------------------------------------------------------------------- a full device
