@@ -41,7 +41,9 @@ class Network:
     def step(self, forward: Callable[[Tensor], Any] | None = None) -> Tensor:
         """Runs one eager training step, with ``forward`` instead of the model if given, and returns the loss."""
         x, y = self.batch
-        run = self.model if forward is None else forward  # the truth of a compiled model is its length, which it may lack
+        run = (
+            self.model if forward is None else forward
+        )  # the truth of a compiled model is its length, which it may lack
         loss: Tensor = self.loss_fn(run(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
