@@ -34,7 +34,8 @@ check: lint test nightly
 bench: $(STAMP)
 	@$(BIN)/python -m experiments.benchmark suite=speed $(ARGS)
 
-# Fifteen minutes on a GPU: two commands, STEP=1 and STEP=2, each under seven minutes; ARGS=backend=host rehearses them.
+# Fifteen minutes on a GPU: two commands, STEP=1 and STEP=2, each under eight minutes; ARGS=backend=host rehearses them.
+# With five minutes: ARGS=short. ARGS=plans makes the plan files again, without a GPU.
 # Where there is a .venv, it is used; a GPU machine has its own Python.
 gpu:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m experiments.validate_gpu.probe \

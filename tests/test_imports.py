@@ -91,12 +91,12 @@ def test_a_machine_that_trains_may_lack_most_libraries() -> None:
     """Executor, planners and validation work without trainers' libraries; capturing alone imports no planner."""
     code = """if True:
         import sys
-        for name in ("hydra", "omegaconf", "gymnasium", "stable_baselines3", "sklearn", "torch_geometric",
+        for name in ("hydra", "omegaconf", "gymnasium", "stable_baselines3", "sklearn", "torch_geometric", "highspy",
                      "transformers", "accelerate", "lightning"):
             sys.modules[name] = None
         import executor.integrations, executor
         assert "agents" not in sys.modules
-        import agents, experiments.validate_gpu.__main__ as command
+        import agents, experiments.validate_gpu.__main__ as command, experiments.validate_gpu.probe
         for name in ("lp_round", *command.Settings().planners):
             agents.make(name)
     """

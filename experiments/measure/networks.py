@@ -41,7 +41,10 @@ class Network:
     def step(self, forward: Callable[[Tensor], Any] | None = None) -> Tensor:
         """Runs one eager training step, with ``forward`` instead of the model if given, and returns the loss."""
         x, y = self.batch
-        loss: Tensor = self.loss_fn((forward or self.model)(x), y)
+        run = (
+            self.model if forward is None else forward
+        )  # the truth of a compiled model is its length, which it may lack
+        loss: Tensor = self.loss_fn(run(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -190,6 +193,7 @@ def time_in_turns(
     device: str,
     other_bytes: int = 0,
     on_turn: Callable[[bool], object] = bool,
+    reserved: bool = False,
 ) -> tuple[list[int], list[int], int]:
     """Times two alternating steps, so that changes of the GPU's clock affect both.
 
@@ -199,6 +203,7 @@ def time_in_turns(
         count: measured steps of each, at least 1, in up to four turns of one unmeasured step and some measured ones.
         device: "cuda" or "cpu".
         other_bytes: device memory in bytes that does not belong to ``step``.
+        reserved: whether the peak is of reserved instead of allocated memory.
         on_turn: called before each turn with True for ``step``, False for ``other``.
 
     Returns:
@@ -210,7 +215,8 @@ def time_in_turns(
     for i in range(turns):
         for is_first, run in ((True, step), (False, other)):
             if device == "cuda":
-                peak = peak if is_first else max(peak, torch.cuda.max_memory_allocated() - other_bytes)
+                peak_of = torch.cuda.max_memory_reserved if reserved else torch.cuda.max_memory_allocated
+                peak = peak if is_first else max(peak, peak_of() - other_bytes)
                 free_cache()
                 torch.cuda.reset_peak_memory_stats()
             on_turn(is_first)
@@ -237,6 +243,11 @@ def free_cache() -> None:
 def allocated_bytes(device: str) -> int:
     """Returns the device memory of PyTorch's tensors in bytes; 0 on the CPU."""
     return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def reserved_bytes(device: str) -> int:
+    """Returns the device memory in bytes that PyTorch's allocator has reserved; 0 on the CPU."""
+    return torch.cuda.memory_reserved() if device == "cuda" else 0
 
 
 def synchronize(device: str) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
 from executor import CaptureError
@@ -26,19 +26,24 @@ class Status(IntEnum):
     STOPPED = 130
 
 
-def run_process(module: str, words: Sequence[str], seconds: float | None = None) -> int:
+def run_process(
+    module: str, words: Sequence[str], seconds: float | None = None, environment: Mapping[str, str] | None = None
+) -> int:
     """Runs ``python -m module words`` and returns its exit status, or STOPPED after Ctrl-C.
 
     Args:
         module: module to run.
         words: its arguments.
         seconds: time limit. With it, the process gets a session of its own, so that its child processes die with it.
+        environment: variables added to this process's environment.
 
     Raises:
         TimeoutExpired: if the process exceeded its time and was killed.
     """
     command = [sys.executable, "-m", module, *words]
-    with subprocess.Popen(command, start_new_session=seconds is not None) as process:
+    with subprocess.Popen(
+        command, start_new_session=seconds is not None, env={**os.environ, **(environment or {})}
+    ) as process:
         try:
             return process.wait(seconds)
         except KeyboardInterrupt:

@@ -15,8 +15,9 @@ The limit for a fraction f is eager's memory between steps plus f times the rise
 # (a) A method's setting is the mildest whose measured peak is within the limit (bisection).
 # (b) Each trial starts with a new model of the same seed and batch; ours lowers its limit up to ``tries`` times.
 # (c) The search for a setting runs five steps. The final timing alternates ``steps`` steps with eager steps.
-# (d) The peak is PyTorch's ``allocated`` over the measured steps. On the CPU it counts the storages that a dispatch
-#     mode sees (ours: its ledger). Offloading saves device memory only on a GPU.
+# (d) The peak is what PyTorch reserves over the measured steps, beyond what it reserved before, and a graph's memory
+#     that PyTorch does not count. On the CPU it counts the storages that a dispatch mode sees (ours: its ledger).
+#     Offloading saves device memory only on a GPU.
 # (e) Baselines use PyTorch's default optimizers (``foreach``); ours updates in buckets of 64 MiB.
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import agents
 from executor import CaptureError, PlannedStep, StepError
 from executor.capture.captured import Captured
-from executor.capture.profile import Cache, ProfileError, with_profile
+from executor.capture.profile import Cache, ProfileError, shape_of, with_profile
 from executor.capture.profiler import measure
 from executor.memory.pinned import CUDA
 from experiments.common.bisection import largest
@@ -46,11 +47,11 @@ from experiments.measure.conditions import sampled_conditions
 from experiments.measure.gpu.offload import Offload
 from experiments.measure.networks import (
     Network,
-    allocated_bytes,
     block_count,
     build,
     free_cache,
     get_planner,
+    reserved_bytes,
     synchronize,
     time_in_turns,
     timed,
@@ -170,20 +171,21 @@ def trial(
     """
     free_cache()
     eager_step = build_eager_step(name, device) if steps else None
-    bytes_before = allocated_bytes(device)
+    bytes_before = reserved_bytes(device)
     step = prepare(build(name, device))
     torch.manual_seed(1)
     step()  # compiles the model and creates the optimizer state
     if eager_step:
-        times, eager, peak = time_in_turns(step, eager_step, steps, device, bytes_before)
+        times, eager, peak = time_in_turns(step, eager_step, steps, device, bytes_before, reserved=True)
         return Trial(median(times), peak, setting=setting, eager_ns=median(eager))
     if device == "cuda":
         step()
         torch.cuda.synchronize()
+        free_cache()
         torch.cuda.reset_peak_memory_stats()
-        between = allocated_bytes(device) - bytes_before
+        between = reserved_bytes(device) - bytes_before
         times = timed(step, 5, device)
-        peak = torch.cuda.max_memory_allocated() - bytes_before
+        peak = torch.cuda.max_memory_reserved() - bytes_before
     else:
         with Counter() as counter:
             step()
@@ -199,6 +201,26 @@ def build_eager_step(name: str, device: str) -> Step:
     network.step()
     synchronize(device)
     return network.step
+
+
+def build_eager_graph(name: str) -> Step:
+    """Returns a function that replays an eager step as a CUDA graph, without the host's time per kernel."""
+    network = build(name, "cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # libraries allocate their memory, the optimizer its state
+        for _ in range(3):
+            network.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = network.step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
 
 
 class Counter(TorchDispatchMode):
@@ -307,27 +329,39 @@ class Ours:
         device: "cuda" or "cpu".
         machine: machine to plan for.
         program: the step with measured durations; None: measured before the first plan.
+        graph: whether the step runs as a CUDA graph.
         tries: number of plans for lower limits, besides the known plans.
+        limit: limit in bytes of the last call of ``within``, which a graph may need in full.
         aim: planned bytes of the last call of ``at``.
         plans: plans by planned bytes.
+        note: addition to the setting if the known plans were not used.
     """
 
     name: str
     device: str
     machine: Machine
     program: Program | None
+    graph: bool = False
     tries: int = 4
+    limit: int = 0
     aim: int = 0
     plans: dict[int, Plan] = field(default_factory=dict)
+    note: str = ""
 
     def within(self, limit: int, plans: Sequence[Plan] = ()) -> Trial:
         """Returns a planned step whose measured peak is within ``limit`` bytes; raises Unreachable."""
+        self.limit = limit
         self.plans |= {plan.limit: plan for plan in plans}
         aim = limit
         aims = [plan.limit for plan in plans]
         for _ in range(len(plans) + self.tries):
             aim = aims.pop(0) if aims else aim
-            result = self.at(aim)
+            try:
+                result = self.at(aim)
+            except Unreachable:
+                if not aims:
+                    raise
+                continue  # as a graph the plan needs more than the limit
             if result.peak <= limit:
                 return result
             aim -= result.peak - limit + limit // 200
@@ -343,10 +377,20 @@ class Ours:
 
         def prepare(network: Network) -> Step:
             captured = network.captured(self.machine)
+            if self.program and shape_of(captured.program).fingerprint != shape_of(self.program).fingerprint:
+                self.program = None
+                self.plans.clear()
+                self.note = ", planned here: the captured step differs from the committed program"
             if self.program is None:
                 self.program = with_measured_durations(captured, self.device, self.machine).program
             plan = self.plans[aim] = self.plans.get(aim) or best_plan(self.program, self.machine, aim)
-            step = PlannedStep(replace(captured, program=self.program), plan, self.machine, aim, graph=False)
+            step = PlannedStep(
+                replace(captured, program=self.program),
+                plan,
+                self.machine,
+                max(aim, self.limit) if self.graph else aim,
+                graph=self.graph,
+            )
             opened.append(stack.enter_context(step))
             return lambda: step(*network.batch)
 
@@ -354,10 +398,18 @@ class Ours:
         try:
             with ExitStack() as stack:
                 result = trial(self.name, self.device, prepare, steps=steps)
+                outside = uncounted_bytes(opened[0])
         except (CaptureError, ProfileError, StepError) as error:
             raise Unreachable(str(error)) from error
-        setting = f"{self.plans[aim].planner}, planned for {aim:,} bytes"
-        return replace(result, setting=setting, peak=result.peak if self.device == "cuda" else opened[0].peak_bytes)
+        setting = f"{self.plans[aim].planner}, planned for {aim:,} bytes{self.note}"
+        peak = result.peak + outside if self.device == "cuda" else opened[0].peak_bytes
+        return replace(result, setting=setting, peak=peak)
+
+
+def uncounted_bytes(step: PlannedStep) -> int:
+    """Returns the memory in bytes of a step's CUDA graph that PyTorch's allocator does not count."""
+    graph = step.graph.graph if step.graph else None
+    return graph.footprint - graph.counted_bytes if graph else 0
 
 
 def with_measured_durations(captured: Captured, device: str, machine: Machine, **options: int) -> Captured:

@@ -1,56 +1,46 @@
-"""Sections of the probe: each measures one subject and records every measurement beside its prediction.
+"""Sections of the 15 minutes on a GPU: each measures one subject beside its prediction and its bars (bars.py).
 
-The predictions are the machine figures and results of the second run on an H200 (experiments/results/gpu_h200).
+Plans come from files (plan_files.py), so that no GPU time goes into planning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from agents.planner import MIB
-from executor import CaptureError, PlannedStep, StepError, open_backend, replay
-from executor.calibrate import calibrate
-from executor.capture.profile import Cache, Profile, with_profile
-from executor.capture.profiler import measure
+from executor import PlannedStep, PlannedSteps, StepError
 from executor.memory.engines import line
-from executor.replay.backend import Backend, Stream
-from experiments.measure.gpu.pytorch_baselines import build_eager_step
-from experiments.measure.gpu.stages import Run, base_machine, run_stages, with_host
-from experiments.measure.gpu.traces import copy_speeds, traced
+from experiments.measure.gpu import pytorch_baselines as baselines
+from experiments.measure.gpu.bars import GRAPH, KERNELS, verdicts
+from experiments.measure.gpu.branches import copy_rates
+from experiments.measure.gpu.largest_batch import Tries
+from experiments.measure.gpu.plan_files import AIMS, Form, load_plans, make_plan, prepare, program_file
+from experiments.measure.gpu.pytorch_baselines import Trial, build_eager_graph, build_eager_step, limit_at
+from experiments.measure.gpu.stages import HOST, Run
+from experiments.measure.gpu.traces import traced
 from experiments.measure.gpu.training import Case, time_beside_eager, without_batch_swaps
-from experiments.measure.networks import allocated_bytes, build, get_planner, limit_of
-from experiments.measure.record import Record
-from experiments.measure.settings import parse
+from experiments.measure.networks import Network, allocated_bytes, build, free_cache, limit_of, timed
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import write_json
 from simulator.schedule import lower
 
 COMMITTED = Path(__file__).resolve().parents[2] / "results" / "gpu_h200"
-# Network of a section -> its name, and its stand-in with backend=host.
+MACHINE = COMMITTED / "machine_make_gpu.yaml"
+FRACTION = 0.7
+# Network of a section -> its name, its committed program, and its stand-in with backend=host.
 NETWORKS = {
-    "resnet": ("resnet50_imagenet_bf16", "tiny_resnet"),
-    "llama": ("llama_bf16", "tiny_gpt2"),
-    "gpt2": ("gpt2_medium_bf16", "tiny_gpt2"),
+    "resnet": ("resnet50_imagenet_bf16", "resnet50_imagenet_bf16", "tiny_resnet"),
+    "llama": ("llama_bf16", "llama_fused_bf16", "tiny_llama_bf16"),
+    "gpt2": ("gpt2_medium_bf16", "gpt2_medium_bf16", "tiny_gpt2"),
 }
-COSTS = {
-    "launch_ns": 1400,
-    "graph_launch_ns": 520,
-    "event_ns": 0,
-    "wait_ns": 100,
-    "queue_depth": 1022,
-    "h2d_bytes_per_s": 55_500_000_000,
-    "d2h_bytes_per_s": 55_400_000_000,
-    "h2d_latency_ns": 7600,
-    "d2h_latency_ns": 7600,
-    "issue_ns": 12_000,
-}
+SHORT = ("compile", "gpt2", "tight")  # the sections of five minutes
+MARGIN_BYTES = 64 * 2**20  # free beside the limit in section tight
+TIGHT_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -60,288 +50,283 @@ class Probe(Run):
     section: str
 
     @property
-    def base(self) -> Machine:
-        """Preset of the GPU (CUDA) or the simulated machine of the host backend."""
-        return base_machine(self.settings.device)
+    def machine(self) -> Machine:
+        """Machine that the plans are for: the committed measurement of the GPU, or the host backend's."""
+        return Machine.load(MACHINE) if self.settings.backend == "cuda" else HOST
 
     @property
-    def machine(self) -> Machine:
-        """Machine measured by section ``costs``, or ``base`` before that section has run."""
-        path = self.record.out / "machine.yaml"
-        return Machine.load(path) if path.exists() else self.base
+    def plans(self) -> Path:
+        """Folder of programs and plans: committed for a GPU, of this results folder for a rehearsal."""
+        return COMMITTED / "plans" if self.settings.backend == "cuda" else self.record.out / "plans"
 
     def network(self, name: str) -> str:
         """Returns the name of a section's network, or of its tiny stand-in with backend=host."""
-        return NETWORKS[name][self.settings.backend == "host"]
+        return network_of(name, self.settings.backend)
 
     def add(self, what: str, **entries: Any) -> None:
-        """Adds a row of this section, unless an earlier command did."""
-        key = {"section": self.section, "what": what}
-        if not self.record.has(**key):
-            self.record.add(**key, **entries)
+        """Adds a row of this section with the verdicts of its bars, unless an earlier command did."""
+        row = {"section": self.section, "what": what, **entries}
+        if not self.record.has(section=self.section, what=what):
+            self.record.add(**row, **verdicts(row))
 
     def measure(self, what: str, function: Callable[[], dict[str, Any]]) -> None:
-        """Adds the row of a measurement, as ``Record.measure`` does."""
-        self.record.measure({"section": self.section, "what": what}, function)
+        """Adds the row of a measurement with the verdicts of its bars, as ``Record.measure`` does."""
+        key = {"section": self.section, "what": what}
+
+        def measured() -> dict[str, Any]:
+            row = function()
+            return row | verdicts(key | row)
+
+        self.record.measure(key, measured)
 
 
-def costs(probe: Probe) -> None:
-    """Calibrates the machine and measures the overhead of a copy between two kernels of a CUDA graph."""
-    if probe.record.has(section=probe.section, what="issue_ns"):
-        return
-    settings = probe.settings
-    base = probe.base
-    with open_backend(settings.backend, base) as backend:
-        nbytes = 2**28 if settings.backend == "cuda" else 2**20
-        result = calibrate(backend, base, nbytes, seconds=probe.record.seconds_left() / 3)
-        trips = {d: round_trip_ns(backend, result.machine, d) for d in ("d2h", "h2d")}
-    result = with_host(result, base, settings.device)
-    result.save(probe.record.out / "machine.yaml")
-    for figure, predicted in COSTS.items():
-        probe.add(figure, predicted=predicted, measured=getattr(result.machine, figure))
-    for direction, ns in trips.items():
-        # Traces showed gaps of 17 us, which include the latency.
-        probe.add(f"round trip by {direction} in a graph, ns beyond the copy", predicted=10_000, measured=ns)
+def network_of(name: str, backend: str) -> str:
+    """Returns the network of a section, by backend."""
+    return NETWORKS[name][0 if backend == "cuda" else 2]
 
 
-def round_trip_ns(
-    backend: Backend, machine: Machine, direction: Stream, count: int = 200, kernel_ns: int = 20_000
-) -> float:
-    """Returns the overhead of a copy between two dependent kernels of a graph, in ns.
-
-    Kernel, 1 MiB copy and kernel depend on each other. The overhead is the median gap between the kernels minus the
-    predicted copy time.
-
-    Args:
-        count: number of kernels.
-        kernel_ns: duration of each.
-    """
-    backend.task = f"round trips by {direction}"
-
-    def trips() -> None:
-        for slot in range(count):
-            backend.spin(kernel_ns, slot=slot)
-            backend.wait(direction, backend.record("compute"))
-            backend.copy(direction, 0, 0, MIB)
-            backend.wait("compute", backend.record(direction))
-
-    with backend.arena(MIB, MIB, count):
-        launch = backend.graph(trips)
-        for _ in range(2):  # the first replay uploads the graph
-            launch()
-            backend.synchronize()
-        log = backend.log()
-    gaps = log.begin[1:].astype(np.int64) - log.end[:-1].astype(np.int64)
-    return float(np.median(gaps)) - (machine.d2h_ns(MIB) if direction == "d2h" else machine.h2d_ns(MIB))
+def committed_program(name: str) -> Program:
+    """Returns the program, with durations measured on an H200, that plans of a section's network are made for."""
+    return Program.load(COMMITTED / "traces" / f"{NETWORKS[name][1]}-program.json.gz")
 
 
-def pools(probe: Probe) -> None:
-    """Captures a graph with one nested memory pool per operator (CUDA only)."""
-
-    def correct() -> dict[str, Any]:
-        x = torch.randn(2**20, device="cuda")
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        pools = []
-        results = []
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for i in range(12):
-                pools.append(torch.cuda.MemPool(no_split=True))
-                with torch.cuda.use_mem_pool(pools[-1]):
-                    results.append(x * (i + 2))
-        graph.replay()
-        torch.cuda.synchronize()
-        count = sum(torch.equal(result, x * (i + 2)) for i, result in enumerate(results))
-        del graph, results  # must be freed before the pools
-        return {"predicted": 12, "measured": count}
-
-    if probe.settings.backend == "cuda":
-        probe.measure("operators whose private pool holds the correct result after a replay", correct)
-
-
-def copies(probe: Probe) -> None:
-    """Measures swap-outs beside kernels, from streams and in graphs with few and many branches (CUDA only)."""
-    if probe.settings.backend == "cuda":
-        for form, label, speed in copy_speeds(probe.record.out):
-            machine = probe.machine if form == "streams" else probe.machine.in_graph()
-            probe.add(f"bytes/s of swap-outs, {label}: {form}", predicted=machine.d2h_bytes_per_s, measured=speed)
-
-
-# ------------------------------------------------------------------------------------------- plans
-
-
-def replays(probe: Probe) -> None:
-    """Replays plans as graphs: the committed plans of the second run and plans from fast planners."""
-    machine = probe.machine
-    with open_backend(probe.settings.backend, machine) as backend:
-
-        def replayed(program: Program, limit: int, make_plan: Callable[[], Plan], checked: bool) -> dict[str, Any]:
-            plan = make_plan()
-            times = replay(program, plan, machine, limit, backend)
-            return {
-                "predicted": times.predicted_ns,
-                "measured": times.iteration_ns,
-                "error": times.error,
-                "checks": replay(program, plan, machine, limit, backend, 2, mode="check").checks if checked else 0,
-                "footprint": times.footprint,
-                "limit": limit,
-            }
-
-        for i, (label, *task) in enumerate(replay_tasks(probe, machine)):
-            probe.measure(label, partial(replayed, *task, checked=not i))  # one check of the contents suffices
-
-
-def replay_tasks(probe: Probe, machine: Machine) -> Iterator[tuple[str, Program, int, Callable[[], Plan]]]:
-    """Yields (name, program, limit in bytes, function that returns the plan) of each replay."""
-    folder = COMMITTED / "graphs"
-    names = [probe.network(name) for name in ("resnet", "llama", "gpt2")]
-    if probe.settings.backend == "host":
-        programs = {names[0]: build(names[0], "cpu").captured(machine).program}
-    else:
-        programs = {name: Program.load(folder / f"program-{name}.json.gz") for name in names}
-        for file in sorted(folder.glob("plan-*.json")):
-            program = programs[file.stem.split("-")[1]]
-            plan = Plan.load(file).retimed(program)  # only one profile per network is committed
-            limit = max(plan.limit, lower(program, plan).required_bytes)
-            yield file.stem, program, limit, lambda plan=plan: plan  # type: ignore[misc]
-    program = programs[names[0]]
-    for fraction in (0.7, 0.5):
-        limit = limit_of(program, fraction)
-        for planner in ("capuchin", "superneurons", "autoswap_swdoa", "lp_round"):
-            plan_now = partial(_planned, planner, program, machine, limit)
-            yield f"{names[0]} {fraction} {planner}", program, limit, plan_now
-
-
-def _planned(planner: str, program: Program, machine: Machine, limit: int) -> Plan:
-    return get_planner(planner, program, calls=2000).plan(program, machine, limit)
+# ------------------------------------------------------------------------------------------- planned steps
 
 
 def planned_steps(probe: Probe) -> None:
-    """Times planned steps of the section's network, per kernel and as a graph, against eager steps."""
-    profiles: dict[str, Profile] = {}
-    for fraction, graph in ((0.7, True), (0.7, False), (0.5, True)):
-        time_planned(probe, probe.network(probe.section), fraction, graph, profiles)
+    """Times planned steps of the section's network, as a graph and per kernel, against eager steps."""
+    for form in ("graph", "kernels"):
+        time_planned(probe, probe.network(probe.section), form)
 
 
-def time_planned(probe: Probe, name: str, fraction: float, graph: bool, profiles: dict[str, Profile]) -> None:
+def time_planned(probe: Probe, name: str, form: Form, fraction: float = FRACTION) -> None:
     """Times a planned step against eager steps and records the row.
 
     Args:
         name: network name.
+        form: whether the step runs as a CUDA graph (on the CPU kernel by kernel). If its memory exceeds the limit, the
+            next plan is tried.
         fraction: limit as a fraction of the activation peak.
-        graph: whether the step runs as a CUDA graph. If its memory exceeds the limit, the step is planned again for
-            less than the limit.
-        profiles: measured profiles by network; a missing one is measured and added.
     """
-    label = f"{name} {fraction} {'as a graph' if graph else 'kernel by kernel'}"
+    graph = form == "graph"
     device = probe.settings.device
     machine = probe.machine
     costs = machine.in_graph() if graph else machine
 
     def measured() -> dict[str, Any]:
+        row = {}
+        if probe.section == "resnet" and device == "cuda":  # its eager steps are limited by the host
+            row["eager_graph_ns"] = sorted(timed(build_eager_graph(name), 10, device))[5]
+            free_cache()
         eager = build_eager_step(name, device)
         held_bytes = allocated_bytes(device)
         network = build(name, device)
-        try:
-            captured = network.captured(machine, check=not profiles)
-        except CaptureError as error:
-            probe.add(f"{name}: comparison with the eager step", failed=line(error))
-            captured = network.captured(machine, check=False)
-        if name not in profiles:
-            cache: Cache = "step" if device == "cuda" else "hot"
-            profiles[name] = measure(captured, device, machine.name, 3, cache=cache)
-        program = with_profile(captured.program, profiles[name])
-        captured = replace(captured, program=program)
+        prepared = prepare(network.captured(machine, check=False), probe.plans, name, fraction, form, device, machine)
+        program = prepared.captured.program
         limit = limit_of(program, fraction)
         reasons = []
-        for aim in (1.0, 0.97, 0.94, 0.88) if graph else (1.0,):
-            plan = get_planner("annealing", program, iterations=50).plan(program, costs, int(aim * limit))
+        for plan in prepared.plans:
             case = Case(name, program, fraction, limit)
             if graph:
                 case, plan = without_batch_swaps(case, plan)
             try:
-                with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
+                with PlannedStep(
+                    prepared.captured, plan, machine, case.limit, graph=graph and device == "cuda"
+                ) as step:
                     steps = 16 if device == "cuda" else 4
                     times = time_beside_eager(step, network.batch, eager, steps, device, held_bytes)
                     if device == "cuda":
-                        save(program, plan, lambda: step(*network.batch))
+                        save_trace(plan, lambda: step(*network.batch))
             except StepError as error:
-                reasons.append(f"planned for {aim:.0%}: {line(error)}")
+                reasons.append(f"planned for {plan.limit:,} bytes: {line(error)}")
                 continue
-            ns = times["measured_ns"]
-            return {
-                "predicted": simulate(program, plan, costs, case.limit).iteration_ns,
-                "measured": ns,
-                "limit": case.limit,
-                "planned_for": aim,
-                "ideal_ns": program.ideal_ns,
-                "kernels": len(program.kernels),
+            return row | {
+                "predicted": simulate(program, plan, costs, executed_limit(program, plan, case.limit)).iteration_ns,
+                "measured": times["measured_ns"],
                 "eager_ns": times["eager_ns"],
-                "to_eager": ns / times["eager_ns"],
                 "host_ns": times["host_ns"],
+                "limit": case.limit,
+                "planned_for": plan.limit,
+                "planned_here": prepared.planned_here,
+                "ideal_ns": program.ideal_ns,
                 "peak": times["ledger"],
                 **({"allocated": times["device_peak"]} if device == "cuda" else {}),
             }
         return {"failed": "; ".join(reasons)[:400]}
 
-    def save(program: Program, plan: Plan, step: Callable[[], object]) -> None:
-        saved = probe.record.out / f"{name}-{fraction}{'' if graph else '-kernels'}"
-        program.save(f"{saved}-program.json.gz")
+    def save_trace(plan: Plan, step: Callable[[], object]) -> None:
+        saved = probe.record.out / f"{name}-{fraction}-{form}"
         plan.save(f"{saved}-plan.json")
         try:
             write_json(f"{saved}-trace.json.gz", traced(step, 3, probe.record.out))
         except Exception as error:  # the measurement is complete without it
-            probe.add(f"trace of {label}", failed=line(error))
+            probe.add(f"trace of {name}, {form}", failed=line(error))
 
-    probe.measure(label, measured)
-
-
-# ------------------------------------------------------------------------------------------- presets of validate_gpu
+    probe.measure(f"{name} {fraction} {GRAPH if graph else KERNELS}", measured)
 
 
-def rivals(probe: Probe) -> None:
-    """Compares PyTorch's memory-saving methods with a planned step at equal peak memory."""
-    compiled = "compile," * (probe.settings.backend == "cuda")
-    words = "limits=0.7", f"methods=ours,checkpoint,offload,{compiled}save_on_cpu", "planners=", "train=", "graph="
-    for label, row in validated(probe, "llama", "profile,plan,compare", *words):
-        predicted = "fastest" if row["method"] == "ours" else "slower than ours"
-        details = {key: row.get(key) for key in ("eager_ns", "overhead", "measured_peak", "limit", "setting")}
-        probe.add(label, predicted=predicted, measured=row["measured_ns"], **details)
+def executed_limit(program: Program, plan: Plan, limit: int) -> int:
+    """Returns the limit in bytes whose simulation times a step's copies: the plan's, if its own is feasible."""
+    return max(min(limit, plan.limit), lower(program, plan).required_bytes)
+
+
+# ------------------------------------------------------------------------------------------- a full device
+
+
+def tight(probe: Probe) -> None:
+    """Trains within the limit while a tensor holds the rest of the device: steps, a schedule, a close, a new shape.
+
+    The allocation that exceeds the limit fails, so a row that is no failure has kept to it.
+    """
+    device = probe.settings.device
+    name = probe.network("gpt2")
+    network = build(name, device)
+    network.step()  # creates the context, the libraries' memory and the optimizer state
+    program, plans = load_plans(probe.plans, name, FRACTION, ("graph",))
+    limit = limit_of(program, FRACTION)
+    plan = plans[0]
+    planned_here: list[str] = []
+
+    def chosen(captured: Program, machine: Machine, nbytes: int) -> Plan:
+        if captured.structure == plan.structure:
+            return plan.retimed(captured)
+        if captured.peak_bytes <= AIMS["graph"][0] * nbytes:  # half a batch fits as it is
+            return Plan()
+        planned_here.append(f"{name}: the step captured here differs from {program_file(probe.plans, name).name}")
+        return make_plan(captured, machine, int(AIMS["graph"][1] * nbytes))
+
+    ballast = hold_all_but(limit, device)
+    steps = PlannedSteps(
+        network.model, network.loss_fn, network.optimizer, probe.machine, limit, chosen, check=False, name=name
+    )
+    schedule = torch.optim.lr_scheduler.LinearLR(network.optimizer, 1.0, 0.1, TIGHT_STEPS)
+
+    def trained(batch: tuple[Any, ...], count: int) -> dict[str, Any]:
+        retries_before = alloc_retries(device)
+        for _ in range(count):
+            steps(*batch)
+            schedule.step()
+        step = steps.step_for(*batch)
+        return {
+            "steps": count,
+            "retries": alloc_retries(device) - retries_before,
+            "captures": step.graph.captures if step.graph else 0,
+            "not_graph": step.not_graph or "",
+            "planned_here": "; ".join(planned_here),
+            "limit": limit,
+            "peak": step.peak_bytes,
+            "free_bytes": free_bytes(device),
+        }
+
+    def closed() -> dict[str, Any]:
+        steps.finish()
+        return {"measured": allocated_bytes(device), "free_bytes": free_bytes(device)}
+
+    count = TIGHT_STEPS if device == "cuda" else 5
+    probe.measure(f"{name}: steps", partial(trained, network.batch, count))
+    probe.measure(f"{name}: close", closed)
+    probe.measure(f"{name}: second shape", partial(trained, half_of(network), 3))
+    del ballast
+
+
+def hold_all_but(nbytes: int, device: str) -> torch.Tensor | None:
+    """Returns a tensor that leaves ``nbytes`` and MARGIN_BYTES of the device to this process beside its context.
+
+    On the CPU nothing is held; a planned step's own ledger enforces the limit.
+    """
+    if device != "cuda":
+        return None
+    free_cache()
+    torch.cuda.synchronize()
+    room = nbytes - torch.cuda.memory_reserved() + MARGIN_BYTES
+    return torch.empty(free_bytes(device) - room, dtype=torch.uint8, device=device)
+
+
+def half_of(network: Network) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the first half of a network's batch."""
+    x, y = network.batch
+    return x[: len(x) // 2].clone(), y[: len(y) // 2].clone()
+
+
+def alloc_retries(device: str) -> int:
+    """Returns how often PyTorch has freed its cache and tried an allocation again; 0 on the CPU."""
+    return int(torch.cuda.memory_stats()["num_alloc_retries"]) if device == "cuda" else 0
+
+
+def free_bytes(device: str) -> int:
+    """Returns the free memory of the device in bytes; 0 on the CPU."""
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+
+
+# ------------------------------------------------------------------------------------------- other methods
+
+
+def compared(probe: Probe, methods: tuple[str, ...]) -> None:
+    """Compares methods with a planned step at an equal peak of the memory that PyTorch reserves (Llama)."""
+    name = probe.network("llama")
+    probe.measure(f"{name} eager", lambda: _renamed(baselines.eager_row(name, probe.settings.device, None)))
+    for eager in probe.record.successful(section=probe.section, what=f"{name} eager"):
+        limit = limit_at(FRACTION, Trial(eager["measured"], eager["measured_peak"], eager["between"]))
+        for method in ("ours", *methods):
+            probe.measure(f"{name} {FRACTION} {method}", partial(method_row, probe, name, method, limit))
+        compare_with_fastest(probe, name, methods)
+
+
+def method_row(probe: Probe, name: str, method: str, limit: int) -> dict[str, Any]:
+    """Returns the row of one method within ``limit`` bytes."""
+    device = probe.settings.device
+    search: baselines.Ours | baselines.Levels = baselines.Levels(name, device, method)
+    plans: tuple[Plan, ...] = ()
+    if method == "ours":
+        program, plans = load_plans(probe.plans, name, FRACTION, ("graph",))
+        search = baselines.Ours(name, device, probe.machine, program, graph=device == "cuda")
+    steps = 20 if device == "cuda" else 2
+    return {**_renamed(baselines.row(search, limit, plans, steps)), "limit": limit}
+
+
+def _renamed(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row of pytorch_baselines.py with the entry ``measured`` of a section's rows."""
+    return {"measured": row.pop("measured_ns"), **row}
+
+
+def compare_with_fastest(probe: Probe, name: str, methods: tuple[str, ...]) -> None:
+    """Adds the row that compares ours with the fastest other method that reached the limit."""
+    rows = {
+        m: probe.record.successful(section=probe.section, what=f"{name} {FRACTION} {m}") for m in ("ours", *methods)
+    }
+    others = {m: found[0]["measured"] for m, found in rows.items() if found and m != "ours"}
+    what = "ours against the fastest other"
+    if rows["ours"] and others:
+        fastest = min(others, key=lambda method: float(others[method]))
+        missing = [method for method in methods if method not in others]
+        entries = {"fastest_other": others[fastest], "other": fastest, "missing": missing}
+        probe.add(what, measured=rows["ours"][0]["measured"], **entries)
+    else:
+        probe.add(what, failed="ours, or every other method, has no time")
+
+
+def branches(probe: Probe) -> None:
+    """Measures copies of graphs beside waiting branches."""
+    for label, rates in copy_rates(probe.settings.device, probe.record.out):
+        probe.add(label, predicted=probe.machine.d2h_bytes_per_s, measured=min(rates), rates=rates)
 
 
 def largest(probe: Probe) -> None:
     """Finds the largest batch of each method within the memory that eager training needs for its own batch."""
-    for label, row in validated(probe, "resnet", "largest", "methods=eager,ours,checkpoint"):
-        predicted = {"ours": ">= 2 x eager", "eager": row["own_batch"]}.get(row["method"], "less than ours")
-        probe.add(label, predicted=predicted, measured=row["batch"], time_over=row["time_over"], cap=row["cap"])
+    name = probe.network("resnet")
+    methods = ("eager", "ours", "checkpoint")
+    caps: dict[str, int] = {}
 
+    def searched(method: str, seconds: float) -> dict[str, Any]:
+        tries = Tries(name, method, probe.settings.device, probe.machine)
+        row = tries.row(seconds, caps)
+        if method == "ours" and (eager := probe.record.successful(section=probe.section, what=f"{name} eager")):
+            row["eager_batch"] = eager[0]["measured"]
+        return {"measured": row.pop("batch"), **row} if "batch" in row else row
 
-def validated(probe: Probe, network: str, stages: str, *words: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs stages of validate_gpu on one network, in the section's remaining time, and yields their last rows.
-
-    Yields:
-        (label, row) of each successful row of the last stage; failed rows are recorded instead.
-    """
-    name = probe.network(network)
-    measured = probe.record.out / "machine.yaml"
-    preset = probe.base.name if probe.settings.backend == "cuda" else "h200"
-    out = probe.record.out / probe.section
-    words = (
-        f"backend={probe.settings.backend}",
-        f"machine={measured if measured.exists() else preset}",
-        f"workloads={name}",
-        f"stages={stages}",
-        f"seconds={max(10, probe.record.seconds_left() - 5):.0f}",
-        *words,
-    )
-    run_stages(parse(words), words, out)
-    for row in Record(out, 0.0).rows:
-        if row["kind"] == stages.rpartition(",")[2]:
-            label = f"{name} {row['fraction']} {row['method']}" if "fraction" in row else f"{name} {row['method']}"
-            if "failed" in row:
-                probe.add(label, failed=row["failed"])
-            else:
-                yield label, row
+    for i, method in enumerate(methods):
+        seconds = probe.record.seconds_left() / (len(methods) - i)
+        probe.measure(f"{name} {method}", partial(searched, method, seconds))
 
 
 # ------------------------------------------------------------------------------------------- table
@@ -349,32 +334,33 @@ def validated(probe: Probe, network: str, stages: str, *words: str) -> Iterator[
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the probe: its command (step 1 or 2), its time in seconds, its question and its prediction."""
+    """One part of the probe: its command (step 1 or 2), its time in seconds, its question and its environment."""
 
     step: int
     seconds: int
     run: Callable[[Probe], None]
     question: str
-    prediction: str
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def limit_s(self, backend: str) -> int:
         """Returns the time limit in seconds; a rehearsal shares a CPU and has four times as much."""
         return self.seconds * (4 if backend == "host" else 1)
 
 
-def _section_of_steps(step: int, seconds: int, name: str) -> Section:
-    prediction = "<= 1.02 x prediction, <= eager as a graph, peak <= limit"
-    return Section(step, seconds, planned_steps, f"planned against eager steps of {name}", prediction)
-
-
+ONE_CONNECTION = {"CUDA_DEVICE_MAX_COPY_CONNECTIONS": "1"}
 SECTIONS = {
-    "costs": Section(1, 40, costs, "launches, events, waits, queue, link", "COSTS; a round trip adds 10 us"),
-    "pools": Section(1, 15, pools, "one memory pool per captured operator", "12 of 12"),
-    "copies": Section(1, 20, copies, "what slows copies down in a graph", "streams 55 GB/s; graphs 45 to 51"),
-    "replays": Section(1, 80, replays, "replays as one CUDA graph", "error <= 2 % on average, <= 5 % at worst"),
-    "resnet": _section_of_steps(1, 120, "ResNet-50"),
-    "llama": _section_of_steps(1, 120, "Llama"),
-    "gpt2": _section_of_steps(2, 95, "GPT-2"),
-    "rivals": Section(2, 210, rivals, "PyTorch's methods at equal peak (Llama, 70 %)", "ours is the fastest"),
-    "largest": Section(2, 95, largest, "the largest batch of ResNet-50", "ours >= 2 x eager"),
+    "compile": Section(1, 150, partial(compared, methods=("compile",)), "torch.compile at equal reserved peak, Llama"),
+    "gpt2": Section(1, 80, planned_steps, "planned against eager steps of GPT-2"),
+    "tight": Section(1, 60, tight, "50 steps, a schedule, a close and a second shape on a full device"),
+    "llama": Section(1, 95, planned_steps, "planned against eager steps of Llama"),
+    "rivals": Section(
+        2,
+        250,
+        partial(compared, methods=("selective", "checkpoint", "offload")),
+        "methods at equal reserved peak, Llama",
+    ),
+    "resnet": Section(2, 50, planned_steps, "planned steps of ResNet-50 against eager ones as a graph"),
+    "branches": Section(2, 30, branches, "copies in a graph beside waiting branches"),
+    "one_connection": Section(2, 30, branches, "the same with one copy connection", ONE_CONNECTION),
+    "largest": Section(2, 75, largest, "the largest batch of ResNet-50"),
 }

@@ -15,7 +15,7 @@ import torch
 from executor import CaptureError, PlannedStep
 from executor.capture.profile import shape_of
 from experiments.measure.conditions import deterministic, sampled_conditions
-from experiments.measure.gpu.pytorch_baselines import build_eager_step
+from experiments.measure.gpu.pytorch_baselines import build_eager_step, uncounted_bytes
 from experiments.measure.networks import Network, allocated_bytes, build, cap_memory, free_cache, time_in_turns
 from simulator import Machine, Plan, Program, Swap
 from simulator.plan import PlanError
@@ -128,7 +128,7 @@ class Training:
         row |= {"held": held_bytes, "pinned_bytes": step.pinned_bytes}
         if step.graph and (captured := step.graph.graph):
             row |= {"footprint": captured.footprint, "captures": step.graph.captures}
-            row["device_peak"] += captured.footprint - captured.counted_bytes
+            row["device_peak"] += uncounted_bytes(step)
         return row
 
 
