@@ -103,20 +103,35 @@ def _last_start(boundaries: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans, block events and statistics of a simulation; figures are those of the last iteration, except the peak."""
+    """Spans, block events and statistics of a simulation; figures are those of the last iteration, except the peak.
+
+    Attributes:
+        program: Name of the program.
+        limit: Memory limit in bytes.
+        iteration_ns: Time of the last iteration.
+        ideal_ns: Time of all kernels one after the other, with nothing evicted.
+        peak_bytes: Most bytes in use, over all iterations.
+        required_bytes: Smallest limit in bytes at which the plan is feasible.
+        breakdown: Time of the last iteration by cause.
+        boundaries: End time of each iteration in ns.
+        spans: Kernels and copies by start; at one instant in the order of rule 9.
+        events: Block events in order; initially resident blocks come first.
+        events_until: Number of events at the start, then at the end of each iteration.
+        period: Number of iterations that repeat, the last being the slowest (rule 10); 0: not periodic yet.
+    """
 
     program: str
     limit: int
     iteration_ns: int
     ideal_ns: int
     peak_bytes: int
-    required_bytes: int  # the smallest limit at which the plan is feasible
+    required_bytes: int
     breakdown: Breakdown
-    boundaries: tuple[int, ...]  # end time of each iteration
-    spans: tuple[Span, ...]  # by start; at one instant in the order of rule 9
-    events: tuple[BlockEvent, ...]  # in order; initially resident blocks come first
-    events_until: tuple[int, ...]  # number of events at the start, then at the end of each iteration
-    period: int = 1  # number of iterations that repeat, the last being the slowest (rule 10); 0: not periodic yet
+    boundaries: tuple[int, ...]
+    spans: tuple[Span, ...]
+    events: tuple[BlockEvent, ...]
+    events_until: tuple[int, ...]
+    period: int = 1
 
     @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,34 @@
+"""Configuration of the site (`make docs`): the repository's Markdown files, where they lie, and a reference."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+project = "Headroom"
+author = "The Headroom authors"
+release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+root_doc = "docs/index"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+include_patterns = ["*.md", "docs/**", *(f"{package}/**" for package in ("simulator", "envs", "agents", "executor"))]
+include_patterns += ["experiments/**", "tests/README.md"]
+# The templates of the results page, which stands there whole.
+exclude_patterns = [f"experiments/figures/{name.name}" for name in (ROOT / "experiments" / "figures").glob("[a-z]*.md")]
+exclude_patterns += ["**/__pycache__", "**/*.py", "docs/concepts.json"]
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["fieldlist"]
+highlight_language = "default"
+suppress_warnings = ["myst.header", "misc.highlighting_failure"]  # tables of contents need no first-level headings
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autoclass_content = "both"
+
+html_theme = "furo"
+html_title = f"Headroom {release}"
+linkcheck_timeout = 20
+linkcheck_retries = 2
