@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
 ARGS ?=
 SEED ?= fixed
@@ -12,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE  # modules are compiled when they are first imp
 
 .PHONY: train test nightly check lint docs bench gpu torch-nightly clean
 
-train: $(STAMP)
+train: $(BASE)
 	$(BIN)/python -m experiments.train_dqn $(ARGS)
 
 test: $(STAMP)
@@ -47,11 +48,16 @@ gpu:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m experiments.validate_gpu.probe \
 		$(if $(STEP),step=$(STEP)) $(ARGS)
 
+$(BASE): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-compile --editable .
+	touch $(BASE)
+
 # TORCH=2.11 installs that version; it has an effect when the environment is made.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]' $(if $(TORCH),'torch==$(TORCH).*')
-	touch $(STAMP)
+	touch $(BASE) $(STAMP)
 
 # Replaces PyTorch by a nightly build, whose version pyproject.toml does not admit yet, from the index TORCH_INDEX.
 torch-nightly: $(STAMP)
