@@ -2,7 +2,7 @@
 
 Fenced blocks of one page share a namespace and a working directory. ``python`` runs; if it begins with ``# name.py``,
 it is written to that file. ``console``: a line after ``$`` is a command, the lines below are its output. ``text`` is
-what the block before prints. ``…`` in output stands for any text. ``sh``: commands that install, which are only checked.
+what the block before prints. ``…`` in output stands for any text. ``sh``: commands that install, only checked.
 """
 
 from __future__ import annotations
