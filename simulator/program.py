@@ -323,7 +323,7 @@ class Program:
             variants = kernel.variants
             if variants and new_ns != old:
                 if not old:
-                    raise ValueError(f"kernels[{i}]: its variants cannot be scaled from a duration of 0")
+                    raise ValueError(f"kernels[{i}]: its variants cannot be scaled from a duration of 0; time it first")
                 variants = tuple((round(Fraction(ns * new_ns, old)), workspace) for ns, workspace in variants)
             kernels.append(replace(kernel, duration_ns=new_ns, variants=variants))
         if any(k.variants or not 0 <= k.duration_ns <= MAX_AMOUNT for k in kernels):

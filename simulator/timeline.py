@@ -241,8 +241,8 @@ class Timeline:
         """
         required, optional = keys_of(cls)
         top = fields(data, "timeline", {"format": str, **required}, optional)
-        if top.pop("format") != FORMAT:
-            raise FormatError(f"timeline.format: expected {FORMAT!r}")
+        if (version := top.pop("format")) != FORMAT:
+            raise FormatError(f"timeline.format: expected {FORMAT!r}, got {version!r}; simulate the plan again")
         top["breakdown"] = read(Breakdown, top["breakdown"], "breakdown")
         for name in ("boundaries", "events_until"):
             top[name] = integers(top[name], name)
@@ -254,7 +254,10 @@ class Timeline:
                 raise FormatError(f"{where}: expected [start_ns, end_ns, stream, kind, index]")
             start, end, index = integers([entry[0], entry[1], entry[4]], where)
             if entry[2] not in STREAMS or entry[3] not in SPAN_KINDS:
-                raise FormatError(f"{where}: unknown stream or kind")
+                raise FormatError(
+                    f"{where}: expected a stream of {', '.join(STREAMS)} and a kind of {', '.join(SPAN_KINDS)}, got "
+                    f"{entry[2]!r} and {entry[3]!r}"
+                )
             spans.append(Span(start, end, entry[2], entry[3], index))
         top["spans"] = tuple(spans)
         return cls(**top)
