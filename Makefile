@@ -2,15 +2,18 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
 ARGS ?=
 SEED ?= fixed
+TORCH ?=
+BUILDER ?= html
 
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled when they are first imported, not when they are installed
 
-.PHONY: train test nightly check lint bench gpu clean
+.PHONY: train test nightly check lint docs bench gpu torch-nightly clean
 
-train: $(STAMP)
+train: $(BASE)
 	$(BIN)/python -m experiments.train_dqn $(ARGS)
 
 test: $(STAMP)
@@ -31,6 +34,11 @@ lint: $(STAMP)
 
 check: lint test nightly
 
+# The pages as a site in runs/site/html, without warnings; BUILDER=linkcheck asks for every link to another site.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[docs]'
+	$(BIN)/python -m sphinx -q -W --keep-going -b $(BUILDER) -c docs . runs/site/$(BUILDER)
+
 bench: $(STAMP)
 	@$(BIN)/python -m experiments.benchmark suite=speed $(ARGS)
 
@@ -41,10 +49,20 @@ gpu:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m experiments.validate_gpu.probe \
 		$(if $(STEP),step=$(STEP)) $(ARGS)
 
+$(BASE): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-compile --editable .
+	touch $(BASE)
+
+# TORCH=2.11 installs that version; it has an effect when the environment is made.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
-	touch $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]' $(if $(TORCH),'torch==$(TORCH).*')
+	touch $(BASE) $(STAMP)
+
+# Replaces PyTorch by a nightly build, whose version pyproject.toml does not admit yet, from the index TORCH_INDEX.
+torch-nightly: $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade --pre --index-url '$(TORCH_INDEX)' torch
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

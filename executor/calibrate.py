@@ -141,8 +141,8 @@ def calibrate(
         launch, graph, event, wait = (
             median(_pause(backend, kind) for _ in range(REPEATS)) for kind in ("stream", "graph", "event", "wait")
         )
-        depths = [_depth(backend) for _ in range(3)]
-        depth = None if None in depths else sorted(depths)[1]
+        depths = [depth for _ in range(3) if (depth := _depth(backend)) is not None]
+        depth = sorted(depths)[1] if len(depths) == 3 else None
         for i, n in enumerate(sizes):
             if i >= 2 and time.monotonic() - begin > seconds:
                 break

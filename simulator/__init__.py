@@ -8,7 +8,10 @@ from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap
 from simulator.program import Gap, Kernel, Program, Tensor
 from simulator.rules import simulate_jobs
 from simulator.schedule import OutOfMemory
+from simulator.siblings import warn_if_hidden
 from simulator.timeline import Timeline
+
+warn_if_hidden()
 
 __all__ = [
     "Decision",

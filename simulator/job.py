@@ -24,6 +24,18 @@ class JobsDeadlock(RuntimeError):
 class Job:
     """A program and its plans on a shared machine: arrives, runs iterations, and leaves.
 
+    Attributes:
+        name: Name in results and messages.
+        program: Program of one iteration.
+        plan: Plan from the first iteration on.
+        arrives_ns: Earliest start; the job is admitted when its initial memory fits (RULES.md, J5).
+        iterations: Number of iterations after which the job leaves; None: unlimited.
+        leaves_ns: Time from which on the job leaves at its next boundary; None: it does not.
+        switches: Pairs (at_ns, plan), ascending; each takes effect at the next boundary.
+        within_limit: Whether swap-ins keep the job's own memory within the limit of its plan (J4).
+        durations: Kernel times in ns, a row per iteration; iteration i uses row i mod len (J11). (): those of the
+            program.
+
     Raises:
         ValueError: A time or a count is out of range, or a row does not fit the program.
     """
@@ -31,12 +43,12 @@ class Job:
     name: str
     program: Program
     plan: Plan
-    arrives_ns: int = 0  # earliest start; the job is admitted when its initial memory fits (RULES.md, J5)
-    iterations: int | None = None  # after which the job leaves; None: unlimited
-    leaves_ns: int | None = None  # the job leaves at its first boundary from this time on
-    switches: tuple[tuple[int, Plan], ...] = ()  # (at_ns, plan), ascending: takes effect at the next boundary
-    within_limit: bool = False  # whether swap-ins keep the job's own memory within the limit of its plan (J4)
-    durations: tuple[tuple[int, ...], ...] = ()  # in ns; iteration i uses row i mod len (J11); (): the program's
+    arrives_ns: int = 0
+    iterations: int | None = None
+    leaves_ns: int | None = None
+    switches: tuple[tuple[int, Plan], ...] = ()
+    within_limit: bool = False
+    durations: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.arrives_ns < 0:

@@ -31,6 +31,41 @@ class Machine:
     The simulator ignores the driver's allocation time (``driver_ns``), because its tensors come from a pool. Only
     ``simulator.pool.times``, which compares pools with plain cudaMalloc and cudaFree, uses it.
 
+    Attributes:
+        name: Name in results and messages.
+        memory_bytes: Size of device memory.
+        h2d_bytes_per_s: Bandwidth of copies from pinned host memory.
+        d2h_bytes_per_s: Bandwidth of copies to pinned host memory.
+        d2h_latency_ns: Time of a swap-out beyond its bytes.
+        h2d_latency_ns: Time of a swap-in beyond its bytes.
+        copy_engines: Number of copy engines; 2: full duplex, 1: one transfer at a time.
+        duplex_h2d_bytes_per_s: H2D bandwidth while a D2H copy is in flight; 0: as without one.
+        duplex_d2h_bytes_per_s: D2H bandwidth while an H2D copy is in flight; 0: as without one.
+        host_bytes: Pinned host memory for swapped tensors.
+        alignment: Alignment of addresses; the ledger counts exact bytes.
+        flops_per_s: Peak rate by dtype: "float32", "bfloat16", ….
+        memory_bytes_per_s: Bandwidth of device memory.
+        launch_ns: Pause between two kernels of one stream.
+        graph_launch_ns: Pause between two kernel nodes of a CUDA graph.
+        graph_copies: Speed of copies in the CUDA graph of a training step, as a fraction of their own.
+        issue_ns: Host time to issue one kernel or copy (RULES.md, choice i).
+        queue_depth: Most kernels that are issued and unfinished (choice i).
+        wait_ns: Time on the compute stream to wait for the event of a swap-in (choice j).
+        event_ns: Time on the compute stream to record an event that a copy waits for (choice j).
+        copy_contention: Fraction of a memory-bound kernel's speed lost per copy in flight (choice k).
+        context_bytes: Device memory in use besides what PyTorch reserves: CUDA context, kernels and handles of
+            libraries.
+        cublas_workspace_bytes: Bytes that PyTorch reserves per cuBLAS handle.
+        convolution_copies: Whether cuDNN converts operands and results of convolutions to channels last.
+        malloc_ns: Time of a cudaMalloc call.
+        free_ns: Time of a cudaFree call.
+        malloc_bytes_per_s: Rate of mapping memory, in addition to the calls; 0: independent of size.
+        switch_ns: Time between two kernels of different jobs that share compute by "fifo" (several jobs only).
+        concurrency: Total speed of concurrent kernels relative to one kernel alone (several jobs only).
+        efficiency: Fraction of the roofline that kernels reach, by kernel kind; "default" for all other kinds.
+        kernel_times: Model for captured kernels; None: roofline.
+        capability: CUDA compute capability, such as "9.0", by which PyTorch chooses kernels; "": unknown.
+
     Raises:
         FormatError: A figure is out of range.
     """
@@ -41,35 +76,32 @@ class Machine:
     d2h_bytes_per_s: int
     d2h_latency_ns: int = 10_000
     h2d_latency_ns: int = 10_000
-    copy_engines: int = 2  # 2: full duplex; 1: one transfer at a time
-    duplex_h2d_bytes_per_s: int = 0  # H2D bandwidth while a D2H copy is in flight; 0: as without one
-    duplex_d2h_bytes_per_s: int = 0  # D2H bandwidth while an H2D copy is in flight; 0: as without one
-    host_bytes: int = 64 * 2**30  # pinned host memory for swapped tensors
-    alignment: int = 512  # of addresses; the ledger counts exact bytes
-    flops_per_s: dict[str, int] = field(default_factory=dict)  # by dtype: "float32", "bfloat16", …
+    copy_engines: int = 2
+    duplex_h2d_bytes_per_s: int = 0
+    duplex_d2h_bytes_per_s: int = 0
+    host_bytes: int = 64 * 2**30
+    alignment: int = 512
+    flops_per_s: dict[str, int] = field(default_factory=dict)
     memory_bytes_per_s: int = 1
-    launch_ns: int = 5_000  # pause between two kernels of one stream
-    graph_launch_ns: int = 0  # pause between two kernel nodes of a CUDA graph
-    graph_copies: float = 1.0  # speed of copies in the CUDA graph of a training step, as a fraction of their own
-    issue_ns: int = 0  # host time to issue one kernel or copy (RULES.md, choice i)
-    queue_depth: int = 1024  # most kernels that are issued and unfinished (choice i)
-    wait_ns: int = 0  # time on the compute stream to wait for the event of a swap-in (choice j)
-    event_ns: int = 0  # time on the compute stream to record an event that a copy waits for (choice j)
-    copy_contention: float = 0.0  # fraction of a memory-bound kernel's speed lost per copy in flight (choice k)
-    # Device memory in use besides what PyTorch reserves: CUDA context, kernels and handles of libraries.
+    launch_ns: int = 5_000
+    graph_launch_ns: int = 0
+    graph_copies: float = 1.0
+    issue_ns: int = 0
+    queue_depth: int = 1024
+    wait_ns: int = 0
+    event_ns: int = 0
+    copy_contention: float = 0.0
     context_bytes: int = 0
-    cublas_workspace_bytes: int = 8_519_680  # reserved by PyTorch per cuBLAS handle
-    convolution_copies: bool = False  # cuDNN converts operands and results of convolutions to channels last
-    malloc_ns: int = 0  # per cudaMalloc call
-    free_ns: int = 0  # per cudaFree call
-    malloc_bytes_per_s: int = 0  # rate of mapping memory, in addition to the calls; 0: independent of size
-    # Several jobs only (simulator.simulate_jobs).
-    switch_ns: int = 0  # between two kernels of different jobs that share compute by "fifo"
-    concurrency: float = 1.0  # total speed of concurrent kernels relative to one kernel alone
-    # Fraction of the roofline that kernels reach, by kernel kind; "default" for all other kinds.
+    cublas_workspace_bytes: int = 8_519_680
+    convolution_copies: bool = False
+    malloc_ns: int = 0
+    free_ns: int = 0
+    malloc_bytes_per_s: int = 0
+    switch_ns: int = 0
+    concurrency: float = 1.0
     efficiency: dict[str, float] = field(default_factory=dict)
-    kernel_times: KernelTimes | None = None  # model for captured kernels; None: roofline
-    capability: str = ""  # CUDA compute capability, such as "9.0", by which PyTorch chooses kernels; "": unknown
+    kernel_times: KernelTimes | None = None
+    capability: str = ""
 
     def __post_init__(self) -> None:
         divisors = "memory_bytes h2d_bytes_per_s d2h_bytes_per_s memory_bytes_per_s alignment queue_depth".split()

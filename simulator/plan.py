@@ -25,18 +25,24 @@ OneKind = TypeVar("OneKind", bound=Kind)
 class Plan:
     """Decisions for one program. Immutable; the order of the decisions has no meaning.
 
-    ``variants``: pairs (kernel, index into its ``Kernel.variants``), ascending by kernel, that select algorithms. Other
-    kernels use their own duration and workspace. Recomputed kernels use the selected variant, too. The ideal time
-    remains that of the program as given.
+    Attributes:
+        decisions: What is swapped, recomputed or rerun.
+        fingerprint: Fingerprint of the program; "": any program with matching ids and gaps.
+        planner: Key of the planner; "": unknown.
+        limit: Memory limit in bytes that the plan was made for; 0: none.
+        machine: Name of the machine that the plan was made for; "": unknown.
+        variants: Pairs (kernel, index into its ``Kernel.variants``), ascending by kernel, that select algorithms. Other
+            kernels use their own duration and workspace. Recomputed kernels use the selected variant, too. The ideal
+            time remains that of the program as given.
+        structure: ``Program.structure``; "": unknown, so that the plan cannot be ``retimed``.
     """
 
     decisions: tuple[Decision, ...] = ()
-    fingerprint: str = ""  # of the program; "": any program with matching ids and gaps
+    fingerprint: str = ""
     planner: str = ""
-    limit: int = 0  # memory limit in bytes that the plan was made for; 0: none
+    limit: int = 0
     machine: str = ""
     variants: tuple[tuple[int, int], ...] = ()
-    # Program.structure; "": unknown, so that the plan cannot be ``retimed``.
     structure: str = field(default="", compare=False)
 
     @classmethod

@@ -51,7 +51,14 @@ MAX_AMOUNT = 2**43
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One storage with all its views."""
+    """One storage with all its views.
+
+    Attributes:
+        name: Name in reports and traces.
+        nbytes: Size in bytes.
+        kind: What the tensor holds.
+        persistent: Whether it lives across iterations.
+    """
 
     name: str
     nbytes: int
@@ -66,20 +73,33 @@ class Kernel:
     A kernel that updates a tensor in place lists it in both ``inputs`` and ``outputs``. If the old content does not
     affect the other outputs (batch-norm statistics), the tensor is in ``outputs`` only, so that the kernel can be
     recomputed.
+
+    Attributes:
+        name: Name of the operator.
+        kind: Class of the operator, by which times and recomputation are modeled.
+        phase: Part of the step that launches it.
+        inputs: Indices of the tensors read.
+        outputs: Indices of the tensors written; the first write of a tensor allocates it.
+        duration_ns: Time on the compute stream alone, in ns.
+        workspace: Bytes held while the kernel runs.
+        flops: Floating-point operations.
+        bytes: Memory traffic in bytes.
+        recomputable: Whether running it twice has no side effects besides its outputs.
+        variants: Pairs (duration_ns, workspace), one per algorithm.
+        module: Dotted path of the module that runs it, in a backward pass of its forward operator's; "": unknown.
     """
 
     name: str
     kind: KernelKind
     phase: Phase
-    inputs: tuple[int, ...]  # tensors read
-    outputs: tuple[int, ...]  # tensors written; the first write of a tensor allocates it
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
     duration_ns: int
-    workspace: int = 0  # bytes held while the kernel runs
+    workspace: int = 0
     flops: int = 0
-    bytes: int = 0  # memory traffic
-    recomputable: bool = True  # running it twice has no side effects besides its outputs
-    variants: tuple[tuple[int, int], ...] = ()  # (duration_ns, workspace) per algorithm
-    # Dotted path of the module that runs it, in a backward pass of its forward operator's; "": unknown.
+    bytes: int = 0
+    recomputable: bool = True
+    variants: tuple[tuple[int, int], ...] = ()
     module: str = field(default="", repr=False, compare=False)
 
     @property
@@ -111,6 +131,11 @@ class Operation(NamedTuple):
 @dataclass(frozen=True)
 class Program:
     """One training iteration: a sequence of kernels over tensors.
+
+    Attributes:
+        name: Name in reports.
+        tensors: Storages; kernels refer to them by index.
+        kernels: Launches in execution order.
 
     Raises:
         FormatError: An entry violates the format (dangling id, negative size, read before the first write, …).
@@ -298,7 +323,7 @@ class Program:
             variants = kernel.variants
             if variants and new_ns != old:
                 if not old:
-                    raise ValueError(f"kernels[{i}]: its variants cannot be scaled from a duration of 0")
+                    raise ValueError(f"kernels[{i}]: its variants cannot be scaled from a duration of 0; time it first")
                 variants = tuple((round(Fraction(ns * new_ns, old)), workspace) for ns, workspace in variants)
             kernels.append(replace(kernel, duration_ns=new_ns, variants=variants))
         if any(k.variants or not 0 <= k.duration_ns <= MAX_AMOUNT for k in kernels):

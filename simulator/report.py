@@ -82,24 +82,43 @@ class Rerun(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Effect of a plan on a step."""
+    """Effect of a plan on a step.
+
+    Attributes:
+        program: Name of the program.
+        machine: Name of the machine.
+        limit: Memory limit in bytes.
+        planner: Key of the planner; "" without decisions.
+        persistent_bytes: Bytes of persistent tensors.
+        least_bytes: Smallest limit in bytes at which the plan is feasible.
+        without: Peak without a plan.
+        under: Peak under the plan.
+        swapped: Swapped tensors and bytes per step, by kind of tensor.
+        rerun: Recomputed kernels and their duration, by kind of kernel.
+        iteration_ns: Predicted time of an iteration.
+        ideal_ns: Time without evictions and recomputation.
+        breakdown: Parts of ``iteration_ns`` by cause.
+        floor_ns: Certified lower bound of the iteration time at this limit; None: unknown.
+        packed_bytes: Memory with a fixed address for every block, under the plan if any.
+        issued: How the step runs ("as one CUDA graph"); "" if it is not executed.
+    """
 
     program: str
     machine: str
-    limit: int  # in bytes
-    planner: str  # "" without decisions
+    limit: int
+    planner: str
     persistent_bytes: int
-    least_bytes: int  # smallest limit at which the plan is feasible
+    least_bytes: int
     without: Peak
     under: Peak
-    swapped: dict[str, Moved]  # swapped tensors and bytes per step, by kind of tensor
-    rerun: dict[str, Rerun]  # recomputed kernels and their duration, by kind of kernel
-    iteration_ns: int  # predicted
+    swapped: dict[str, Moved]
+    rerun: dict[str, Rerun]
+    iteration_ns: int
     ideal_ns: int
-    breakdown: Breakdown  # of ``iteration_ns``
-    floor_ns: int | None  # certified lower bound of the iteration time at this limit; None: unknown
-    packed_bytes: int  # memory with a fixed address for every block, under the plan if any
-    issued: str = ""  # how the step runs ("as one CUDA graph"); "" if it is not executed
+    breakdown: Breakdown
+    floor_ns: int | None
+    packed_bytes: int
+    issued: str = ""
 
     @property
     def overhead(self) -> float:

@@ -103,20 +103,35 @@ def _last_start(boundaries: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans, block events and statistics of a simulation; figures are those of the last iteration, except the peak."""
+    """Spans, block events and statistics of a simulation; figures are those of the last iteration, except the peak.
+
+    Attributes:
+        program: Name of the program.
+        limit: Memory limit in bytes.
+        iteration_ns: Time of the last iteration.
+        ideal_ns: Time of all kernels one after the other, with nothing evicted.
+        peak_bytes: Most bytes in use, over all iterations.
+        required_bytes: Smallest limit in bytes at which the plan is feasible.
+        breakdown: Time of the last iteration by cause.
+        boundaries: End time of each iteration in ns.
+        spans: Kernels and copies by start; at one instant in the order of rule 9.
+        events: Block events in order; initially resident blocks come first.
+        events_until: Number of events at the start, then at the end of each iteration.
+        period: Number of iterations that repeat, the last being the slowest (rule 10); 0: not periodic yet.
+    """
 
     program: str
     limit: int
     iteration_ns: int
     ideal_ns: int
     peak_bytes: int
-    required_bytes: int  # the smallest limit at which the plan is feasible
+    required_bytes: int
     breakdown: Breakdown
-    boundaries: tuple[int, ...]  # end time of each iteration
-    spans: tuple[Span, ...]  # by start; at one instant in the order of rule 9
-    events: tuple[BlockEvent, ...]  # in order; initially resident blocks come first
-    events_until: tuple[int, ...]  # number of events at the start, then at the end of each iteration
-    period: int = 1  # number of iterations that repeat, the last being the slowest (rule 10); 0: not periodic yet
+    boundaries: tuple[int, ...]
+    spans: tuple[Span, ...]
+    events: tuple[BlockEvent, ...]
+    events_until: tuple[int, ...]
+    period: int = 1
 
     @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
@@ -226,8 +241,8 @@ class Timeline:
         """
         required, optional = keys_of(cls)
         top = fields(data, "timeline", {"format": str, **required}, optional)
-        if top.pop("format") != FORMAT:
-            raise FormatError(f"timeline.format: expected {FORMAT!r}")
+        if (version := top.pop("format")) != FORMAT:
+            raise FormatError(f"timeline.format: expected {FORMAT!r}, got {version!r}; simulate the plan again")
         top["breakdown"] = read(Breakdown, top["breakdown"], "breakdown")
         for name in ("boundaries", "events_until"):
             top[name] = integers(top[name], name)
@@ -239,7 +254,10 @@ class Timeline:
                 raise FormatError(f"{where}: expected [start_ns, end_ns, stream, kind, index]")
             start, end, index = integers([entry[0], entry[1], entry[4]], where)
             if entry[2] not in STREAMS or entry[3] not in SPAN_KINDS:
-                raise FormatError(f"{where}: unknown stream or kind")
+                raise FormatError(
+                    f"{where}: expected a stream of {', '.join(STREAMS)} and a kind of {', '.join(SPAN_KINDS)}, got "
+                    f"{entry[2]!r} and {entry[3]!r}"
+                )
             spans.append(Span(start, end, entry[2], entry[3], index))
         top["spans"] = tuple(spans)
         return cls(**top)

@@ -1,6 +1,7 @@
 """Tests that every test named in a row of a page exists (supported features, tests by feature)."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -68,3 +69,30 @@ def test_covered_items_name_existing_files(row: list[str]) -> None:
         assert (root / "experiments" / "results" / f"{named[1]}.json").exists()
     else:
         assert (TESTS.parent / named[2]).exists()
+
+
+ROOT = TESTS.parent
+BENCH = json.loads((ROOT / "experiments" / "results" / "bench.json").read_text())
+LEARNED = ROOT / "agents" / "learned" / "README.md"
+
+
+@pytest.mark.parametrize("page", ["simulator/README.md", "experiments/README.md"])
+def test_pages_state_the_committed_speed(page: str) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    (found,) = re.findall(r"(\d+) µs[^.]*?, (\d+) times less", text)
+    assert [int(number) for number in found] == [
+        round(BENCH["simulate_us"]["resnet50"]),
+        round(BENCH["speedup_vs_simpy"]["resnet50"], -1),
+    ]
+
+
+def test_only_the_generated_page_states_the_time_of_all_figures() -> None:
+    commands = [line for page in (PAPERS, ROOT / "README.md") for line in page.read_text().splitlines()]
+    assert not [line for line in commands if re.search(r"figure=all.*\d+ minutes", line) and "quick" not in line]
+
+
+def test_the_readme_has_the_gaps_of_the_page_of_learned_planners() -> None:
+    """The README's table of gaps is a selection of the page's."""
+    table = (ROOT / "README.md").read_text().partition("| budget | `dqn`")[2].partition("\n\n")[0]
+    numbers = set(re.findall(r"\d\.\d\d", table))
+    assert len(numbers) > 10 and numbers <= set(re.findall(r"\d\.\d\d", LEARNED.read_text()))

@@ -54,7 +54,7 @@ def test_the_wheel_works_where_nothing_of_it_can_be_written(fresh: Path, tmp_pat
         return done.stdout
 
     location = output("python", "-c", "import experiments; print(experiments.__file__)")
-    assert location.startswith(str(fresh.parent))
+    assert location.startswith(str(fresh.parent)) and (Path(location.strip()).parent / "py.typed").exists()
     assert "evaluate" in output("headroom", "--help")
     printed = output(
         "headroom",
@@ -69,6 +69,14 @@ def test_the_wheel_works_where_nothing_of_it_can_be_written(fresh: Path, tmp_pat
     summary = json.loads((work / "found" / "summary.json").read_text())
     assert summary["command"][2] == "experiments.evaluate" and summary["results"][0]["feasible"]
     assert list(home.rglob("*.nbi"))  # what was compiled
+    output("python", "-c", "import gymnasium; gymnasium.make('envs:GpuMemory-v0')")
+    (work / "agents").mkdir()
+    (work / "agents" / "__init__.py").touch()
+    hiding = subprocess.run(
+        [str(fresh / "python"), "-c", "import simulator"], cwd=work, env=environment, capture_output=True, text=True
+    )
+    assert f"{work / 'agents'} hides Headroom's package 'agents'" in hiding.stderr
+    shutil.rmtree(work / "agents")
     assert "--steps" in output("python", "-m", "experiments.examples.dqn_single_file", "--help")
     output("python", "-c", "import agents; agents.make('policy_search')")  # with its weights
 

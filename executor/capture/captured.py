@@ -156,42 +156,74 @@ class Captured:
 
     ``graph`` takes the placeholders' tensors in order and returns ``outputs``, the flat list of the step's tensors. On
     real tensors it performs exactly the step, including in-place updates of the state.
+
+    Attributes:
+        program: Kernels and tensors of the step.
+        graph: The step's operators as PyTorch executes them.
+        nodes: Per kernel, its operator and its getitems; () for a marker.
+        values: Index in ``program.tensors`` of each node whose value is one tensor.
+        placeholders: Inputs of the graph, in order.
+        names: Name of each placeholder, such as "features.0.weight" or "optimizer.features.0.weight.momentum_buffer".
+        sources: The user's tensor of each placeholder; None for state that does not exist yet.
+        homes: Slot that binds each placeholder's tensor now; None for arguments.
+        devices: Device of each placeholder.
+        outputs: Nodes of the tensors that the graph returns.
+        spec: Structure of the step's arguments.
+        leaves: The step's arguments, flat; placeholders replace tensors.
+        settings: Constant options per optimizer and group.
+        numbers: Optimizer options that may change between steps.
+        skip_flags: Numbers that skip the kernels in ``skippable`` if nonzero (GradScaler).
+        skippable: Kernels that a GradScaler may skip.
+        draws: Kernel after whose draws the random state of a kernel begins, if not the last; the number of kernels
+            stands for the step's end.
+        modules: Modules of the step, each with its training mode and its submodules.
+        places: Source location of each kernel; a marker has the place of the kernel before it.
+        owners: Module of each tensor: that of its parameter, also for buffers, gradients and optimizer state; "inputs"
+            for the step's arguments; otherwise that of the first kernel that uses it.
+        precision: PyTorch's precision flags at the capture.
+        micro: Ends of the micro-batches, with gradient accumulation.
+        holds: Tensors that the training loop keeps from one step to the next.
+        python: Python values that the step reads and writes.
+        hooks: Hooks of the step's tensors and modules.
+        modes: PyTorch's ambient modes at the capture.
+        is_first: Whether later steps differ from this one.
+        returned: Layout of the graph's outputs.
+        source: The captured call, and how to capture it with other arguments.
+        reads: Numbers of the batch on which the step branches.
+        early_update: Whether the kernels of the update are in the backward pass (early_update.py).
     """
 
     program: Program
     graph: fx.GraphModule
-    nodes: tuple[tuple[fx.Node, ...], ...]  # per kernel: operator and its getitems; () for a marker
-    values: dict[fx.Node, int]  # node whose value is one tensor -> index in program.tensors
+    nodes: tuple[tuple[fx.Node, ...], ...]
+    values: dict[fx.Node, int]
     placeholders: tuple[fx.Node, ...]
-    names: tuple[str, ...]  # per placeholder, e.g. "features.0.weight", "optimizer.features.0.weight.momentum_buffer"
-    sources: tuple[Tensor | None, ...]  # per placeholder: user's tensor; None for state not yet created
-    homes: list[Home | None]  # per placeholder: slot that binds its tensor now; None for arguments
-    devices: tuple[torch.device, ...]  # per placeholder
+    names: tuple[str, ...]
+    sources: tuple[Tensor | None, ...]
+    homes: list[Home | None]
+    devices: tuple[torch.device, ...]
     outputs: tuple[fx.Node, ...]
-    spec: TreeSpec  # of the step's arguments
-    leaves: tuple[Any, ...]  # the arguments, flat; placeholders replace tensors
-    settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # constant options per optimizer and group
-    numbers: Numbers  # optimizer options that may change between steps
-    skip_flags: frozenset[fx.Node]  # numbers that skip the kernels in ``skippable`` if nonzero (GradScaler)
-    skippable: frozenset[int]  # kernels that a GradScaler may skip
-    # Kernel (or number of kernels: step end) -> kernel after whose draws its random state begins, if not the last.
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]
+    numbers: Numbers
+    skip_flags: frozenset[fx.Node]
+    skippable: frozenset[int]
     draws: dict[int, int]
-    modules: tuple[tuple[nn.Module, bool, tuple[nn.Module | None, ...]], ...]  # training mode and submodules
-    places: tuple[Place, ...]  # per kernel; a marker has the place of the kernel before it
-    # Per tensor: the module of its parameter, also for buffers, gradients and optimizer state; "inputs" for the step's
-    # arguments; otherwise the module of the first kernel that uses it.
+    modules: tuple[tuple[nn.Module, bool, tuple[nn.Module | None, ...]], ...]
+    places: tuple[Place, ...]
     owners: tuple[str, ...]
-    precision: Precision  # PyTorch's flags at the capture
-    micro: tuple[MicroBatch, ...]  # with gradient accumulation
+    precision: Precision
+    micro: tuple[MicroBatch, ...]
     holds: UserHolds
     python: PythonValues
     hooks: Hooks
-    modes: Modes  # PyTorch's ambient modes at the capture
-    is_first: bool  # later steps differ from this one
+    modes: Modes
+    is_first: bool
     returned: Returned
     source: Source
-    reads: tuple[HostRead, ...]  # numbers of the batch on which the step branches
-    early_update: bool = False  # whether the kernels of the update are in the backward pass (early_update.py)
+    reads: tuple[HostRead, ...]
+    early_update: bool = False
 
     def __post_init__(self) -> None:
         self.python.bind(self.homes, self.returned.effects)

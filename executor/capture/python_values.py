@@ -419,7 +419,7 @@ def iterated_in(code: types.CodeType) -> frozenset[str]:
     """Returns the names of variables and attributes whose values ``code`` reads whole."""
     found: set[str] = set()
     for part in nested(code):
-        before = [None, None]  # names that the last two instructions load
+        before: list[str | None] = [None, None]  # names that the last two instructions load
         for instruction in dis.get_instructions(part):
             name = instruction.argval if instruction.opname.startswith("LOAD_") else None
             is_call = instruction.opname in ("PRECALL", "CALL") and before[0] in _READERS

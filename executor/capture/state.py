@@ -152,7 +152,7 @@ class StepState(Reach):
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)]
         if type(tensor).__name__ == "DTensor":
-            raise CaptureError(f"{name} is a DTensor, parts of which are on other GPUs")
+            raise CaptureError(f"{name} is a DTensor, parts of which are on other GPUs: plan the model on one GPU")
         check_dense(tensor, name)
         device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
         storage = StorageWeakRef(tensor.untyped_storage())

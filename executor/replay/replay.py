@@ -241,7 +241,8 @@ class Run:
     def _raise_first(self, log: Log) -> None:
         wrong = log.wrong[self.rounds * len(self.order.jobs) :]
         for index in np.flatnonzero(wrong != NEVER)[:1].tolist():
-            self._raise(*self.checks[index], int(wrong[index]))
+            block, when = self.checks[index]
+            self._raise(block, when, int(wrong[index]))
         start = {b.owner for b in self.order.start}
         for t in self.order.host:
             if self.program.tensors[t].persistent and t not in start:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -314,8 +314,9 @@ def program(cfg: DictConfig, target: Machine, limits: str | None = None) -> Prog
     file = path(cfg, "program")
     if file is not None:
         return Program.load(file)
-    for value in values(cfg, limits) if limits is not None else ():
-        check_limit(value, limits)
+    if limits is not None:
+        for value in values(cfg, limits):
+            check_limit(value, limits)
     from experiments import workloads  # PyTorch is only needed to capture
 
     return workloads.load(to_dict(cfg.workload), target).program
@@ -323,7 +324,7 @@ def program(cfg: DictConfig, target: Machine, limits: str | None = None) -> Prog
 
 def to_dict(cfg: DictConfig) -> dict[str, Any]:
     """Converts a config node to a dictionary, interpolations resolved; raises an OmegaConf error for missing values."""
-    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
 
 
 def dataclass_from_config(kind: type[Any], cfg: DictConfig, prefix: str) -> Any:

@@ -212,8 +212,9 @@ def uncertainty(a: Answer) -> list[str]:
     """Returns sentences about the kernel times."""
     if a.times is None:
         return []
-    has_spread = a.spread is not None and a.times.error is not None
-    return [a.times.note, *([spread_sentence(a.spread, a.times.error)] if has_spread else [])]
+    if a.spread is None or a.times.error is None:
+        return [a.times.note]
+    return [a.times.note, spread_sentence(a.spread, a.times.error)]
 
 
 def batches(a: Answer) -> list[str]:

@@ -369,7 +369,7 @@ def columns_of(gaps: Iterable[Gap]) -> Ints:
 
 
 def row_of(gap: Gap, choice: int) -> Row:
-    """Returns the row without optional kernels that evicts the tensor of ``gap`` by ``choice``, not RESIDENT."""
+    """Returns the row that evicts the tensor of ``gap`` by ``choice`` (not RESIDENT), with no optional kernel set."""
     if choice == Choice.SWAPPED:
         return SWAP, *gap, -1, -1
     return RECOMPUTE, *gap, int(choice == Choice.CHAIN_KEPT), -1
