@@ -16,6 +16,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agents.planner import LEAST as LEAST_CALLS, PlannerInfo, Rows, RowsPlanner, at_least, one_of, positive
 from agents.search.annealing import everything, half_way, start
@@ -113,6 +114,16 @@ def decode_plans(
     moves.weights = np.where(moves.weights > 0, priors.astype(np.float64) + OPTIONS.min_smoothing, 0.0)
 
 
+def smoothed(weights: NDArray[np.float64], count: int) -> list[NDArray[np.float64]]:
+    """Returns weights of moves for ``count`` runs that trust the network less and less.
+
+    Args:
+        weights: (m, 4), with ``PolicyOptions.min_smoothing`` added already, as after ``decode_plans``.
+    """
+    added = np.geomspace(OPTIONS.min_smoothing, OPTIONS.max_smoothing, count) - OPTIONS.min_smoothing
+    return [np.where(weights > 0, weights + smoothing, 0.0) for smoothing in added]
+
+
 def successive_halving(
     search: GuidedSearch, calls: int | None, until: float | None, jobs: int, hot: float, cold: float, seed: int
 ) -> tuple[int, Rows]:
@@ -138,10 +149,9 @@ def successive_halving(
     count = OPTIONS.starts
     engines = [main, *(Engine(main.program, main.machine, main.limit) for _ in range(1, min(jobs, count)))]
     runs = []
-    least = OPTIONS.min_smoothing  # the weights contain it already
-    for i, smoothing in enumerate(np.geomspace(least, OPTIONS.max_smoothing, count).tolist()):
+    for i, weights in enumerate(smoothed(moves.weights, count)):
         run_moves = moves.fork(seed + i)
-        run_moves.weights = np.where(moves.weights > 0, moves.weights + smoothing - least, 0.0)
+        run_moves.weights = weights
         runs.append((*search.plans[i % len(search.plans)], run_moves))
     rungs = len(OPTIONS.fall) - 1
     heat = [hot * (cold / hot) ** share for share in OPTIONS.fall]
