@@ -117,7 +117,13 @@ class DQN(RowsPlanner):
             network = self.ranks in ("q", "improves")
             net = trained(Path(self.weights or WEIGHTS[self.message_passing])) if network else None
             task = EditTask(
-                program, machine, limit, self.mode, self.min_bytes, lambda task: self._starts(task, calls, until)
+                program,
+                machine,
+                limit,
+                self.mode,
+                self.min_bytes,
+                lambda task: self._starts(task, calls, until),
+                by_class=True,
             )
             best = self.search(task, net, None if calls is None else max(calls - 1 - task.engine.calls, 0), until)
         return self.finish(task.engine, best)

@@ -26,6 +26,7 @@ from simulator.compiled.jit import stage
 from simulator.moves.plan_moves import rows_in_use, uniform
 
 EMPTY = -1e30  # score of an empty slot
+CLASS_CHANGES = 256  # changes of an edit of a class of alike gaps, including its repair
 PoolState = np.dtype(
     [
         ("slot", np.int64),  # slot on trial
@@ -266,7 +267,7 @@ class EditWalk(EditBatch):
     ) -> None:
         if net is None:
             neighbors = draws = 1
-        super().__init__([task], count, neighbors, budget=1, hot=hot, cold=cold)
+        super().__init__([task], count, neighbors, budget=1, hot=hot, cold=cold, max_changes=CLASS_CHANGES)
         for i in range(count):
             self.seed(i, seed + i)
         self.draws = draws

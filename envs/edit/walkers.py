@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.columns import integers
-from envs.edit.columns import MAX_CHANGES, N_CHANGES, Change
+from envs.edit.columns import N_CHANGES, Change
 from simulator.compiled.encoding import (
     AFTER,
     BEFORE,
@@ -58,7 +58,7 @@ STATE = integers("now_ns best_ns steps accepted since best_rows budget time_ns a
 
 
 class Walkers(NamedTuple):
-    """W plans of one task with m gaps and n kernels, and M neighbors of each."""
+    """W plans of one task with m gaps and n kernels, and M neighbors of each, of at most C changes."""
 
     rows: NDArray[np.int64]  # (W, m, 6)
     on: NDArray[np.bool_]  # (W, m)
@@ -66,8 +66,8 @@ class Walkers(NamedTuple):
     rng: NDArray[np.uint64]  # (W, 1)
     state: NDArray[Any]  # (W,) STATE
     best: NDArray[np.int64]  # (W, m, 6)
-    codes: NDArray[np.int64]  # (W, M, MAX_CHANGES) gap * N_CHANGES + change, or -1
-    changed_rows: NDArray[np.int64]  # (W, M, MAX_CHANGES, 6)
+    codes: NDArray[np.int64]  # (W, M, C) gap * N_CHANGES + change, or -1
+    changed_rows: NDArray[np.int64]  # (W, M, C, 6)
     counts: NDArray[np.int64]  # (W, M) changes of each neighbor; 0: no neighbor found
     effect: NDArray[np.float32]  # (W, m, N_CHANGES) effect of the last trial of each change
     tried_at: NDArray[np.int64]  # (W, m, N_CHANGES) state.steps at that trial, or -1
@@ -105,7 +105,8 @@ def plan_of(walkers, i):
 
 @stage
 def _read_changes(current, new, differ, codes, rows):
-    """Writes the changes from ``current`` to ``new`` and returns their number; 0 if there are more than MAX_CHANGES."""
+    """Writes the changes from ``current`` to ``new`` and returns their number; 0 if there are more than ``codes``."""
+    max_changes = codes.shape[0]
     count = 0
     codes[:] = -1
     if differ[0] < 0:  # too many gaps changed to be recorded
@@ -123,7 +124,7 @@ def _read_changes(current, new, differ, codes, rows):
         chosen = choice_in(new.on, new.rows, g)
         if old == chosen and (chosen == Choice.RESIDENT or _equal_rows(new.rows[g], current.rows[g])):
             continue
-        if count == MAX_CHANGES:
+        if count == max_changes:
             codes[:] = -1
             return 0
         codes[count] = g * N_CHANGES + chosen
@@ -544,8 +545,8 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
         _show_gap(times, plan, gaps, g, stall, ideal, gap_out[g])
 
 
-def make_walkers(walkers: int, gaps: int, kernels: int, neighbors: int) -> Walkers:
-    """Allocates the arrays for the given numbers of walkers, gaps, kernels and neighbors."""
+def make_walkers(walkers: int, gaps: int, kernels: int, neighbors: int, changes: int) -> Walkers:
+    """Allocates the arrays for the given numbers of walkers, gaps, kernels, neighbors and changes of a neighbor."""
     shape: tuple[Any, ...] = (walkers, gaps)
     return Walkers(
         rows=np.zeros((*shape, 6), np.int64),
@@ -554,8 +555,8 @@ def make_walkers(walkers: int, gaps: int, kernels: int, neighbors: int) -> Walke
         rng=np.ones((walkers, 1), np.uint64),
         state=np.zeros(walkers, STATE),
         best=np.zeros((*shape, 6), np.int64),
-        codes=np.full((walkers, neighbors, MAX_CHANGES), -1, np.int64),
-        changed_rows=np.zeros((walkers, neighbors, MAX_CHANGES, 6), np.int64),
+        codes=np.full((walkers, neighbors, changes), -1, np.int64),
+        changed_rows=np.zeros((walkers, neighbors, changes, 6), np.int64),
         counts=np.zeros((walkers, neighbors), np.int64),
         effect=np.zeros((*shape, N_CHANGES), np.float32),
         tried_at=np.full((*shape, N_CHANGES), -1, np.int64),
