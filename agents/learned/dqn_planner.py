@@ -26,8 +26,7 @@ from agents.search.budgeted import budgeted
 from agents.search.local_search import check_heat
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import MODES
-from simulator.moves.moves import Moves
+from simulator.modes import MODES, evictions
 from simulator.plan import Plan
 from simulator.program import Program
 
@@ -107,7 +106,7 @@ class DQN(RowsPlanner):
         calls = OPTIONS.calls if self.calls is None and until is None else self.calls
         if program.peak_bytes <= limit:
             return self.finish(Engine(program, machine, limit), NO_ROWS)
-        if not Moves(program, limit, self.mode, self.min_bytes, 0).gaps:
+        if not any(evictions(program, gap, self.mode) for gap in program.gaps(self.min_bytes)):
             raise infeasible(self, program, limit, None)
         from agents.learned.edit_net import trained
         from agents.learned.optimization import on_one_thread

@@ -31,6 +31,7 @@ from simulator.program import Program
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import
     from agents.learned.policy_net import PolicyNet
+    from simulator.moves.gap_graph import GapGraph
 
 WEIGHTS = Path(__file__).parent / "policy.pt"
 SAMPLES = 128  # sampled plans in addition to the most likely one
@@ -47,8 +48,8 @@ class PolicyOptions:
     fall: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
     min_smoothing: float = 0.03  # added to every probability, so that the search can make unlikely moves
     max_smoothing: float = 1.0  # the same in the run that trusts the network least
-    gap_s: float = 1e-4  # approximate seconds of the network per gap
-    pair_s: float = 1e-8  # and per gap times kernel
+    gap_s: float = 3e-5  # approximate seconds of the network and its input per gap
+    pair_s: float = 3e-9  # and per gap times kernel
 
 
 OPTIONS = PolicyOptions()
@@ -85,6 +86,7 @@ def decode_plans(
     rounds: int = 1,
     seed: int = 0,
     until: float | None = None,
+    graph: GapGraph | None = None,
 ) -> None:
     """Offers the network's plans as starts and sets its probabilities as weights of the moves.
 
@@ -96,6 +98,7 @@ def decode_plans(
         rounds: decoding rounds of the most likely plan.
         seed: seed of the samples.
         until: time.monotonic() after which no more plans are offered.
+        graph: the task's graph, if it exists already.
     """
     from agents.learned.policy_net import decode, fit, sample
     from simulator.moves.gap_graph import GapGraph
@@ -103,7 +106,8 @@ def decode_plans(
     engine = search.engine
     moves = search.moves
     rng = np.random.default_rng(seed)
-    graph = GapGraph(engine.program, engine.machine, engine.limit, moves, mode)
+    if graph is None:
+        graph = GapGraph(engine.program, engine.machine, engine.limit, moves, mode)
     kinds, priors, confidences = decode(net, graph, rounds)
     for likely, candidate in [(confidences, kinds), *((priors, sample(priors, rng)) for _ in range(samples))]:
         if search.plans and until is not None and time.monotonic() > until:

@@ -362,10 +362,16 @@ def show_trials(walkers, members, ages, out):
 
 
 class Times(NamedTuple):
-    """Kernel times of a task, and scratch arrays for ``show_plan``; all but the first two are of one iteration."""
+    """Kernel times of a task, and scratch arrays for ``show_plan``; all but the first four are of one iteration."""
 
     bin_of: NDArray[np.int64]  # (n,)
     duration: NDArray[np.float64]  # (n,) ns
+    duration_until: NDArray[np.float64]  # (n + 1,) ns of all kernels before; the next ..._until likewise
+    by_size: NDArray[np.int64]  # (m,) gaps, sorted by the size of their tensors
+    data_until: NDArray[np.float64]  # (n + 1,) ns
+    memory_until: NDArray[np.float64]  # (n + 1,) ns
+    tight_until: NDArray[np.float64]  # (n + 1,) ns of kernels with less free memory than a tensor takes
+    least_slack: NDArray[np.float64]  # (levels, n) free bytes, least of 2**level kernels from each on
     gap_of: NDArray[np.int64]  # (m,) gap of each row in use
     start: NDArray[np.float64]  # (n,) ns
     data_stall: NDArray[np.float64]  # (n,) ns of waiting for data before the kernel
@@ -476,6 +482,46 @@ def _show_bins(times, plan, limit, excess, ideal, bins):
         seen.in_load = min(seen.in_load, 3.0)
 
 
+@stage
+def _bounds(gaps, g, n):
+    """Returns the first kernel within gap g and the one that closes it, which the current row may have shifted."""
+    default = gaps.choice_rows[g, Choice.SWAPPED if gaps.weights[g, Choice.SWAPPED] > 0.0 else Choice.RECOMPUTED]
+    after = default[AFTER]
+    return after + 1 if after + 1 < n else 0, default[BEFORE]
+
+
+@stage
+def _sum_between(until, begin, end):
+    """Returns the sum over the kernels from ``begin`` to before ``end``, over the boundary if they wrap."""
+    total = until[end] - until[begin]
+    return total + until[until.shape[0] - 1] if end < begin else total
+
+
+@stage
+def _least_slack(times, begin, end):
+    """Returns the least free memory of the kernels from ``begin`` to before ``end``; infinite if there are none."""
+    if begin >= end:
+        return math.inf
+    level = 0
+    while 2 << level <= end - begin:
+        level += 1
+    return min(times.least_slack[level, begin], times.least_slack[level, end - (1 << level)])
+
+
+@stage
+def _sum_up(times):
+    """Fills the sums and minima over kernels, so that a gap's columns do not take a pass over its kernels."""
+    n = times.slack.shape[0]
+    for k in range(n):
+        times.data_until[k + 1] = times.data_until[k] + times.data_stall[k]
+        times.memory_until[k + 1] = times.memory_until[k] + times.memory_stall[k]
+        times.least_slack[0, k] = times.slack[k]
+    for level in range(1, times.least_slack.shape[0]):
+        half = 1 << (level - 1)
+        for k in range(n - 2 * half + 1):
+            times.least_slack[level, k] = min(times.least_slack[level - 1, k], times.least_slack[level - 1, k + half])
+
+
 @stage(inline=True)
 def _show_gap(times, plan, gaps, g, stall, ideal, out):
     """Writes the columns of gap g that depend on the plan; ``stall``: of the whole iteration, ns."""
@@ -486,25 +532,16 @@ def _show_gap(times, plan, gaps, g, stall, ideal, out):
     out.choice[choice] = 1.0
     is_default = choice == Choice.RESIDENT or _equal_rows(plan.rows[g], gaps.choice_rows[g, choice])
     out.is_shifted = 0.0 if is_default else 1.0
-    # The bounds of the gap, which the current row may have shifted.
-    default = gaps.choice_rows[g, Choice.SWAPPED if gaps.weights[g, Choice.SWAPPED] > 0.0 else Choice.RECOMPUTED]
-    after = default[AFTER]
-    closing = default[BEFORE]
-    opening = after + 1 if after + 1 < n else 0
-    wraps = closing < opening
-    min_slack = 4.0 * nbytes
-    memory = 0.0
-    data = 0.0
-    tight_ns = 0.0
-    span_ns = 1.0
-    for part in range(2 if wraps else 1):
-        for k in range(0 if part else opening, n if wraps and not part else closing):
-            min_slack = min(min_slack, times.slack[k])
-            data += times.data_stall[k]
-            memory += times.memory_stall[k]
-            span_ns += times.duration[k]
-            if times.slack[k] < nbytes:
-                tight_ns += times.duration[k]
+    opening, closing = _bounds(gaps, g, n)
+    is_wrapped = closing < opening
+    min_slack = _least_slack(times, opening, n if is_wrapped else closing)
+    if is_wrapped:
+        min_slack = min(min_slack, _least_slack(times, 0, closing))
+    min_slack = min(min_slack, 4.0 * nbytes)
+    memory = _sum_between(times.memory_until, opening, closing)
+    data = _sum_between(times.data_until, opening, closing)
+    span_ns = 1.0 + _sum_between(times.duration_until, opening, closing)
+    tight_ns = _sum_between(times.tight_until, opening, closing) if min_slack < nbytes else 0.0
     out.stall_at_use = _log(times.data_stall[closing] / ideal, 1000.0)
     out.memory_stall = _log(memory / ideal, 1000.0)
     out.data_stall = _log(data / ideal, 1000.0)
@@ -541,7 +578,14 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
         bin_out[b].out_load = bin_out[b].in_load = 0.0
     stall = _read_log(log, times, plan, ideal, bin_out)
     _show_bins(times, plan, limit, excess, ideal, bin_out)
-    for g in range(plan.on.shape[0]):
+    _sum_up(times)
+    nbytes = np.int64(-1)
+    for g in times.by_size:
+        if gaps.nbytes[g] != nbytes:
+            nbytes = gaps.nbytes[g]
+            for k in range(plan.load.shape[0]):
+                is_tight = times.slack[k] < nbytes
+                times.tight_until[k + 1] = times.tight_until[k] + (times.duration[k] if is_tight else 0.0)
         _show_gap(times, plan, gaps, g, stall, ideal, gap_out[g])
 
 
