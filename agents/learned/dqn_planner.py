@@ -145,6 +145,7 @@ class DQN(RowsPlanner):
             self.seed,
             neighbors=OPTIONS.timed_neighbors if calls is None else OPTIONS.neighbors,
             draws=OPTIONS.draws,
+            first_draws=OPTIONS.draws if calls is None else OPTIONS.neighbors,
             ranking=Ranking.IMPROVES if self.ranks == "improves" else Ranking.Q,
             hot=self.hot,
             cold=self.cold,

@@ -23,9 +23,10 @@ from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask, Start
 from envs.edit.walkers import apply_edit, close_trial, draw, open_trial, score_trial
 from simulator.compiled.jit import stage
-from simulator.moves.plan_moves import rows_in_use, uniform
+from simulator.moves.plan_moves import rows_in_use
 
 EMPTY = -1e30  # score of an empty slot
+NEXT = 1e30  # score of an edit that is tried as drawn
 CLASS_CHANGES = 256  # changes of an edit of a class of alike gaps, including its repair
 PoolState = np.dtype(
     [
@@ -153,7 +154,7 @@ def _refill_pool(walkers, i, count, pool, h, base, head, ranking, limit, gaps, n
         pool.score[slot] = EMPTY
         if n_changes > 0 and _is_new(pool, codes, walkers.changed_rows[i, slot], n_changes):
             if ranking == Ranking.RANDOM:
-                pool.score[slot] = uniform(walkers.rng[i])
+                pool.score[slot] = NEXT
             else:
                 pool.score[slot] = rank(h, base, head, codes, n_changes, ranking)
 
@@ -164,6 +165,7 @@ def try_best_edits(
     i,
     calls,
     draws,
+    first_draws,
     answer_ns,
     pool,
     h,
@@ -186,7 +188,7 @@ def try_best_edits(
 
     Args:
         calls: maximum number of simulator calls.
-        draws: neighbors drawn per call.
+        draws, first_draws: neighbors drawn per call, and at the first call after an accepted edit.
         answer_ns: see ``walkers.step``.
         ranking: a ``Ranking``.
         enough_ns: iteration time of a plan that ends the walk.
@@ -211,7 +213,7 @@ def try_best_edits(
                 pool.seen[:] = 0
                 pool_state.is_stale = 0
                 pool_state.seen = 0
-                count = pool.score.shape[0]
+                count = first_draws
             for _ in range(8):  # near a local optimum most draws were tried before
                 _refill_pool(walkers, i, count, pool, h, base, head, ranking, limit, gaps, new, scratch)
                 slot = _extreme(pool.score, 1.0)
@@ -248,7 +250,7 @@ class EditWalk(EditBatch):
         net: network that ranks the neighbors; None: they are tried as drawn.
         seed: random seed of the first walker.
         neighbors: size of a pool.
-        draws: neighbors drawn per call.
+        draws, first_draws: neighbors drawn per call, and at the first call after an accepted edit.
         ranking: a ``Ranking``.
         hot, cold: first and last temperature, as fractions of the ideal time.
     """
@@ -261,16 +263,18 @@ class EditWalk(EditBatch):
         seed: int,
         neighbors: int = 64,
         draws: int = 8,
+        first_draws: int = 64,
         ranking: Ranking = Ranking.Q,
         hot: float = 1e-3,
         cold: float = 3e-5,
     ) -> None:
         if net is None:
-            neighbors = draws = 1
+            neighbors = draws = first_draws = 1
         super().__init__([task], count, neighbors, budget=1, hot=hot, cold=cold, max_changes=CLASS_CHANGES)
         for i in range(count):
             self.seed(i, seed + i)
         self.draws = draws
+        self.first_draws = first_draws
         self.ranking = int(Ranking.RANDOM if net is None else ranking)
         self.encoder = None if net is None else Encoder(net, task)
         self.weights = [task.moves.weights] * count  # of the draws of each walker
@@ -325,6 +329,7 @@ class EditWalk(EditBatch):
                 i,
                 calls - calls_made,
                 self.draws,
+                self.first_draws,
                 answer_ns,
                 self._pools[i],
                 *self._encodings[i],
