@@ -6,7 +6,8 @@ ranks them with the Q-network, and simulates the best (edit_walk.py). The networ
 if calls are limited, and for a share of the time if only time is limited.
 
 Controls rank without Q-values: ``ranks="policy"`` draws by the policy's probabilities, ``ranks="uniform"`` draws
-uniformly, and ``ranks="improves"`` uses the supervised head of the same network.
+uniformly, ``ranks="improves"`` uses the supervised head of the same network, and ``ranks="q_only"`` the advantage
+without that head's part.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:  # PyTorch and Gymnasium take seconds to import
     from envs.edit.task import EditTask, Start
 
 TITLE = '"GPU memory management for neural networks using deep Q-network"'
-RANKS = ("q", "improves", "policy", "uniform")
+RANKS = ("q", "q_only", "improves", "policy", "uniform")
 WEIGHTS = {  # with message passing, and without
     True: Path(__file__).parent / "dqn.pt",
     False: Path(__file__).parent / "dqn_flat.pt",
@@ -113,7 +114,7 @@ class DQN(RowsPlanner):
         from envs.edit.task import EditTask
 
         with on_one_thread():
-            network = self.ranks in ("q", "improves")
+            network = self.ranks in ("q", "q_only", "improves")
             net = trained(Path(self.weights or WEIGHTS[self.message_passing])) if network else None
             task = EditTask(
                 program,
@@ -131,6 +132,7 @@ class DQN(RowsPlanner):
         """Returns the best rows that walkers find from the task's start plans within ``calls`` or ``until``."""
         from agents.learned.edit_walk import EditWalk, Ranking
 
+        rankings = {"improves": Ranking.IMPROVES, "q_only": Ranking.ADVANTAGE}
         if task.starts[0].iteration_ns <= task.ideal_ns:
             return task.starts[0].rows
         if self.ranks == "uniform":
@@ -146,7 +148,7 @@ class DQN(RowsPlanner):
             neighbors=OPTIONS.timed_neighbors if calls is None else OPTIONS.neighbors,
             draws=OPTIONS.draws,
             first_draws=OPTIONS.draws if calls is None else OPTIONS.neighbors,
-            ranking=Ranking.IMPROVES if self.ranks == "improves" else Ranking.Q,
+            ranking=rankings.get(self.ranks, Ranking.Q),
             hot=self.hot,
             cold=self.cold,
         )
@@ -170,9 +172,7 @@ class DQN(RowsPlanner):
         task.engine.calls += walk.simulated
         return min(best, key=lambda plan: plan.iteration_ns).rows
 
-    def _run(
-        self, walk: EditWalk, i: int, calls: int | None, deadline: float | None, hot: float, cold: float
-    ) -> int:
+    def _run(self, walk: EditWalk, i: int, calls: int | None, deadline: float | None, hot: float, cold: float) -> int:
         """Runs walker i while the progress of the temperature goes from ``hot`` to ``cold``; returns the calls made."""
         begin = time.monotonic()
         calls_made = 0

@@ -3,9 +3,13 @@
 ``try_best_edits`` is the compiled loop. A pool holds the best untried neighbors of the current plan; each call replaces
 the lowest-ranked ones with new draws and tries the best. After an accepted edit the pool is redrawn.
 
-The ranking needs the network's encoding of a plan, which takes as long as several calls. ``EditWalk.encode`` updates it;
-between updates edits are ranked as if the plan were still the encoded one (a stale encoding). With ``RANDOM`` instead of
-a head, edits are tried in random order: the no-network ablation.
+The ranking needs the network's encoding of a plan, which takes as long as several calls. ``EditWalk.encode`` updates
+it; between updates edits are ranked as if the plan were still the encoded one (a stale encoding).
+
+Deviations from a greedy policy of the trained network: the encoding may be stale; the pool keeps edits from call to
+call; an edit of a class of alike gaps has more changes than any in training; Q-values are compared without the state's
+value and the mean advantage, which are equal for all edits of a plan. With ``RANDOM`` instead of a head, edits are tried
+as drawn: the no-network ablation.
 """
 
 from __future__ import annotations
@@ -38,11 +42,12 @@ PoolState = np.dtype(
 
 
 class Ranking(IntEnum):
-    """Ranking of edits: by a head of the network, or none."""
+    """Ranking of edits: by a head of the network, by the advantage without the supervised part (ADVANTAGE), or none."""
 
     Q = 0
     IMPROVES = 1
     RANDOM = 2
+    ADVANTAGE = 3
 
 
 class Head(NamedTuple):
@@ -105,6 +110,8 @@ def rank(h, base, head, codes, count, ranking):
         improves += head.out_weight[2, y] * second[y]
     if ranking == Ranking.IMPROVES:
         return np.float64(improves)
+    if ranking == Ranking.ADVANTAGE:
+        return np.float64(advantage)
     return np.float64(advantage + head.lift[0] / (np.float32(1) + np.float32(math.exp(-improves))))
 
 
