@@ -71,7 +71,7 @@ OPTIONS = DQNOptions()
 
 @dataclass(eq=False)
 class DQN(RowsPlanner):
-    """Planner ``agents.make("dqn")``.
+    """Planner ``agents.make("dqn")``: learned ranking of edits.
 
     Args:
         calls: simulator calls, including those of the start plans and the final check; None: ``DQNOptions.calls``, or
