@@ -34,7 +34,7 @@ from simulator.program import Program
 if TYPE_CHECKING:  # PyTorch and Gymnasium take seconds to import
     from agents.learned.edit_net import EditNet
     from agents.learned.edit_walk import EditWalk
-    from envs.edit.task import EditTask, Start
+    from envs.edit.task import EditTask
 
 TITLE = '"GPU memory management for neural networks using deep Q-network"'
 RANKS = ("q", "q_only", "improves", "policy", "uniform")

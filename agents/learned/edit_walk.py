@@ -8,8 +8,8 @@ it; between updates edits are ranked as if the plan were still the encoded one (
 
 Deviations from a greedy policy of the trained network: the encoding may be stale; the pool keeps edits from call to
 call; an edit of a class of alike gaps has more changes than any in training; Q-values are compared without the state's
-value and the mean advantage, which are equal for all edits of a plan. With ``RANDOM`` instead of a head, edits are tried
-as drawn: the no-network ablation.
+value and the mean advantage, which are equal for all edits of a plan. With ``RANDOM`` instead of a head, edits are
+tried as drawn: the no-network ablation.
 """
 
 from __future__ import annotations
