@@ -1,12 +1,13 @@
 """Both DQNs as planners: DQN edits complete plans with pretrained weights, DQNPaper trains on the program it plans.
 
 Start plans are decoded from the policy; with more calls, the best heuristic's plan is added. A small budget goes to one
-walker. A larger one goes to several walkers with a start plan each, and then to the best of them. The Q-network
-soon ranks no edit high, so with many calls policy_search's annealing runs in between, starting from the walkers' plans.
+walker, a larger one to several with a start plan each, by policy_search's successive halving. A walker draws edits,
+ranks them with the Q-network, and simulates the best (edit_walk.py). The network is evaluated after every accepted edit
+if calls are limited, and for a share of the time if only time is limited.
 
-The network is evaluated once per accepted edit and ranks drawn neighbors in compiled code (edit_walk.py). Controls
-rank without Q-values: ``ranks="policy"`` draws by the policy's probabilities, ``ranks="uniform"`` draws uniformly, and
-``ranks="improves"`` uses the supervised head of the same network.
+Controls rank without Q-values: ``ranks="policy"`` draws by the policy's probabilities, ``ranks="uniform"`` draws
+uniformly, ``ranks="improves"`` uses the supervised head of the same network, and ``ranks="q_only"`` the advantage
+without that head's part.
 """
 
 from __future__ import annotations
@@ -19,25 +20,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agents.learned.dqn_config import PaperConfig
-from agents.learned.policy import GuidedSearch, successive_halving
+from agents.learned.policy import smoothed
 from agents.planner import LEAST, NO_ROWS, PlannerInfo, Rows, RowsPlanner, at_least, infeasible, one_of, positive
 from agents.search.annealing import half_way, start
 from agents.search.budgeted import budgeted
 from agents.search.local_search import check_heat
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import MODES
-from simulator.moves.moves import Moves
+from simulator.modes import MODES, evictions
 from simulator.plan import Plan
 from simulator.program import Program
 
 if TYPE_CHECKING:  # PyTorch and Gymnasium take seconds to import
     from agents.learned.edit_net import EditNet
     from agents.learned.edit_walk import EditWalk
-    from envs.edit.task import EditTask, Start
+    from envs.edit.task import EditTask
 
 TITLE = '"GPU memory management for neural networks using deep Q-network"'
-RANKS = ("q", "improves", "policy", "uniform")
+RANKS = ("q", "q_only", "improves", "policy", "uniform")
 WEIGHTS = {  # with message passing, and without
     True: Path(__file__).parent / "dqn.pt",
     False: Path(__file__).parent / "dqn_flat.pt",
@@ -46,7 +46,7 @@ WEIGHTS = {  # with message passing, and without
 
 @dataclass(frozen=True)
 class DQNOptions:
-    """Division of the simulator calls among start plans, walkers, annealing and the last walk."""
+    """Division of the budget among start plans, walkers and the network."""
 
     calls: int = 1_000  # by default
     heuristic_calls: int = 1_000  # calls from which the best heuristic's plan is a start, too
@@ -54,14 +54,16 @@ class DQNOptions:
     few_samples: int = 24  # plans drawn from the policy for one walker
     many_samples: int = 64  # plans drawn from the policy for several walkers
     many_walkers_calls: int = 600  # calls from which several walkers are used
-    walkers: int = 6
-    walkers_share: float = 0.4  # of the calls, for all walkers
-    walker_calls: int = 300  # maximum per walker
-    min_halving_calls: int = 1_000  # of the annealing between the walkers and the last walk; with fewer it is omitted
-    last_calls: int = 700  # of the last walk
-    last_divisor: int = 5  # the last walk gets this part of the remaining time
-    warm_progress: float = 0.3  # progress of the temperature, in the exponent, after the walkers
-    clock_calls: int = 32  # between updates of clock and temperature
+    walkers: tuple[int, ...] = (6, 3, 1)  # of each rung of successive halving
+    # Progress of the temperature, in the exponent, at the start of each rung and at the end.
+    fall: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
+    neighbors: int = 64  # of the pool, if calls are limited
+    timed_neighbors: int = 16  # of the pool, if only time is limited
+    draws: int = 8  # neighbors drawn per call
+    network_share: float = 0.15  # of the time, if only time is limited; else after every accepted edit
+    tick_s: float = 2e-3  # maximum time between updates of clock and temperature
+    tick_calls: int = 32  # the same in calls, if calls are limited
+    max_tick_calls: int = 4096  # the same, if only time is limited
 
 
 OPTIONS = DQNOptions()
@@ -69,7 +71,7 @@ OPTIONS = DQNOptions()
 
 @dataclass(eq=False)
 class DQN(RowsPlanner):
-    """Planner ``agents.make("dqn")``.
+    """Planner ``agents.make("dqn")``: learned ranking of edits.
 
     Args:
         calls: simulator calls, including those of the start plans and the final check; None: ``DQNOptions.calls``, or
@@ -78,7 +80,7 @@ class DQN(RowsPlanner):
         hot, cold: first and last temperature, as fractions of the ideal time.
         seconds: wall-clock budget on one core. The plan then depends on the computer.
         ranks: ranking of the neighbors: "q", or a control (see the module).
-        message_passing: if False, uses the network without structure2vec, which is faster.
+        message_passing: if True, uses the network with structure2vec, which is slower.
         weights: file of ``experiments.pretrain agent=dqn`` or ``train_dqn``; None: the shipped weights.
     """
 
@@ -90,7 +92,7 @@ class DQN(RowsPlanner):
     cold: float = 3e-5
     seconds: float | None = positive(None)
     ranks: str = one_of(RANKS, "q")
-    message_passing: bool = True
+    message_passing: bool = False
     weights: str | Path | None = None
     _heuristic: Rows | None = field(init=False, default=None)
 
@@ -105,17 +107,23 @@ class DQN(RowsPlanner):
         calls = OPTIONS.calls if self.calls is None and until is None else self.calls
         if program.peak_bytes <= limit:
             return self.finish(Engine(program, machine, limit), NO_ROWS)
-        if not Moves(program, limit, self.mode, self.min_bytes, 0).gaps:
+        if not any(evictions(program, gap, self.mode) for gap in program.gaps(self.min_bytes)):
             raise infeasible(self, program, limit, None)
         from agents.learned.edit_net import trained
         from agents.learned.optimization import on_one_thread
         from envs.edit.task import EditTask
 
         with on_one_thread():
-            network = self.ranks in ("q", "improves")
+            network = self.ranks in ("q", "q_only", "improves")
             net = trained(Path(self.weights or WEIGHTS[self.message_passing])) if network else None
             task = EditTask(
-                program, machine, limit, self.mode, self.min_bytes, lambda task: self._starts(task, calls, until)
+                program,
+                machine,
+                limit,
+                self.mode,
+                self.min_bytes,
+                lambda task: self._starts(task, calls, until),
+                by_class=True,
             )
             best = self.search(task, net, None if calls is None else max(calls - 1 - task.engine.calls, 0), until)
         return self.finish(task.engine, best)
@@ -124,73 +132,80 @@ class DQN(RowsPlanner):
         """Returns the best rows that walkers find from the task's start plans within ``calls`` or ``until``."""
         from agents.learned.edit_walk import EditWalk, Ranking
 
+        rankings = {"improves": Ranking.IMPROVES, "q_only": Ranking.ADVANTAGE}
         if task.starts[0].iteration_ns <= task.ideal_ns:
             return task.starts[0].rows
         if self.ranks == "uniform":
             task.moves.weights = np.where(task.moves.weights > 0, 1.0, 0.0)
-        many_walkers = calls is None or task.engine.calls + calls >= OPTIONS.many_walkers_calls - 1
-        count = OPTIONS.walkers if many_walkers else 1
-        share = OPTIONS.walkers_share if many_walkers else 1.0
-        ranking = Ranking.IMPROVES if self.ranks == "improves" else Ranking.Q
-        walk = EditWalk(task, count, net, self.seed, ranking=ranking, hot=self.hot, cold=self.cold)
+        has_many_walkers = calls is None or task.engine.calls + calls >= OPTIONS.many_walkers_calls - 1
+        counts = OPTIONS.walkers if has_many_walkers else (1,)
+        fall = OPTIONS.fall if has_many_walkers else (0.0, 1.0)
+        walk = EditWalk(
+            task,
+            counts[0],
+            net,
+            self.seed,
+            neighbors=OPTIONS.timed_neighbors if calls is None else OPTIONS.neighbors,
+            draws=OPTIONS.draws,
+            first_draws=OPTIONS.draws if calls is None else OPTIONS.neighbors,
+            ranking=rankings.get(self.ranks, Ranking.Q),
+            hot=self.hot,
+            cold=self.cold,
+        )
+        if has_many_walkers:
+            walk.weights = smoothed(task.moves.weights, counts[0])
         plans = [task.starts[0], *(plan for plan in task.starts if plan.rows is self._heuristic), *task.starts[1:]]
-        best_plans: list[Start] = []
-        start_s = time.monotonic()
+        best = [plans[i % len(plans)] for i in range(counts[0])]
+        walkers = list(range(counts[0]))
         calls_made = 0
-        for i in range(count):
-            walk.begin(i, plans[i % len(plans)])
-            deadline = None if until is None else start_s + share * (until - start_s) * (i + 1) / count
-            walker_calls = OPTIONS.walker_calls
-            if calls is not None:
-                walker_calls = int(share * calls) // count
-            if many_walkers:
-                walker_calls = min(walker_calls, OPTIONS.walker_calls)
-            calls_made += self._run(walk, i, walker_calls, deadline, 0.0)
-            best_plans.append(walk.best(i))
-        best = min(best_plans, key=lambda plan: plan.iteration_ns)
-        if many_walkers:
+        for rung, count in enumerate(counts):
+            walkers = sorted(walkers, key=lambda i: best[i].iteration_ns)[:count]
+            rungs_left = len(counts) - rung
+            walker_calls = None if calls is None else (calls - calls_made) // rungs_left // count
             now = time.monotonic()
-            if calls is not None:
-                remaining_calls = calls - calls_made
-                can_halve = remaining_calls >= OPTIONS.min_halving_calls + OPTIONS.last_calls
-                last_calls = OPTIONS.last_calls if can_halve else remaining_calls
-            else:  # a call of the annealing takes a fraction of the time
-                assert until is not None
-                remaining_calls = int(calls_made * (until - now) / max(now - start_s, 1e-9))
-                can_halve = remaining_calls >= OPTIONS.last_calls
-                last_calls = remaining_calls // OPTIONS.last_divisor if can_halve else remaining_calls
-            if last_calls < remaining_calls:
-                deadline = None if until is None else until - (until - now) * last_calls / remaining_calls
-                best = self._halve(task, best_plans, None if calls is None else remaining_calls - last_calls, deadline)
-            walk.begin(0, best)
-            self._run(walk, 0, last_calls if calls is not None else None, until, OPTIONS.warm_progress)
-            best = min(best, walk.best(0), key=lambda plan: plan.iteration_ns)
+            rung_s = None if until is None else (until - now) / rungs_left
+            for turn, i in enumerate(walkers, 1):
+                walk.begin(i, best[i])
+                deadline = None if rung_s is None else now + rung_s * turn / count
+                calls_made += self._run(walk, i, walker_calls, deadline, fall[rung], fall[rung + 1])
+                best[i] = min(best[i], walk.best(i), key=lambda plan: plan.iteration_ns)
         task.engine.calls += walk.simulated
-        return best.rows
+        return min(best, key=lambda plan: plan.iteration_ns).rows
 
-    def _halve(self, task: EditTask, starts: list[Start], calls: int | None, until: float | None) -> Start:
-        """Returns the best plan of policy_search's annealing with successive halving, started from ``starts``."""
-        from envs.edit.task import Start
-
-        plans = sorted(((plan.iteration_ns, plan.rows) for plan in starts), key=lambda plan: plan[0])
-        guided = GuidedSearch(task.engine, task.moves, plans)
-        warm = self.hot * (self.cold / self.hot) ** OPTIONS.warm_progress
-        iteration_ns, rows = successive_halving(guided, calls, until, jobs=1, hot=warm, cold=self.cold, seed=self.seed)
-        return Start(iteration_ns, rows)
-
-    def _run(self, walk: EditWalk, i: int, calls: int | None, deadline: float | None, first_progress: float) -> int:
-        """Runs walker i while the temperature falls from ``first_progress`` to the end; returns the number of calls."""
-        start_s = time.monotonic()
+    def _run(self, walk: EditWalk, i: int, calls: int | None, deadline: float | None, hot: float, cold: float) -> int:
+        """Runs walker i while the progress of the temperature goes from ``hot`` to ``cold``; returns the calls made."""
+        begin = time.monotonic()
         calls_made = 0
-        while calls is None or calls_made < calls:
-            now = time.monotonic()
-            if deadline is not None and now >= deadline:
-                break
-            progress = calls_made / calls if calls else 0.0
-            if deadline is not None:
-                progress = max(progress, (now - start_s) / max(deadline - start_s, 1e-9))
-            max_calls = OPTIONS.clock_calls if calls is None else min(OPTIONS.clock_calls, calls - calls_made)
-            calls_made += walk.walk(i, max_calls, first_progress + (1 - first_progress) * progress)
+        if calls is not None:
+            accepted = 1
+            while calls_made < calls and not walk.has_ideal_plan(i):
+                now = time.monotonic()
+                if deadline is not None and now >= deadline:
+                    break
+                if accepted:
+                    walk.encode(i)
+                spent = calls_made / calls
+                if deadline is not None:
+                    spent = max(spent, (now - begin) / (deadline - begin))
+                max_calls = min(OPTIONS.tick_calls, calls - calls_made)
+                made, accepted = walk.walk(i, max_calls, hot + (cold - hot) * spent)
+                calls_made += made
+            return calls_made
+        assert deadline is not None
+        now = begin
+        tick_calls = 1
+        while now < deadline and not walk.has_ideal_plan(i):
+            walk.encode(i)
+            encoded = time.monotonic()
+            stop = min(encoded + (encoded - now) * (1 / OPTIONS.network_share - 1), deadline)
+            now = encoded
+            while now < stop:
+                progress = hot + (cold - hot) * (now - begin) / (deadline - begin)
+                calls_made += walk.walk(i, tick_calls, progress, accepts=tick_calls)[0]
+                last = now
+                now = time.monotonic()
+                is_late = now - last > min(OPTIONS.tick_s, (stop - last) / 4)
+                tick_calls = max(tick_calls // 2, 1) if is_late else min(2 * tick_calls, OPTIONS.max_tick_calls)
         return calls_made
 
     def _starts(self, task: EditTask, calls: int | None, until: float | None) -> list[Rows]:

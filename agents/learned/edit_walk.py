@@ -1,8 +1,15 @@
-"""Greedy walks over the plans of one task: draw edits, rank them with a head of the Q-network, try the best.
+"""Walks over the plans of one task: draw edits, rank them with a head of the Q-network, simulate the best.
 
-A pool holds the best untried neighbors of the current plan. Each call replaces the lowest-ranked ones with new draws
-and tries the best. After an accepted edit the network encodes the new plan, and the pool is redrawn. With ``RANDOM``
-instead of a head, edits are tried in random order: the no-network ablation.
+``try_best_edits`` is the compiled loop. A pool holds the best untried neighbors of the current plan; each call replaces
+the lowest-ranked ones with new draws and tries the best. After an accepted edit the pool is redrawn.
+
+The ranking needs the network's encoding of a plan, which takes as long as several calls. ``EditWalk.encode`` updates
+it; between updates edits are ranked as if the plan were still the encoded one (a stale encoding).
+
+Deviations from a greedy policy of the trained network: the encoding may be stale; the pool keeps edits from call to
+call; an edit of a class of alike gaps has more changes than any in training; Q-values are compared without the state's
+value and the mean advantage, which are equal for all edits of a plan. With ``RANDOM`` instead of a head, edits are
+tried as drawn: the no-network ablation.
 """
 
 from __future__ import annotations
@@ -12,17 +19,19 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from agents.learned.edit_net import EditNet, edit_graph
+from agents.learned.edit_encoder import Encoder
+from agents.learned.edit_net import EditNet
 from envs.edit.batch import EditBatch
 from envs.edit.task import EditTask, Start
 from envs.edit.walkers import apply_edit, close_trial, draw, open_trial, score_trial
 from simulator.compiled.jit import stage
-from simulator.moves.plan_moves import rows_in_use, uniform
+from simulator.moves.plan_moves import rows_in_use
 
 EMPTY = -1e30  # score of an empty slot
+NEXT = 1e30  # score of an edit that is tried as drawn
+CLASS_CHANGES = 256  # changes of an edit of a class of alike gaps, including its repair
 PoolState = np.dtype(
     [
         ("slot", np.int64),  # slot on trial
@@ -33,11 +42,12 @@ PoolState = np.dtype(
 
 
 class Ranking(IntEnum):
-    """Ranking of edits: by a head of the network, or none."""
+    """Ranking of edits: by a head of the network, by the advantage without the supervised part (ADVANTAGE), or none."""
 
     Q = 0
     IMPROVES = 1
     RANDOM = 2
+    ADVANTAGE = 3
 
 
 class Head(NamedTuple):
@@ -100,6 +110,8 @@ def rank(h, base, head, codes, count, ranking):
         improves += head.out_weight[2, y] * second[y]
     if ranking == Ranking.IMPROVES:
         return np.float64(improves)
+    if ranking == Ranking.ADVANTAGE:
+        return np.float64(advantage)
     return np.float64(advantage + head.lift[0] / (np.float32(1) + np.float32(math.exp(-improves))))
 
 
@@ -149,7 +161,7 @@ def _refill_pool(walkers, i, count, pool, h, base, head, ranking, limit, gaps, n
         pool.score[slot] = EMPTY
         if n_changes > 0 and _is_new(pool, codes, walkers.changed_rows[i, slot], n_changes):
             if ranking == Ranking.RANDOM:
-                pool.score[slot] = uniform(walkers.rng[i])
+                pool.score[slot] = NEXT
             else:
                 pool.score[slot] = rank(h, base, head, codes, n_changes, ranking)
 
@@ -160,6 +172,7 @@ def try_best_edits(
     i,
     calls,
     draws,
+    first_draws,
     answer_ns,
     pool,
     h,
@@ -175,22 +188,27 @@ def try_best_edits(
     new,
     scratch,
     engine,
+    enough_ns,
+    accepts,
 ):
-    """Tries the best neighbors of walker i until one is accepted or the calls are used up.
+    """Tries the best neighbors of walker i.
 
     Args:
         calls: maximum number of simulator calls.
-        draws: neighbors drawn per call.
+        draws, first_draws: neighbors drawn per call, and at the first call after an accepted edit.
         answer_ns: see ``walkers.step``.
         ranking: a ``Ranking``.
+        enough_ns: iteration time of a plan that ends the walk.
+        accepts: accepted edits after which to return.
 
     Returns:
-        The number of calls, whether the last edit was accepted, and whether ``Engine.score`` is needed.
+        The number of calls, that of accepted edits, and whether ``Engine.score`` is needed.
     """
     state = walkers.state[i]
     pool_state = pool.state[0]
     # After a call of ``Engine.score``, the first trial is the one that it simulated.
     has_answer = answer_ns >= 0
+    accepted = 0
     for call in range(calls):
         slot = pool_state.slot
         ns = answer_ns
@@ -202,7 +220,7 @@ def try_best_edits(
                 pool.seen[:] = 0
                 pool_state.is_stale = 0
                 pool_state.seen = 0
-                count = pool.score.shape[0]
+                count = first_draws
             for _ in range(8):  # near a local optimum most draws were tried before
                 _refill_pool(walkers, i, count, pool, h, base, head, ranking, limit, gaps, new, scratch)
                 slot = _extreme(pool.score, 1.0)
@@ -219,13 +237,15 @@ def try_best_edits(
             ns = score_trial(state, rows, ideal, scratch, engine)
             if ns < 0:  # the answer comes with the next call; until then the state holds the number of rows
                 state.time_ns = rows
-                return call, False, True
+                return call, accepted, True
         has_answer = False
         pool.score[slot] = EMPTY
         if close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
             pool_state.is_stale = 1
-            return call + 1, True, False
-    return calls, False, False
+            accepted += 1
+            if accepted >= accepts or state.best_ns <= enough_ns:
+                return call + 1, accepted, False
+    return calls, accepted, False
 
 
 class EditWalk(EditBatch):
@@ -237,7 +257,7 @@ class EditWalk(EditBatch):
         net: network that ranks the neighbors; None: they are tried as drawn.
         seed: random seed of the first walker.
         neighbors: size of a pool.
-        draws: neighbors drawn per call.
+        draws, first_draws: neighbors drawn per call, and at the first call after an accepted edit.
         ranking: a ``Ranking``.
         hot, cold: first and last temperature, as fractions of the ideal time.
     """
@@ -250,92 +270,102 @@ class EditWalk(EditBatch):
         seed: int,
         neighbors: int = 64,
         draws: int = 8,
+        first_draws: int = 64,
         ranking: Ranking = Ranking.Q,
         hot: float = 1e-3,
         cold: float = 3e-5,
     ) -> None:
         if net is None:
-            neighbors = draws = 1
-        super().__init__([task], count, neighbors, budget=1, hot=hot, cold=cold)
+            neighbors = draws = first_draws = 1
+        super().__init__([task], count, neighbors, budget=1, hot=hot, cold=cold, max_changes=CLASS_CHANGES)
         for i in range(count):
             self.seed(i, seed + i)
-        self.net = net
         self.draws = draws
+        self.first_draws = first_draws
         self.ranking = int(Ranking.RANDOM if net is None else ranking)
+        self.encoder = None if net is None else Encoder(net, task)
+        self.weights = [task.moves.weights] * count  # of the draws of each walker
         self._head = head_of(net)
         self._pools = [make_pool(neighbors) for _ in range(count)]
         no_encoding = np.zeros((1, 1), np.float32)
-        self._bases = [(no_encoding, no_encoding[0])] * count
+        self._encodings = [(no_encoding, no_encoding[0])] * count
         self.simulated = 0
-        if net is not None:
-            with torch.no_grad():
-                self._graph = edit_graph(task)
-                self._static_parts = net.static_parts(self._graph)
 
     def begin(self, i: int, start: Start) -> None:
         """Starts walker i from a plan."""
         self._begin(i, 0, start)
         self._pools[i].state["is_stale"] = 1
 
-    def walk(self, i: int, calls: int, progress: float) -> int:
-        """Tries edits with walker i under one encoding of its plan; returns the simulator calls made.
+    def encode(self, i: int) -> None:
+        """Evaluates the network for the current plan of walker i."""
+        if self.encoder is None:
+            return
+        self._show_plan(i)
+        walker_mask = np.zeros(self.count, np.bool_)
+        walker_mask[i] = True
+        self._finish(walker_mask)
+        self._encodings[i] = self.encoder.encode(self.gaps[i], self.bin_state[i], self.plan[i])
+
+    def walk(self, i: int, calls: int, progress: float, accepts: int = 1) -> tuple[int, int]:
+        """Tries edits with walker i, ranked with its last encoding.
 
         Args:
             i: index of the walker.
             calls: maximum simulator calls.
             progress: progress of the temperature, from 0 to 1.
+            accepts: accepted edits after which to return.
+
+        Returns:
+            The numbers of simulator calls and of accepted edits.
         """
         task = self.tasks[0]
         walkers = self._walkers[0]
         state = walkers.state[i : i + 1]
         # The temperature depends on steps / budget, so a budget is chosen that gives the progress.
         state["budget"] = round(min((int(state["steps"][0]) + 1) / max(progress, 1e-9), 1e12))
-        if self.net is not None and self._pools[i].state["is_stale"][0]:
-            self._encode(i)
-        h, base = self._bases[i]
         calls_made = 0
+        accepted = 0
         answer_ns = -1
         needs_score = True
         first_engine_call = task.engine.calls
+        limit, gaps, new, scratch = self._trial_arrays(0)
         while needs_score:
             engine_arrays = task.engine.direct(len(task.graph) + 8)
-            new_calls, accepted, needs_score = try_best_edits(
+            new_calls, new_accepted, needs_score = try_best_edits(
                 walkers,
                 i,
                 calls - calls_made,
                 self.draws,
+                self.first_draws,
                 answer_ns,
                 self._pools[i],
-                h,
-                base,
+                *self._encodings[i],
                 self._head,
                 self.ranking,
                 self.accept,
                 self.hot,
                 self.cold,
                 float(task.ideal_ns),
-                *self._trial_arrays(0),
+                limit,
+                gaps._replace(weights=self.weights[i]),
+                new,
+                scratch,
                 engine_arrays,
+                task.ideal_ns,
+                accepts - accepted,
             )
             calls_made += new_calls
+            accepted += new_accepted
             if needs_score:
                 answer_ns = task.engine.score(self._moves[0].proposed(int(state["time_ns"][0]))).iteration_ns
-        if accepted and self.net is not None:
-            self._show_plan(i)
         self.simulated += calls_made - (task.engine.calls - first_engine_call)  # Engine.score counts its own calls
-        return calls_made
+        return calls_made, accepted
+
+    def has_ideal_plan(self, i: int) -> bool:
+        """Returns whether walker i has found a plan without overhead."""
+        return bool(self._walkers[0].state["best_ns"][i] <= self.tasks[0].ideal_ns)
 
     def best(self, i: int) -> Start:
         """Returns the best plan of walker i."""
         walkers = self._walkers[0]
         return Start(int(walkers.state["best_ns"][i]), walkers.best[i, : walkers.state["best_rows"][i]].copy())
-
-    def _encode(self, i: int) -> None:
-        walker_mask = np.zeros(self.count, np.bool_)
-        walker_mask[i] = True
-        self._finish(walker_mask)
-        assert self.net is not None
-        with torch.no_grad():
-            gaps, bins, plan = (torch.from_numpy(x[i : i + 1]) for x in (self.gaps, self.bin_state.copy(), self.plan))
-            h, plan_state = self.net.encode(self._graph, gaps, bins, plan, self._static_parts)
-            self._bases[i] = h[0].numpy(), self.net.edit_of_whole(plan_state)[0].numpy()

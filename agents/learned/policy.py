@@ -16,6 +16,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agents.planner import LEAST as LEAST_CALLS, PlannerInfo, Rows, RowsPlanner, at_least, one_of, positive
 from agents.search.annealing import everything, half_way, start
@@ -30,6 +31,7 @@ from simulator.program import Program
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import
     from agents.learned.policy_net import PolicyNet
+    from simulator.moves.gap_graph import GapGraph
 
 WEIGHTS = Path(__file__).parent / "policy.pt"
 SAMPLES = 128  # sampled plans in addition to the most likely one
@@ -46,8 +48,8 @@ class PolicyOptions:
     fall: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
     min_smoothing: float = 0.03  # added to every probability, so that the search can make unlikely moves
     max_smoothing: float = 1.0  # the same in the run that trusts the network least
-    gap_s: float = 1e-4  # approximate seconds of the network per gap
-    pair_s: float = 1e-8  # and per gap times kernel
+    gap_s: float = 3e-5  # approximate seconds of the network and its input per gap
+    pair_s: float = 3e-9  # and per gap times kernel
 
 
 OPTIONS = PolicyOptions()
@@ -84,6 +86,7 @@ def decode_plans(
     rounds: int = 1,
     seed: int = 0,
     until: float | None = None,
+    graph: GapGraph | None = None,
 ) -> None:
     """Offers the network's plans as starts and sets its probabilities as weights of the moves.
 
@@ -95,6 +98,7 @@ def decode_plans(
         rounds: decoding rounds of the most likely plan.
         seed: seed of the samples.
         until: time.monotonic() after which no more plans are offered.
+        graph: the task's graph, if it exists already.
     """
     from agents.learned.policy_net import decode, fit, sample
     from simulator.moves.gap_graph import GapGraph
@@ -102,7 +106,8 @@ def decode_plans(
     engine = search.engine
     moves = search.moves
     rng = np.random.default_rng(seed)
-    graph = GapGraph(engine.program, engine.machine, engine.limit, moves, mode)
+    if graph is None:
+        graph = GapGraph(engine.program, engine.machine, engine.limit, moves, mode)
     kinds, priors, confidences = decode(net, graph, rounds)
     for likely, candidate in [(confidences, kinds), *((priors, sample(priors, rng)) for _ in range(samples))]:
         if search.plans and until is not None and time.monotonic() > until:
@@ -111,6 +116,16 @@ def decode_plans(
         if rows is not None:
             search.offer(rows)
     moves.weights = np.where(moves.weights > 0, priors.astype(np.float64) + OPTIONS.min_smoothing, 0.0)
+
+
+def smoothed(weights: NDArray[np.float64], count: int) -> list[NDArray[np.float64]]:
+    """Returns weights of moves for ``count`` runs that trust the network less and less.
+
+    Args:
+        weights: (m, 4), with ``PolicyOptions.min_smoothing`` added already, as after ``decode_plans``.
+    """
+    added = np.geomspace(OPTIONS.min_smoothing, OPTIONS.max_smoothing, count) - OPTIONS.min_smoothing
+    return [np.where(weights > 0, weights + smoothing, 0.0) for smoothing in added]
 
 
 def successive_halving(
@@ -138,10 +153,9 @@ def successive_halving(
     count = OPTIONS.starts
     engines = [main, *(Engine(main.program, main.machine, main.limit) for _ in range(1, min(jobs, count)))]
     runs = []
-    least = OPTIONS.min_smoothing  # the weights contain it already
-    for i, smoothing in enumerate(np.geomspace(least, OPTIONS.max_smoothing, count).tolist()):
+    for i, weights in enumerate(smoothed(moves.weights, count)):
         run_moves = moves.fork(seed + i)
-        run_moves.weights = np.where(moves.weights > 0, moves.weights + smoothing - least, 0.0)
+        run_moves.weights = weights
         runs.append((*search.plans[i % len(search.plans)], run_moves))
     rungs = len(OPTIONS.fall) - 1
     heat = [hot * (cold / hot) ** share for share in OPTIONS.fall]

@@ -44,6 +44,7 @@ class EditBatch(EnvBatch):
         budget: simulator calls per episode; a pair is a range, sampled log-uniformly; None means twice the gaps.
         accept, hot, cold, reward, shaping: see env.py.
         reference: points of overhead per task that reward="log" subtracts before the logarithm; None means 0.
+        max_changes: changes of a candidate edit; a longer one is replaced.
     """
 
     INFOS = "overhead", "best_overhead", "effect_ns", "accepted", "feasible", "calls", "temperature"
@@ -61,6 +62,7 @@ class EditBatch(EnvBatch):
         reward: str = "best",
         shaping: float = 0.0,
         reference: Sequence[float] | None = None,
+        max_changes: int = MAX_CHANGES,
     ) -> None:
         one_of("edits", edits, ("neighbors", "gap"))
         one_of("accept", accept, [rule.name.lower() for rule in Accept])
@@ -82,7 +84,7 @@ class EditBatch(EnvBatch):
         max_gaps = max(len(task.graph) for task in self.tasks)
         slots = 1 if self.by_gap else neighbors
         self.actions = N_CHANGES * max_gaps if self.by_gap else neighbors
-        shapes = [(count, len(t.graph), len(t.program.kernels), slots) for t in self.tasks]
+        shapes = [(count, len(t.graph), len(t.program.kernels), slots, max_changes) for t in self.tasks]
         self._walkers = [compiled.make_walkers(*shape) for shape in shapes]
         self._moves = [task.moves.fork(0) for task in self.tasks]
         self.gaps = np.zeros((count, max_gaps, n_columns(GAP)), np.float32)
@@ -90,7 +92,7 @@ class EditBatch(EnvBatch):
         static_bins = self.tasks[0].static_bins.shape[1]
         self.bins = np.zeros((count, BINS, static_bins + n_columns(BIN)), np.float32)
         self.plan = np.zeros((count, n_columns(PLAN)), np.float32)
-        self.edits = np.full((count, slots, MAX_CHANGES), -1, np.int32)
+        self.edits = np.full((count, slots, max_changes), -1, np.int32)
         self.mask = np.zeros((count, self.actions), np.int8)
         self.task = np.zeros(count, np.int64)
         self.best_overhead, self.effect_ns, self.temperature = np.zeros((3, count))

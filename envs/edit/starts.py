@@ -45,7 +45,8 @@ def policy_plans(task: EditTask, samples: int | None = None, seed: int = 0, unti
     from agents.learned.policy_net import trained
 
     search = GuidedSearch(task.engine, task.moves)
-    decode_plans(trained(WEIGHTS), search, task.mode, SAMPLES if samples is None else samples, seed=seed, until=until)
+    samples = SAMPLES if samples is None else samples
+    decode_plans(trained(WEIGHTS), search, task.mode, samples, seed=seed, until=until, graph=task.graph)
     task.priors = np.maximum(task.moves.weights - OPTIONS.min_smoothing, 0.0)  # without what lets the moves be unlikely
     task.priors[:, Choice.RESIDENT] = 1.0 - task.priors.sum(1)
     return [rows for _, rows in search.plans]

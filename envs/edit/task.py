@@ -107,4 +107,22 @@ class EditTask:
         begins = np.array(self.program.start_ns[:n], np.float64)
         bins = np.minimum((begins / self.ideal_ns * BINS).astype(np.int64), BINS - 1)
         duration = np.array([kernel.duration_ns for kernel in self.program.kernels], np.float64)
-        return Times(bins, duration, np.zeros(m, np.int64), *np.zeros((5, n)), *np.zeros((3, m)))
+        return Times(
+            bin_of=bins,
+            duration=duration,
+            duration_until=np.concatenate([[0.0], duration.cumsum()]),
+            by_size=np.argsort(self.graph.nbytes, kind="stable"),
+            data_until=np.zeros(n + 1),
+            memory_until=np.zeros(n + 1),
+            tight_until=np.zeros(n + 1),
+            least_slack=np.zeros((n.bit_length(), n)),
+            gap_of=np.zeros(m, np.int64),
+            start=np.zeros(n),
+            data_stall=np.zeros(n),
+            memory_stall=np.zeros(n),
+            rerun=np.zeros(n),
+            slack=np.zeros(n),
+            out_end=np.zeros(m),
+            in_start=np.zeros(m),
+            in_end=np.zeros(m),
+        )

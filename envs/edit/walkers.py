@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.columns import integers
-from envs.edit.columns import MAX_CHANGES, N_CHANGES, Change
+from envs.edit.columns import N_CHANGES, Change
 from simulator.compiled.encoding import (
     AFTER,
     BEFORE,
@@ -58,7 +58,7 @@ STATE = integers("now_ns best_ns steps accepted since best_rows budget time_ns a
 
 
 class Walkers(NamedTuple):
-    """W plans of one task with m gaps and n kernels, and M neighbors of each."""
+    """W plans of one task with m gaps and n kernels, and M neighbors of each, of at most C changes."""
 
     rows: NDArray[np.int64]  # (W, m, 6)
     on: NDArray[np.bool_]  # (W, m)
@@ -66,8 +66,8 @@ class Walkers(NamedTuple):
     rng: NDArray[np.uint64]  # (W, 1)
     state: NDArray[Any]  # (W,) STATE
     best: NDArray[np.int64]  # (W, m, 6)
-    codes: NDArray[np.int64]  # (W, M, MAX_CHANGES) gap * N_CHANGES + change, or -1
-    changed_rows: NDArray[np.int64]  # (W, M, MAX_CHANGES, 6)
+    codes: NDArray[np.int64]  # (W, M, C) gap * N_CHANGES + change, or -1
+    changed_rows: NDArray[np.int64]  # (W, M, C, 6)
     counts: NDArray[np.int64]  # (W, M) changes of each neighbor; 0: no neighbor found
     effect: NDArray[np.float32]  # (W, m, N_CHANGES) effect of the last trial of each change
     tried_at: NDArray[np.int64]  # (W, m, N_CHANGES) state.steps at that trial, or -1
@@ -105,7 +105,8 @@ def plan_of(walkers, i):
 
 @stage
 def _read_changes(current, new, differ, codes, rows):
-    """Writes the changes from ``current`` to ``new`` and returns their number; 0 if there are more than MAX_CHANGES."""
+    """Writes the changes from ``current`` to ``new`` and returns their number; 0 if there are more than ``codes``."""
+    max_changes = codes.shape[0]
     count = 0
     codes[:] = -1
     if differ[0] < 0:  # too many gaps changed to be recorded
@@ -123,7 +124,7 @@ def _read_changes(current, new, differ, codes, rows):
         chosen = choice_in(new.on, new.rows, g)
         if old == chosen and (chosen == Choice.RESIDENT or _equal_rows(new.rows[g], current.rows[g])):
             continue
-        if count == MAX_CHANGES:
+        if count == max_changes:
             codes[:] = -1
             return 0
         codes[count] = g * N_CHANGES + chosen
@@ -361,10 +362,16 @@ def show_trials(walkers, members, ages, out):
 
 
 class Times(NamedTuple):
-    """Kernel times of a task, and scratch arrays for ``show_plan``; all but the first two are of one iteration."""
+    """Kernel times of a task, and scratch arrays for ``show_plan``; all but the first four are of one iteration."""
 
     bin_of: NDArray[np.int64]  # (n,)
     duration: NDArray[np.float64]  # (n,) ns
+    duration_until: NDArray[np.float64]  # (n + 1,) ns of all kernels before; the next ..._until likewise
+    by_size: NDArray[np.int64]  # (m,) gaps, sorted by the size of their tensors
+    data_until: NDArray[np.float64]  # (n + 1,) ns
+    memory_until: NDArray[np.float64]  # (n + 1,) ns
+    tight_until: NDArray[np.float64]  # (n + 1,) ns of kernels with less free memory than a tensor takes
+    least_slack: NDArray[np.float64]  # (levels, n) free bytes, least of 2**level kernels from each on
     gap_of: NDArray[np.int64]  # (m,) gap of each row in use
     start: NDArray[np.float64]  # (n,) ns
     data_stall: NDArray[np.float64]  # (n,) ns of waiting for data before the kernel
@@ -475,6 +482,46 @@ def _show_bins(times, plan, limit, excess, ideal, bins):
         seen.in_load = min(seen.in_load, 3.0)
 
 
+@stage
+def _bounds(gaps, g, n):
+    """Returns the first kernel within gap g and the one that closes it, which the current row may have shifted."""
+    default = gaps.choice_rows[g, Choice.SWAPPED if gaps.weights[g, Choice.SWAPPED] > 0.0 else Choice.RECOMPUTED]
+    after = default[AFTER]
+    return after + 1 if after + 1 < n else 0, default[BEFORE]
+
+
+@stage
+def _sum_between(until, begin, end):
+    """Returns the sum over the kernels from ``begin`` to before ``end``, over the boundary if they wrap."""
+    total = until[end] - until[begin]
+    return total + until[until.shape[0] - 1] if end < begin else total
+
+
+@stage
+def _least_slack(times, begin, end):
+    """Returns the least free memory of the kernels from ``begin`` to before ``end``; infinite if there are none."""
+    if begin >= end:
+        return math.inf
+    level = 0
+    while 2 << level <= end - begin:
+        level += 1
+    return min(times.least_slack[level, begin], times.least_slack[level, end - (1 << level)])
+
+
+@stage
+def _sum_up(times):
+    """Fills the sums and minima over kernels, so that a gap's columns do not take a pass over its kernels."""
+    n = times.slack.shape[0]
+    for k in range(n):
+        times.data_until[k + 1] = times.data_until[k] + times.data_stall[k]
+        times.memory_until[k + 1] = times.memory_until[k] + times.memory_stall[k]
+        times.least_slack[0, k] = times.slack[k]
+    for level in range(1, times.least_slack.shape[0]):
+        half = 1 << (level - 1)
+        for k in range(n - 2 * half + 1):
+            times.least_slack[level, k] = min(times.least_slack[level - 1, k], times.least_slack[level - 1, k + half])
+
+
 @stage(inline=True)
 def _show_gap(times, plan, gaps, g, stall, ideal, out):
     """Writes the columns of gap g that depend on the plan; ``stall``: of the whole iteration, ns."""
@@ -485,25 +532,16 @@ def _show_gap(times, plan, gaps, g, stall, ideal, out):
     out.choice[choice] = 1.0
     is_default = choice == Choice.RESIDENT or _equal_rows(plan.rows[g], gaps.choice_rows[g, choice])
     out.is_shifted = 0.0 if is_default else 1.0
-    # The bounds of the gap, which the current row may have shifted.
-    default = gaps.choice_rows[g, Choice.SWAPPED if gaps.weights[g, Choice.SWAPPED] > 0.0 else Choice.RECOMPUTED]
-    after = default[AFTER]
-    closing = default[BEFORE]
-    opening = after + 1 if after + 1 < n else 0
-    wraps = closing < opening
-    min_slack = 4.0 * nbytes
-    memory = 0.0
-    data = 0.0
-    tight_ns = 0.0
-    span_ns = 1.0
-    for part in range(2 if wraps else 1):
-        for k in range(0 if part else opening, n if wraps and not part else closing):
-            min_slack = min(min_slack, times.slack[k])
-            data += times.data_stall[k]
-            memory += times.memory_stall[k]
-            span_ns += times.duration[k]
-            if times.slack[k] < nbytes:
-                tight_ns += times.duration[k]
+    opening, closing = _bounds(gaps, g, n)
+    is_wrapped = closing < opening
+    min_slack = _least_slack(times, opening, n if is_wrapped else closing)
+    if is_wrapped:
+        min_slack = min(min_slack, _least_slack(times, 0, closing))
+    min_slack = min(min_slack, 4.0 * nbytes)
+    memory = _sum_between(times.memory_until, opening, closing)
+    data = _sum_between(times.data_until, opening, closing)
+    span_ns = 1.0 + _sum_between(times.duration_until, opening, closing)
+    tight_ns = _sum_between(times.tight_until, opening, closing) if min_slack < nbytes else 0.0
     out.stall_at_use = _log(times.data_stall[closing] / ideal, 1000.0)
     out.memory_stall = _log(memory / ideal, 1000.0)
     out.data_stall = _log(data / ideal, 1000.0)
@@ -540,12 +578,19 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
         bin_out[b].out_load = bin_out[b].in_load = 0.0
     stall = _read_log(log, times, plan, ideal, bin_out)
     _show_bins(times, plan, limit, excess, ideal, bin_out)
-    for g in range(plan.on.shape[0]):
+    _sum_up(times)
+    nbytes = np.int64(-1)
+    for g in times.by_size:
+        if gaps.nbytes[g] != nbytes:
+            nbytes = gaps.nbytes[g]
+            for k in range(plan.load.shape[0]):
+                is_tight = times.slack[k] < nbytes
+                times.tight_until[k + 1] = times.tight_until[k] + (times.duration[k] if is_tight else 0.0)
         _show_gap(times, plan, gaps, g, stall, ideal, gap_out[g])
 
 
-def make_walkers(walkers: int, gaps: int, kernels: int, neighbors: int) -> Walkers:
-    """Allocates the arrays for the given numbers of walkers, gaps, kernels and neighbors."""
+def make_walkers(walkers: int, gaps: int, kernels: int, neighbors: int, changes: int) -> Walkers:
+    """Allocates the arrays for the given numbers of walkers, gaps, kernels, neighbors and changes of a neighbor."""
     shape: tuple[Any, ...] = (walkers, gaps)
     return Walkers(
         rows=np.zeros((*shape, 6), np.int64),
@@ -554,8 +599,8 @@ def make_walkers(walkers: int, gaps: int, kernels: int, neighbors: int) -> Walke
         rng=np.ones((walkers, 1), np.uint64),
         state=np.zeros(walkers, STATE),
         best=np.zeros((*shape, 6), np.int64),
-        codes=np.full((walkers, neighbors, MAX_CHANGES), -1, np.int64),
-        changed_rows=np.zeros((walkers, neighbors, MAX_CHANGES, 6), np.int64),
+        codes=np.full((walkers, neighbors, changes), -1, np.int64),
+        changed_rows=np.zeros((walkers, neighbors, changes, 6), np.int64),
         counts=np.zeros((walkers, neighbors), np.int64),
         effect=np.zeros((*shape, N_CHANGES), np.float32),
         tried_at=np.full((*shape, N_CHANGES), -1, np.int64),

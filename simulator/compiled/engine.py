@@ -210,6 +210,7 @@ class Engine:
 
     def _start(self) -> None:
         """Creates the attributes that engines do not share."""
+        self._log_entries = 4096
         machine = self.machine
         settings = Settings(
             limit=self.limit,
@@ -290,9 +291,11 @@ class Engine:
 
     def log(self, rows: Ints, limit_until: int | None = None, iterations: int = 1) -> NDArray[Any]:
         """Returns the log of a plan's simulation, LOG (entries,): start, end, event, index (encoding.py)."""
-        log = np.empty(4096, LOG)
+        log = np.empty(self._log_entries, LOG)
         while (entries := self._simulate(self._work, rows, limit_until, iterations, log.view(np.int64))) >= len(log):
-            log = np.empty(entries + 1, LOG)  # one spare entry: see ``event_loop``
+            # One spare entry (see ``event_loop``), and some more, so that the logs of similar plans fit at once.
+            self._log_entries = entries + entries // 8 + 1
+            log = np.empty(self._log_entries, LOG)
         return log[:entries]
 
     def direct(self, rows: int) -> tuple[Any, ...]:

@@ -17,12 +17,14 @@ from agents.learned.dqn import DQN, FineTuning, Observation, Rollout
 from agents.learned.dqn_config import Args, PaperConfig
 from agents.learned.dqn_paper import Trainer as PaperTrainer
 from agents.learned.dqn_planner import RANKS, WEIGHTS
-from agents.learned.edit_net import EditGraph, EditNet, edit_graph, trained
+from agents.learned.edit_encoder import Encoder
+from agents.learned.edit_net import EditNet, edit_graph, trained
 from agents.learned.edit_walk import EMPTY, EditWalk, Ranking
 from agents.learned.optimization import MASKED
 from agents.learned.training import Episode, Trainer, train
 from envs.edit import starts
 from envs.edit.batch import EditBatch
+from envs.edit.columns import MAX_CHANGES
 from envs.edit.task import EditTask
 from envs.memory_env import small_task
 from experiments.common import cli
@@ -32,6 +34,8 @@ from tests.agents.learned import test_dqn_paper
 from tests.agents.planned import planned
 from tests.agents.search.test_search import MACHINE as LINK, pyramid
 from tests.oracle import enumeration
+from tests.programs import BYTE_PER_NS
+from tests.simulator.test_classes import stack
 
 PROGRAM, MACHINE = small_task()
 LIMIT = round(0.6 * PROGRAM.peak_bytes)
@@ -65,7 +69,7 @@ def pyramid_task() -> EditTask:
 # ------------------------------------------------------------------------------------------ network
 
 
-@pytest.mark.parametrize("ranking", [Ranking.Q, Ranking.IMPROVES])
+@pytest.mark.parametrize("ranking", [Ranking.Q, Ranking.ADVANTAGE, Ranking.IMPROVES])
 @pytest.mark.parametrize("message_passing", [True, False])
 def test_compiled_ranking_equals_the_network(
     ranking: Ranking, message_passing: bool, monkeypatch: pytest.MonkeyPatch
@@ -74,32 +78,69 @@ def test_compiled_ranking_equals_the_network(
     task = pyramid_task()
     net = trained(WEIGHTS[message_passing])
     seen = list[Any]()
-    encode: Any = EditNet.encode
+    encode: Any = Encoder.encode
 
-    def spy(self: EditNet, graph: EditGraph, *state: Any) -> tuple[Tensor, Tensor]:
-        seen.append(tuple(x.clone() for x in state[:3]))
-        return encode(self, graph, *state)
+    def spy(self: Encoder, *state: Any) -> Any:
+        seen.append(tuple(torch.from_numpy(x[None].copy()) for x in state))
+        return encode(self, *state)
 
-    monkeypatch.setattr(EditNet, "encode", spy)
-    walk = EditWalk(task, 1, net, 0, neighbors=24, ranking=ranking)
+    monkeypatch.setattr(Encoder, "encode", spy)
+    walk = EditWalk(task, 1, net, 0, neighbors=24, first_draws=24, ranking=ranking)
     walk.begin(0, task.starts[0])
     graph = edit_graph(task)
     static_parts = net.static_parts(graph)
+    accepted = 1
     while len(seen) < 12:
-        walk.walk(0, 1, 0.5)
+        if accepted:
+            walk.encode(0)
+        _, accepted = walk.walk(0, 1, 0.5)
         score = walk._pools[0].score
         tried = int(walk._pools[0].state["slot"][0])
         edits = torch.from_numpy(walk._walkers[0].codes[:1])
         with torch.no_grad():
-            h, plan_state = encode(net, graph, *seen[-1], static_parts)
-            outputs = net.score(h, plan_state, edits)
+            outputs = net.score(*net.encode(graph, *seen[-1], static_parts), edits)
         expected = outputs[0 if ranking == Ranking.Q else 2][0].double().numpy()
+        if ranking == Ranking.ADVANTAGE:  # Q without the supervised part
+            expected = outputs[0][0].double().numpy() - float(net.lift.detach()) * outputs[2][0].sigmoid().numpy()
         untried = np.flatnonzero(score > EMPTY)
         assert len(untried) > 8 and tried not in untried
         differences = score[untried] - expected[untried]
-        assert differences == pytest.approx(differences[0] if ranking == Ranking.Q else 0.0, abs=1e-4)
+        assert differences == pytest.approx(differences[0] if ranking != Ranking.IMPROVES else 0.0, abs=1e-4)
         assert expected[untried].max() - expected[untried].min() > 1e-3
         assert expected[tried] >= expected[untried].max() - 1e-4  # the best edit is tried
+
+
+def test_a_stale_encoding_ranks_until_it_is_updated() -> None:
+    """With ``accepts`` the walk goes on over accepted edits, and the encoding changes only when asked for."""
+    task = pyramid_task()
+    walk = EditWalk(task, 1, trained(WEIGHTS[False]), 0, neighbors=16, first_draws=8)
+    walk.begin(0, task.starts[0])
+    walk.encode(0)
+    first = walk._encodings[0][0]
+    calls, accepted = walk.walk(0, 200, 0.5, accepts=200)
+    assert calls == 200 and accepted > 10 and walk._encodings[0][0] is first
+    walk.encode(0)
+    assert not np.allclose(walk._encodings[0][0], first, atol=1e-2)
+    assert walk.walk(0, 200, 0.5, accepts=3)[1] == 3
+
+
+def test_edits_of_classes_have_more_changes_than_those_of_the_environment() -> None:
+    program = stack(*[("attention", 1000), ("mlp", 1000)] * 12)
+    limit = 2 * program.peak_bytes // 3
+    task = EditTask(program, BYTE_PER_NS, limit, "swap", 10, starts.empty, by_class=True)
+    assert task.moves.class_prob > 0
+    walk = EditWalk(task, 1, trained(WEIGHTS[False]), 0)
+    walk.begin(0, task.starts[0])
+    walk.encode(0)
+    most = 0
+    while walk.walk(0, 20, 0.0)[0]:
+        counts = walk._walkers[0].counts[0]
+        most = max(most, int(counts.max()))
+        if most > MAX_CHANGES or walk._walkers[0].state["steps"][0] > 400:
+            break
+    best = walk.best(0)
+    assert most > MAX_CHANGES
+    assert simulate(program, Plan(decisions_of(best.rows)), BYTE_PER_NS, limit).iteration_ns == best.iteration_ns
 
 
 def states(task: EditTask, count: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -243,7 +284,7 @@ def test_plans_improve_with_calls_and_depend_on_seed_and_ranking() -> None:
     program = pyramid(40, 5)
     distinct = set()
     limit = program.peak_bytes // 2
-    choices = [*((ranks, True) for ranks in RANKS), ("q", False), ("improves", False)]
+    choices = [*((ranks, False) for ranks in RANKS), ("q", True), ("improves", True)]
     for ranks, message_passing in choices:
         options = {"min_bytes": 1, "ranks": ranks, "message_passing": message_passing}
         plans = []
@@ -264,7 +305,9 @@ def test_claimed_times_equal_simulated_times() -> None:
     walk = EditWalk(task, 2, trained(WEIGHTS[True]), 0)
     for i in range(2):
         walk.begin(i, task.starts[0])
-        assert sum(walk.walk(i, 50, 0.0) for _ in range(3)) <= 150
+        for _ in range(3):
+            walk.encode(i)
+            assert walk.walk(i, 50, 0.0)[0] <= 50
         best = walk.best(i)
         timeline = simulate(task.program, Plan(decisions_of(best.rows)), LINK, task.limit)
         assert timeline.iteration_ns == best.iteration_ns < task.starts[0].iteration_ns
@@ -274,7 +317,7 @@ def test_weights_of_a_file(tmp_path: Path) -> None:
     program = pyramid(24, 0)
     (weights, cut_weights) = (tmp_path / "mine.pt", tmp_path / "other.pt")
     limit = int(0.6 * program.peak_bytes)
-    save_weights(EditNet(**trained(WEIGHTS[True]).settings), weights)
+    save_weights(EditNet(**trained(WEIGHTS[False]).settings), weights)
     custom, bundled = (
         planned("dqn", program, LINK, limit, calls=100, **options) for options in ({"weights": weights}, {})
     )

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import agents
+from agents.learned import policy
 from agents.learned.checkpoint import save_weights
 from agents.learned.policy import WEIGHTS
 from agents.learned.policy_net import MASKED, PolicyNet, batch_of, data_of, decode, fit, rows_of_kinds, sample, trained
@@ -21,6 +22,8 @@ from simulator.files import FormatError
 from simulator.modes import Choice
 from simulator.moves.gap_graph import UNDECIDED, BinColumns, BinState, GapGraph, GapState
 from simulator.moves.moves import Moves
+from simulator.moves.plan_moves import PlanArrays
+from simulator.program import Gap
 from tests.agents.planned import planned
 from tests.agents.search.test_search import MACHINE, pyramid
 from tests.strategies import networks
@@ -145,3 +148,13 @@ def test_weights_are_checked(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=word) as error:
             planned("policy_search", program, MACHINE, graph.limit, weights=path)
         assert str(path) in str(error.value)
+
+
+def test_the_network_is_used_if_it_takes_less_than_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5-small (2,619 gaps, 3,438 kernels; 0.10 s of the network) is searched with the network within 0.5 s."""
+    t5 = Moves.__new__(Moves)
+    t5.gaps = [Gap(0, 0, 2)] * 2_619
+    t5._current = PlanArrays(np.empty((0, 6), np.int64), np.empty(0, np.bool_), np.empty(3_438, np.int64))
+    monkeypatch.setattr(policy.time, "monotonic", lambda: 100.0)
+    assert not policy._too_large(t5, 100.4) and not policy._too_large(t5, None)
+    assert policy._too_large(t5, 100.1)
