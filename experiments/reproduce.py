@@ -6,9 +6,10 @@
     python -m experiments.reproduce figure=all quick=true                               # smoke test with fewer points
     python -m experiments.reproduce figure=all redraw=true out=experiments/results      # plot existing results
 
-For every figure the directory holds NAME.json (command, settings, a row per task) and NAME.png, and a README.md with
-all figures present. Its path is the last line printed. An interrupted run resumes from NAME.jsonl if settings and code
-are unchanged. Figures use the GPU of their paper unless ``gpu=`` is given; experiments/figures/README.md has more.
+For every figure the directory holds NAME.json (command, settings, a row per task) and NAME.png. README.md lists the
+claims of all figures present, with verdicts, and a page per paper has their tables and pictures. The path of the
+directory is the last line printed. An interrupted run resumes from NAME.jsonl if settings and code are unchanged.
+Figures use the GPU of their paper unless ``gpu=`` is given; experiments/figures/README.md has more.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 CONFIGS = cli.CONFIGS / "figure"
 ALL = "all"
 SECONDS = "task_seconds"  # key of a row: run time
+GENERATED = "This page is generated."
+UNPUBLISHED = ("own", "torchtune")  # pages of no paper, which come last
 
 
 @cli.entry("reproduce")
@@ -93,7 +96,11 @@ def make(
             console.print(rich_table(run.figure.title, heads, cells))
             for note in notes:
                 console.print(f"- {note}", highlight=False)
-    write_text(out / "README.md", page(out))
+            for claim in run.figure.claims(run.rows):
+                console.print(
+                    f"- {claim.verdict}: {claim.claim} (paper: {claim.paper}; ours: {claim.ours})", highlight=False
+                )
+    write_pages(out)
     if errors:
         raise errors[0]
     for run in runs:
@@ -251,7 +258,7 @@ def redraw_figures(figures: list[str], out: Path) -> None:
     for name in figures:
         if (path := out / f"{name}.json").exists():
             figure(name).draw(result(path)["rows"], out / f"{name}.png")
-    write_text(out / "README.md", page(out))
+    write_pages(out)
 
 
 def run_tasks(
@@ -289,21 +296,53 @@ def rich_table(title: str, heads: list[str], cells: list[list[str]]) -> Table:
     return out
 
 
-def page(out: Path) -> str:
-    """Returns README.md with a section per result in ``out``; raises FormatError for other JSON files."""
-    results = {path.stem: result(path) for name in names() if (path := out / f"{name}.json").exists()}
+def write_pages(out: Path) -> None:
+    """Writes README.md and a page per paper for the results in ``out``; raises FormatError for other JSON files."""
+    for name, text in pages(out).items():
+        write_text(out / name, text)
+
+
+def pages(out: Path) -> dict[str, str]:
+    """Returns the text of each page by file name; raises FormatError for JSON files that are no results."""
+    from experiments.figures.figure import page_title
+    from experiments.figures.verdicts import VERDICTS, count_verdicts
+
+    results = {name: result(path) for name in names() if (path := out / f"{name}.json").exists()}
+    by_page: dict[str, list[str]] = {}
+    for name in sorted(results, key=lambda name: figure(name).page in UNPUBLISHED):
+        by_page.setdefault(figure(name).page, []).append(name)
+    texts = {}
+    counts = []
+    claims = []
+    for page, members in by_page.items():
+        sections = [part for name in members for part in _section(out / f"{name}.json", results[name], figure(name))]
+        title = page_title(page)
+        texts[f"{page}.md"] = "\n\n".join([f"# {title}", GENERATED, *sections]) + "\n"
+        lines = [(name, claim) for name in members for claim in figure(name).claims(results[name]["rows"])]
+        if lines:
+            cells = count_verdicts(claim.verdict for _, claim in lines)
+            counts.append([f"[{title}]({page}.md)", *(str(count) if count else "" for count in cells)])
+        claims += [[f"[{c.claim}]({page}.md#{name})", c.paper, c.ours, c.verdict] for name, c in lines]
     minutes = sum(row.get(SECONDS, 0) for data in results.values() for row in data["rows"]) / 60
-    parts = [
-        "# The papers' tables and figures, reproduced",
-        "This page is generated. Every section ends with the command that made it; `python -m experiments.reproduce "
-        f"figure=all out=experiments/results` makes them all ({minutes:,.0f} minutes of one core). Tables show a "
-        "selection; the JSON has all. experiments/figures/README.md names the papers. Capuchin, GeePS, memonger, "
-        "TFLMS and vDNN are reconstructions from descriptions in other papers.",
-        ", ".join(f"[{name}](#{name})" for name in results),
-    ]
-    for name, data in results.items():
-        parts += _section(out / f"{name}.json", data, figure(name))
-    return "\n\n".join(parts) + "\n"
+    texts["README.md"] = "\n\n".join(
+        [
+            "# What the papers claim, and what comes out here",
+            f"{GENERATED} `python -m experiments.reproduce figure=all out=experiments/results` makes all results "
+            f"({minutes:,.0f} minutes of one core). Verdicts follow from the numbers "
+            "(rules: experiments/figures/verdicts.py). Capuchin, GeePS, memonger, TFLMS and vDNN are reconstructions "
+            "from descriptions in other papers.",
+            _table(["paper", *VERDICTS], counts),
+            _table(["claim", "paper", "ours", "verdict"], claims, "---"),
+            "Pages: " + ", ".join(f"[{page_title(page)}]({page}.md)" for page in by_page) + ".",
+        ]
+    )
+    texts["README.md"] += "\n"
+    return texts
+
+
+def _table(heads: list[str], cells: list[list[str]], align: str = "---:") -> str:
+    lines = [f"| {' | '.join(line)} |" for line in (heads, *cells)]
+    return "\n".join([lines[0], f"|---|{f'{align}|' * (len(heads) - 1)}", *lines[1:]])
 
 
 def result(path: Path) -> dict[str, Any]:
@@ -320,16 +359,17 @@ def _section(path: Path, data: dict[str, Any], figure: Figure) -> list[str]:
         heads, cells, notes = figure.format_text(rows, brief=True)
     except (KeyError, TypeError) as error:
         raise FormatError(f"{path}: not a result of this figure ({error})") from None
-    lines = [f"| {' | '.join(line)} |" for line in (heads, *cells)]
-    return [
+    parts = [
         f'<a id="{path.stem}"></a>',
         f"## {figure.title}",
         figure.introduction,
         f"![{path.stem}]({path.stem}.png)",
-        "\n".join([lines[0], f"|---|{'---:|' * (len(heads) - 1)}", *lines[1:]]),
+        _table(heads, cells),
         "\n".join(f"- {note}" for note in notes),
+        f"Choices: {figure.choices}" if figure.choices else "",
         f"`{data['command']}` ([JSON]({path.name}))",
     ]
+    return [part for part in parts if part]
 
 
 if __name__ == "__main__":

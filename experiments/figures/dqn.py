@@ -66,6 +66,8 @@ class Fig5(Figure):
     families = ("resnet", "vgg", "unet", "lstm", "kmeans", "resnet_stochastic")  # in the paper's order
     close = 0.005  # of the peak; resolution of a baseline's smallest limit
     top = 0.6  # of the overhead axis; points above it are labeled
+    harder = ("unet", "lstm", "resnet_stochastic")  # families that section 5.2 finds worse than ``easier``
+    easier = ("resnet", "vgg")
 
     def tasks(self, settings: DictConfig) -> Rows:
         groups = [[str(name) for name in group] for group in cli.values(settings, "groups")]
@@ -100,7 +102,19 @@ class Fig5(Figure):
         limits = rows[0]["limits"][-4:]
         all_duels = [duel for net in networks for duel in duels(net)]
         above = [duel for duel in all_duels if duel["worst"] > duel["theirs"] + SAME]
-        below = [d["theirs"] - d["mean"] for d in all_duels if d["theirs"] > SAME and d["mean"] < float("inf")]
+        won = [duel for duel in all_duels if duel["worst"] < duel["theirs"] - SAME]
+        leads = [d["theirs"] - d["mean"] for d in all_duels if d["mean"] < float("inf")]
+        paid_leads = [d["theirs"] - d["mean"] for d in all_duels if d["theirs"] > SAME and d["mean"] < float("inf")]
+        searched = [duel for duel in all_duels if duel["controls"]]
+        harder = [
+            float(np.mean(ours)) - float(np.mean(theirs))
+            for hard in networks
+            if family(hard.name) in self.harder
+            for easy in networks
+            if family(easy.name) in self.easier
+            for ours, theirs in [[overheads_at(net.dqn["joint"], min(limits)) for net in (hard, easy)]]
+            if ours and theirs
+        ]
         details = [point for net in networks for mode in MODES for point in net.details[mode]]
         # Searches are compared where all of them ran and found a plan, and none is free.
         planned = [point for point in details if (point["planned"] or 0.0) > SAME]
@@ -119,8 +133,18 @@ class Fig5(Figure):
             "heads": heads,
             "pairs": len(all_duels),
             "above": len(above),
+            "won": len(won),
             "networks": lines,
-            "below": 100 * np.median(below) if below else None,
+            "below": 100 * np.median(leads) if leads else None,
+            "below_paid": 100 * np.median(paid_leads) if paid_leads else None,
+            "searched": len(searched) or None,
+            "controls_above": {key: sum(d["controls"][key] > d["theirs"] + SAME for d in searched) for key in SEARCHES},
+            "better": sum(point["planned"] < point["uniform"] - SAME for point in compared),
+            "worse": sum(point["planned"] > point["uniform"] + SAME for point in compared),
+            "points": len(compared),
+            "harder": sum(gap > SAME for gap in harder),
+            "easier": sum(gap < -SAME for gap in harder),
+            "hardness": len(harder),
             "all": len(compared) or None,
             **means,
             "seeds": max(net.seeds for net in networks),
@@ -288,14 +312,17 @@ def family(network: str) -> str:
 def duels(net: Network) -> Iterator[Row]:
     """Yields a comparison at every limit at which a rival of a mode has a plan.
 
-    Each has the DQN's mean and worst overhead over its seeds (infinite if a seed has no plan), and the rival's
-    overhead.
+    Each has the DQN's mean and worst overhead over its seeds (infinite if a seed has no plan), the rival's overhead,
+    and in ``controls`` the worst overhead of each search, empty unless all searches ran and found a plan.
     """
     # A mode is compared with the baselines whose decisions it includes.
     for mode, rivals in {"swap": ("tflms", "sn_swap"), "joint": tuple(BASELINES)}.items():
+        points_by_limit = figures.group_by(net.details[mode], "limit")
         for key in rivals:
             for limit, theirs in net.common["baselines"][key]:
                 ours = net.dqn[mode].get(limit, [])
+                points = points_by_limit.get(limit, [])
+                ran = len(points) == net.seeds and all(p[search] is not None for p in points for search in SEARCHES)
                 if len(ours) < net.seeds:
                     ours = [float("inf")]
                 yield {
@@ -306,6 +333,7 @@ def duels(net: Network) -> Iterator[Row]:
                     "mean": float(np.mean(ours)),
                     "worst": max(ours),
                     "theirs": theirs,
+                    "controls": {search: max(p[search] for p in points) for search in SEARCHES} if ran else {},
                 }
 
 
@@ -337,6 +365,7 @@ class Paper(Figure):
     on_demand = True
     parts = 10  # of a training, whose mean overheads are stored
     keys = ("network", "episodes", "tuned", "agent", "small", "small_episodes")  # of a line in the settings
+    kinds = ("printed", "returns", "equation5", "scratch", "pretrained", "walks", "other")
     inks = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#777777")
 
     def tasks(self, settings: DictConfig) -> Rows:
@@ -394,7 +423,25 @@ class Paper(Figure):
                     "calls": round(np.mean([run["simulator_calls"] + run["small_simulator_calls"] for run in runs])),
                 }
             )
-        return {"lines": lines}
+        greedy = {key: [run["greedy"] for run in rows if training_kind(run) == key] for key in self.kinds}
+        walks = [run["mean"] for run in rows if training_kind(run) == "walks"]
+        best = {key: [run["best"] for run in rows if training_kind(run) == key] for key in ("walks", "printed")}
+        chance = float(np.mean(walks)) if walks else None
+        below = {}
+        for key, values in greedy.items():
+            below[key] = None if chance is None or not values else sum(v is not None and v < chance for v in values)
+        pairs = list(zip(greedy["pretrained"], greedy["scratch"], strict=False))
+        return {
+            "lines": lines,
+            "chance": chance,
+            "below": below,
+            "seeds": len({row["seed"] for row in rows}),
+            "solved_by_walks": sum(value <= 100 * SAME for value in best["walks"]) if walks else None,
+            "found": best["printed"],
+            "fine_tuned": sum(a is not None and (b is None or a < b) for a, b in pairs),
+            "not_fine_tuned": sum(b is not None and (a is None or a > b) for a, b in pairs),
+            "pairs": len(pairs),
+        }
 
     def chart(self, rows: Rows) -> Chart:
         marks = []
@@ -413,6 +460,20 @@ class Paper(Figure):
             )
         panel = Panel("", marks, Axis("episodes"), Axis("overhead of the episodes, %"))
         return Chart("The DQN paper's form on VGG16 at 60 % of its peak", [panel], 1, (9.0, 4.2), keys=3)
+
+
+def training_kind(task: Row) -> str:
+    """Returns which of ``Paper.kinds`` a training is, by its settings."""
+    if task["updates"] == 0:
+        return "walks"
+    if "small" in task:
+        return "pretrained"
+    changes = task.get("agent", {})
+    if not task.get("tuned"):
+        return "other" if changes else "printed"
+    if "n_step" in changes:
+        return "equation5"
+    return "scratch" if "epsilon_start" in changes else "other" if changes else "returns"
 
 
 def paper_config(task: Row) -> PaperConfig:

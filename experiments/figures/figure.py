@@ -1,28 +1,31 @@
 """Base class of figures, and the Jinja2 templates of their texts.
 
 A figure is a class in its paper's module, and a section of the paper's page (Markdown). A section has a title, a
-paragraph, a table and a list of notes; text after its ``###`` is not on the generated page. The template's variables
-are the figure's ``template_values`` and ``rows``. Filters beside Jinja's: ``f`` formats as ``str.format`` does;
-``MiB``, ``GiB``, ``GB`` and ``ms`` convert from bytes and ns; ``columns`` writes a list as table cells; ``brief``
-selects the rows of the committed page. A cell of a missing value (None) is empty, and a note with one is left out.
+paragraph, a table and a list of notes, then ``### Claims`` (rows of claim, paper, ours and verdict) and
+``### Choices``. The template's variables are the figure's ``template_values`` and ``rows``; the functions of
+``verdicts`` decide a claim. Filters beside Jinja's: ``f`` formats as ``str.format`` does; ``MiB``, ``GiB``, ``GB`` and
+``ms`` convert from bytes and ns; ``columns`` writes a list as table cells; ``brief`` selects the rows of the committed
+page. A cell of a missing value (None) is empty. A note or claim with one is left out, and so is one that names a
+network that is not among the rows.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jinja2
 from jinja2.runtime import Context
 from omegaconf import DictConfig
 
 from experiments.common.report import Row
-from experiments.figures import label, networks, published
+from experiments.figures import WORKLOADS, label, networks, published
+from experiments.figures.verdicts import RULES, VERDICTS
 from simulator.machine import Machine
 
 if TYPE_CHECKING:
@@ -30,6 +33,24 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 Rows = list[Row]
+CLAIMS = "\n### Claims\n"
+CHOICES = "\n### Choices\n"
+
+
+class Claim(NamedTuple):
+    """Claim of a paper, its number, ours, and the verdict (one of ``VERDICTS``)."""
+
+    claim: str
+    paper: str
+    ours: str
+    verdict: str
+
+
+class Section(NamedTuple):
+    """A figure's section: stem of its page, and Markdown."""
+
+    page: str
+    text: str
 
 
 class Figure:
@@ -83,7 +104,17 @@ class Figure:
     @property
     def text(self) -> str:
         """Markdown of the figure's section."""
-        return _sections()[self.name]
+        return _sections()[self.name].text
+
+    @property
+    def page(self) -> str:
+        """Stem of the page with the figure's section."""
+        return _sections()[self.name].page
+
+    @property
+    def choices(self) -> str:
+        """Markdown of what we chose because the paper leaves it open, or because we differ."""
+        return self.text.partition(CHOICES)[2].partition("\n### ")[0].strip()
 
     @property
     def title(self) -> str:
@@ -100,11 +131,33 @@ class Figure:
 
         ``brief`` selects the rows of the committed page.
         """
-        template = TEMPLATES.from_string(self.text.partition("\n### ")[0])
-        head, *notes = re.split(r"\n- ", template.render(self.template_values(rows), rows=rows, brief=brief))
+        filled = self._render(self.text.partition("\n### ")[0], rows, brief)
+        head, *notes = re.split(r"\n- ", filled)
         lines = [line.strip("|").split("|") for line in head.splitlines() if line.startswith("|")]
         heads, _, *cells = [["" if MISSING in cell else cell.strip() for cell in line] for line in lines]
-        return heads, cells, [" ".join(note.split()) for note in notes if MISSING not in note]
+        shown = _networks_shown(rows)
+        return heads, cells, [" ".join(note.split()) for note in notes if _is_supported(note, shown)]
+
+    def claims(self, rows: Rows) -> list[Claim]:
+        """Returns the claims that the rows decide, with their verdicts.
+
+        Raises:
+            ValueError: A line of the section is no claim with a verdict.
+        """
+        filled = self._render(self.text.partition(CLAIMS)[2].partition("\n### ")[0], rows, brief=False)
+        shown = _networks_shown(rows)
+        claims = []
+        for line in filled.splitlines():
+            if not line.startswith("|") or not _is_supported(line, shown):
+                continue
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if len(cells) != len(Claim._fields) or cells[-1] not in VERDICTS:
+                raise ValueError(f"{self.name}: not a claim with a verdict: {line!r}")
+            claims.append(Claim(*cells))
+        return claims
+
+    def _render(self, text: str, rows: Rows, brief: bool) -> str:
+        return TEMPLATES.from_string(text).render(self.template_values(rows), rows=rows, brief=brief)
 
     def draw(self, rows: Rows, path: Path) -> None:
         """Saves the picture as PNG."""
@@ -125,11 +178,54 @@ def find(name: str) -> Figure:
 
 
 @cache
-def _sections() -> dict[str, str]:
+def _sections() -> dict[str, Section]:
     """Returns the section of each figure on all pages."""
-    text = "\n".join(page.read_text() for page in sorted(FOLDER.glob("*.md")))
-    _, *parts = re.split(r'<a id="(\w+)"></a>\n', text)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    sections = {}
+    for page in sorted(FOLDER.glob("*.md")):
+        _, *parts = re.split(r'<a id="(\w+)"></a>\n', page.read_text())
+        sections |= {name: Section(page.stem, text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    return sections
+
+
+def page_title(page: str) -> str:
+    """Returns the heading of a page."""
+    return (FOLDER / f"{page}.md").read_text().partition("\n")[0].removeprefix("# ")
+
+
+@cache
+def _network_pattern() -> re.Pattern[str]:
+    """Returns the pattern of a network's display name, or of a family such as "ResNets"."""
+    labels = {label(path.stem) for path in WORKLOADS.glob("*.yaml")}
+    plain = sorted(map(re.escape, labels), key=len, reverse=True)
+    return re.compile(rf"\b(?:(?:VGG|ResNet)-?\d*|{'|'.join(plain)})(?=s?\b)")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yields the strings in nested data, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _strings(key)
+            yield from _strings(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _strings(entry)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\W", "", name).lower()
+
+
+def _networks_shown(rows: Rows) -> set[str]:
+    """Returns the plain display names of everything that the rows name."""
+    return {_plain(label(word)) for word in set(_strings(rows))}
+
+
+def _is_supported(text: str, shown: set[str]) -> bool:
+    """Returns whether no value of a text is missing, and all networks that it names are shown."""
+    named = map(_plain, _network_pattern().findall(text))
+    return MISSING not in text and all(any(name.startswith(network) for name in shown) for network in named)
 
 
 class Range:
@@ -189,6 +285,7 @@ def _brief(context: Context, rows: Rows, key: str, *values: object) -> Rows:
 
 
 TEMPLATES = jinja2.Environment(undefined=_Absent, finalize=_format, trim_blocks=True, keep_trailing_newline=True)
+TEMPLATES.globals |= RULES
 TEMPLATES.filters |= {"f": _format, "columns": _columns, "brief": _brief, "label": label}
 TEMPLATES.filters |= {
     unit: partial(_in_unit, size) for unit, size in {"MiB": 2**20, "GiB": 2**30, "GB": 10**9, "ms": 10**6}.items()

@@ -44,7 +44,12 @@ class Fig2(Figure):
         }
 
     def template_values(self, rows: Rows) -> Row:
-        return {"networks": [{**row, "paper": self.published.get(row["network"], "not said")} for row in rows]}
+        return {
+            "networks": [
+                {**row, "paper": self.published.get(row["network"], "not said"), "sum_gb": row["sum"] / 1e9}
+                for row in rows
+            ]
+        }
 
     def chart(self, rows: Rows) -> Chart:
         names = [figures.label(row["network"]) for row in rows]

@@ -318,7 +318,21 @@ class Table4(Figure):
             for row in rows
         ]
         paper = [{"framework": name, "there": depth} for name, depth in self.published[16].items()]
-        return {"paper": paper, "found": lines}
+        own = next((line["depth"] for line in lines if line["method"] == "superneurons" and line["batch"] == 16), None)
+        single = {line["method"]: line["depth"] for line in lines if line["batch"] == 1}
+        rivals = [line["depth"] for line in lines if line["batch"] == 16 and line["method"] in ("vdnn_all", "memonger")]
+        return {
+            "paper": paper,
+            "found": lines,
+            "own": own,
+            "own_paper": self.published[16]["SuperNeurons"],
+            "single": single.get("superneurons"),
+            "single_none": single.get("none"),
+            "single_paper": next(iter(self.published[1].values())),
+            "ahead": None if own is None else sum(own > depth for depth in rivals),
+            "behind": None if own is None else sum(own < depth for depth in rivals),
+            "rivals": len(rivals),
+        }
 
     def chart(self, rows: Rows) -> Chart:
         slower = [f" ({row['overhead']:.0%} slower)" if row.get("overhead") else "" for row in rows]
@@ -409,7 +423,11 @@ class Table5(Figure):
             cells = [f"{result['batch']:,}{text}" for result, text in zip(results, slower, strict=True)]
             paper = ["N/A" if batch is None else f"{batch:,}" for batch in self.paper_networks[row["network"]].values()]
             overhead = planned[row["network"]]["overhead"]
-            networks.append({"network": row["network"], "overhead": overhead, "paper": paper, "cells": cells})
+            own = {
+                "ours": row["found"][self.checked]["batch"],
+                "theirs": self.paper_networks[row["network"]]["SuperNeurons"],
+            }
+            networks.append({"network": row["network"], "overhead": overhead, "paper": paper, "cells": cells, **own})
         ahead = {
             name: sum(row["found"][name]["batch"] > row["found"][self.checked]["batch"] for row in searched)
             for name in methods
@@ -420,6 +438,11 @@ class Table5(Figure):
             "methods": [METHODS[method].label for method in methods],
             "planner": label(next(iter(planned.values()))["planner"]),
             "ahead": {"vdnn_all": None, "memonger": None, **ahead},
+            "behind_vdnn": sum(
+                row["found"]["vdnn_all"]["batch"] < row["found"][self.checked]["batch"]
+                for row in searched
+                if "vdnn_all" in row["found"]
+            ),
         }
 
     def chart(self, rows: Rows) -> Chart:

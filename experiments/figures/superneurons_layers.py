@@ -308,15 +308,19 @@ class Table3(Figure):
         first = rows[0]
         kept_bytes = len(self.kept) * rows[0]["weights"]
         in_paper = [row for row in rows if row["batch_size"] in self.published]
+        sizes = [
+            {
+                **row,
+                "paper": self.published.get(row["batch_size"]),
+                "copied_gb": row["copied"] / 1e9,
+                "cached_gb": None if row["cached"] is None else row["cached"] / 1e9,
+                "cached": "does not fit" if row["cached"] is None else f"{row['cached'] / 1e9:.2f}",
+            }
+            for row in rows
+        ]
         return {
-            "sizes": [
-                {
-                    **row,
-                    "paper": self.published.get(row["batch_size"]),
-                    "cached": "does not fit" if row["cached"] is None else f"{row['cached'] / 1e9:.2f}",
-                }
-                for row in rows
-            ],
+            "sizes": sizes,
+            "in_paper": [size for size in sizes if size["paper"]],
             "less": span(1 - row["copied"] / 1e9 / self.published[row["batch_size"]][0] for row in in_paper),
             "limit": int((first["memory"] - kept_bytes) * first["batch_size"] // (first["peak"] - kept_bytes)),
         }

@@ -19,7 +19,7 @@ from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
 from experiments.figures import published
-from experiments.figures.figure import Figure, Rows
+from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.smartpool_loads import ZERO
 from experiments.plotting import palette
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel
@@ -61,7 +61,23 @@ class _Ratios(Figure):
             for label, values in ((f"{jobs_label(row)}, paper", paper(row)), (jobs_label(row), ours)):
                 cells = [cell(values[method]) if method in values else "–" for method in self.planners]
                 lines += [{"label": label, "cells": cells}] if values else []
-        return {"lines": lines, "heads": list(self.planners)}
+        duels = {}
+        for rival in ("vDNN", "Capuchin"):
+            pairs = [
+                [ratios(row["methods"][method], row.get("without", row)) for method in ("TENSILE", rival)]
+                for row in rows
+            ]
+            benefits = [(ours[2], theirs[2]) for ours, theirs in pairs if ours and theirs]
+            ahead, behind = (sum(sign * a > sign * b for a, b in benefits) for sign in (1, -1))
+            duels[rival] = {"ahead": ahead, "behind": behind, "count": len(benefits)}
+        saved = [ratios(row["methods"]["TENSILE"], row.get("without", row)) for row in rows if paper(row)]
+        return {
+            "lines": lines,
+            "heads": list(self.planners),
+            "duels": duels,
+            "saved": span(values and values[0] for values in saved),
+            "saved_paper": span(paper(row)["TENSILE"][0] for row in rows if paper(row)),
+        }
 
     def panels(self, title: str, rows: Rows) -> Chart:
         """Makes a panel each of memory saved, time lost and their ratio; the paper's values are diamonds."""
@@ -225,14 +241,6 @@ class Table2(_Ratios):
         for method in ("Capuchin", "AutoSwap", "LP rounding"):
             results[method] = table2_outcome(programs, planned(Split(PLANNERS[method]), limit), machine)
         return {"without": table2_outcome(programs, empty_plans(programs), machine), "methods": results}
-
-    def template_values(self, rows: Rows) -> Row:
-        wins_by_rival = {}
-        for rival in ("vDNN", "Capuchin"):
-            pairs = [[ratios(row["methods"][name], row["without"]) for name in ("TENSILE", rival)] for row in rows]
-            wins = [ours[2] > theirs[2] for ours, theirs in pairs if ours and theirs]
-            wins_by_rival[rival] = (sum(wins), len(wins))
-        return {**super().template_values(rows), "ahead": wins_by_rival}
 
     def chart(self, rows: Rows) -> Chart:
         return self.panels(f"Several jobs that share an RTX 2080 Ti, batch size {rows[0]['batch']}", rows)

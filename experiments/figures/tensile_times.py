@@ -83,7 +83,16 @@ class Times(Figure):
         ]
         lines.append({"label": "paper's mean / our median", "cells": middle + [""] * len(rows)})
         heads = [f"{row['source']}, {name}" for row in rows for name in self.names.values()]
-        return {"networks": lines, "heads": heads + [f"{row['source']}, iteration" for row in rows]}
+        scores = {
+            row["source"]: {key: median(run[key] for run in row["held"].values()) for key in self.published}
+            for row in rows
+        }
+        return {
+            "networks": lines,
+            "heads": heads + [f"{row['source']}, iteration" for row in rows],
+            "scores": scores,
+            "published": self.published,
+        }
 
     def chart(self, rows: Rows) -> Chart:
         inks = {"all": "#9a9a9a", "expensive": "#b3123d"}
@@ -315,6 +324,7 @@ class Speed(Figure):
             "mlp": max(free_savings, default=None),
             "enough": min(sufficient_factors, default=None),
             "states": states,
+            "more": sum(row["alone"] > row["within"] for row in states),
         }
 
     def chart(self, rows: Rows) -> Chart:

@@ -26,6 +26,11 @@ Fig. 1 of "Numbers".
 
 - There are {{count}}.
 
+### Claims
+
+| squares are at least x | always | {{above}} of {{count}} | {{holds(above, count)}} |
+| VGG16 is a square | always | yes | {{holds(count, count)}} |
+
 ### Choices
 
 More.
@@ -42,6 +47,7 @@ def squares_of(run: Any = square) -> Figure:
     class Squares(Figure):
         name = "squares"
         text = TEXT
+        page = "own"
 
         def tasks(self, settings: Any) -> list[dict[str, Any]]:
             return [{"x": x} for x in settings.x]
@@ -50,7 +56,8 @@ def squares_of(run: Any = square) -> Figure:
             return run(task, machine)
 
         def template_values(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-            return {"lines": [{"x": row["x"], "y": row["y"]} for row in rows], "count": len(rows)}
+            above = sum(row["y"] >= row["x"] for row in rows)
+            return {"lines": [{"x": row["x"], "y": row["y"]} for row in rows], "count": len(rows), "above": above}
 
         def chart(self, rows: list[dict[str, Any]]) -> Chart:
             return Chart("Squares", [Panel("", [Line([1], [1])])])
@@ -80,12 +87,17 @@ def test_a_figure_from_its_settings_to_the_page(tmp_path: Path, capsys: pytest.C
     reproduce.make([{**called, "quick": {"batches": [256]}}], True, None, "processes", 1, out)
     assert sorted(path.name for path in out.iterdir() if path.is_file()) == [
         "README.md",
+        "superneurons.md",
         "superneurons_table3.json",
         "superneurons_table3.png",
     ]
     assert capsys.readouterr().out.splitlines()[-1] == str(out)
     (row,) = json.loads((out / "superneurons_table3.json").read_text())["rows"]
-    assert row["batch_size"] == 256 and "| 256 | 2.56 | 1.33 |" in (out / "README.md").read_text()
+    assert row["batch_size"] == 256 and "| 256 | 2.56 | 1.33 |" in (out / "superneurons.md").read_text()
+    claim = (
+        "[copies without the Tensor Cache, GB](superneurons.md#superneurons_table3) | 2.56 | 1.33 | not reproduced |"
+    )
+    assert claim in (out / "README.md").read_text()
 
 
 def test_a_stopped_run_resumes(squares: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,21 +145,23 @@ def test_quick_takes_fewer_points(squares: None, tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_is_there(squares: None, tmp_path: Path) -> None:
-    assert "##" not in reproduce.page(tmp_path)
+    assert list(reproduce.pages(tmp_path)) == ["README.md"]
     made = start(tmp_path, x=[3])
     made.record({"x": 3}, {"x": 3, "y": 9})
     made.finish()
-    page = reproduce.page(tmp_path)
-    assert "[squares](#squares)" in page
+    pages = reproduce.pages(tmp_path)
+    assert "| [squares are at least x](own.md#squares) | always | 1 of 1 | reproduced |" in pages["README.md"]
+    assert "| [Figures of our own](own.md) | 1 |  |  |  |  |" in pages["README.md"]
+    page = pages["own.md"]
     for words in ("## Squares", 'Fig. 1 of "Numbers".', "![squares](squares.png)", "| 3 | 9 |", "- There are 1."):
         assert words in page
-    assert "More." not in page and "](squares.json)" in page
+    assert "Choices: More." in page and "](squares.json)" in page
     (tmp_path / "squares.png").unlink()
     reproduce.redraw_figures(["squares"], tmp_path)
-    assert (tmp_path / "squares.png").exists() and (tmp_path / "README.md").read_text() == page
+    assert (tmp_path / "squares.png").exists() and (tmp_path / "own.md").read_text() == page
     (tmp_path / "squares.json").write_text('{"rows": [{"x": 3}], "command": ""}')
     with pytest.raises(reproduce.FormatError, match=r"squares\.json: not a result of this figure"):
-        reproduce.page(tmp_path)
+        reproduce.pages(tmp_path)
 
 
 def test_a_figures_own_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from experiments.figures import verdicts
 from experiments.figures.figure import MISSING, TEMPLATES, Figure, Range, span
 
 TEXT = """## Squares
@@ -28,15 +29,27 @@ section 2.
 {%endfor%}
 - Nobody is at {{nobody}}.
 
+- ResNets are like {{first}}.
+- VGG16 is not among the rows.
+
+### Claims
+
+| all are even | always | {{even}} of {{count}} | {{holds(even, count)}} |
+| larger than the rival's | larger | {{ahead}}, {{behind}} | {{leads(ahead, behind, count)}} |
+| nobody is there | – | {{nobody}} | {{holds(count, count)}} |
+| no case | – | 0 | {{holds(0, 0)}} |
+| VGG16 is larger | – | yes | {{holds(count, count)}} |
+
 ### Choices
 
-1. Not shown: {{unknown}}.
+1. Not filled: {{unknown}}.
 """
 
 
 def figure(**numbers: Any) -> Figure:
     lines = [{"x": 2, "y": 4.0, "more": ["a", "b"]}, {"x": 3, "y": None, "more": ["c", "d"]}]
-    values = {"lines": lines, "heads": ["p", "q"], "sum": 1300, "count": 2, "nobody": None, **numbers}
+    values = {"lines": lines, "heads": ["p", "q"], "sum": 1300, "count": 2, "nobody": None, "first": "it", **numbers}
+    values = {"even": 2, "ahead": 2, "behind": 0, **values}
     return type("Squares", (Figure,), {"text": TEXT, "template_values": lambda self, rows: values})()
 
 
@@ -55,6 +68,47 @@ def test_texts() -> None:
 
 def render(template: str, values: dict[str, Any]) -> str:
     return TEMPLATES.from_string(template).render(values)
+
+
+def test_choices_are_published_as_written() -> None:
+    assert figure().choices == "1. Not filled: {{unknown}}."
+
+
+def verdicts_of(rows: list[dict[str, Any]], **numbers: Any) -> list[str]:
+    return [claim.verdict for claim in figure(**numbers).claims(rows)]
+
+
+def test_a_verdict_follows_the_numbers() -> None:
+    assert verdicts_of([]) == ["reproduced", "reproduced"]
+    assert verdicts_of([], even=1, ahead=1) == ["partly", "partly"]
+    assert verdicts_of([], even=0, ahead=0) == ["not reproduced", "tie"]
+    assert verdicts_of([], count=5, ahead=1, behind=2) == ["not reproduced", "not reproduced"]
+    assert verdicts_of([], ahead=0, behind=2) == ["reproduced", "refuted"]
+    assert verdicts_of([], nobody=3) == ["reproduced"] * 3
+
+
+def test_what_names_an_absent_network_is_left_out() -> None:
+    resnet = [{"found": {"resnet50": 1}}]
+    assert "ResNets are like it." in figure().format_text(resnet)[2]
+    assert "ResNets are like it." not in figure().format_text([{"network": "vgg11"}])[2]
+    assert figure().format_text([{"network": "vgg16_imagenet"}])[2][-1] == "VGG16 is not among the rows."
+    assert len(verdicts_of([{"network": "vgg16"}])) == 1 + len(verdicts_of(resnet))
+
+
+def test_a_claim_without_a_rule_is_refused() -> None:
+    text = TEXT.replace("{{holds(even, count)}}", "holds")
+    squares = type("Squares", (type(figure()),), {"text": text})()
+    with pytest.raises(ValueError, match="not a claim with a verdict"):
+        squares.claims([])
+
+
+def test_rules_for_numbers() -> None:
+    assert verdicts.agrees([1.05, 2.0], [1.0, 2.0]) == "reproduced"
+    assert verdicts.agrees([1.05, 3.0], [1.0, 2.0]) == "partly"
+    assert verdicts.agrees([1.5, 3.0, 9.0], 1.0) == "not reproduced"
+    assert verdicts.agrees([1.0, 5.0], [1.0, None]) == "reproduced" and verdicts.agrees(None, 1.0) is None
+    assert verdicts.at_least(Range([1, 3]), 2) == "partly" and verdicts.at_most(2, 2) == "reproduced"
+    assert verdicts.at_most([3], 2) == "not reproduced"
 
 
 def test_numbers_in_templates() -> None:
