@@ -2,6 +2,16 @@
 
 from executor.compiled.backend import CompileError, Partitioner, allocated_peak, compile, report
 from executor.compiled.graph_report import CompiledReport
+from executor.compiled.losses import chunked_cross_entropy
 from executor.compiled.solver import ChainSolver
 
-__all__ = ["ChainSolver", "CompileError", "CompiledReport", "Partitioner", "allocated_peak", "compile", "report"]
+__all__ = [
+    "ChainSolver",
+    "CompileError",
+    "CompiledReport",
+    "Partitioner",
+    "allocated_peak",
+    "chunked_cross_entropy",
+    "compile",
+    "report",
+]

@@ -24,12 +24,15 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.exc import ShortenTraceback
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy
 
-from executor.compiled.graph_report import CompiledReport, Graph
+from executor.capture.batches import Loss, compute_loss
+from executor.compiled.graph_report import CompiledReport, Graph, describe
+from executor.compiled.held import Held, frame_of
 from executor.compiled.host_copies import register_cpu_copies
 from executor.compiled.joint import Joint, donatable
 from executor.compiled.launches import choices, in_order, launches_of
@@ -63,9 +66,10 @@ class Partitioner(CustomPartitionerFn):
     """Partitioner for ``config.custom_partitioner_fn``: PyTorch's partition if it fits the limit, else a plan's.
 
     Args:
-        memory: Bytes, a size ("24GiB"), or a fraction (0.6) of the graph's peak as PyTorch partitions it. It limits
+        memory: A fraction (0.6) of the graph's peak as PyTorch partitions it, or bytes, or a size ("24GiB"). It limits
             what forward and backward allocate: saved and temporary tensors, the model's outputs, their gradients, and
-            the gradients of parameters. Tensors that the caller holds anyway do not count.
+            the gradients of parameters. If a graph is compiled again (a shorter batch, frozen layers), its limit is
+            at least the previous one. Bytes also cover ``held`` tensors and those of the other graphs of a step.
         machine: A preset's name, a YAML file or a Machine, whose roofline gives kernel durations (default: the GPU's
             preset, or ``CPU``).
         planner: A name (``agents.PLANNERS``), or a function that returns a plan of the mode.
@@ -75,6 +79,7 @@ class Partitioner(CustomPartitionerFn):
     Attributes:
         in_order: Whether the graphs are compiled within ``launches.in_order``, which keeps copies in place, as
             ``compile`` does.
+        held: Tensors that the caller holds throughout a step; set by ``compile``.
 
     Raises:
         FormatError: If memory or machine is invalid.
@@ -104,6 +109,7 @@ class Partitioner(CustomPartitionerFn):
         self.mode = mode
         self.machine = Machine.load(machine) if isinstance(machine, str) else machine
         self.graphs: list[Graph] = []
+        self.held = Held()
         self._key = planner if isinstance(planner, str) else uuid4().hex  # a function may be another one next time
 
     def uuid(self) -> str:
@@ -127,8 +133,6 @@ class Partitioner(CustomPartitionerFn):
             )
         name = str(torch._guards.CompileContext.current_compile_id() or len(self.graphs))
         skip_reason = cannot_be_planned(gm)
-        if not skip_reason:
-            self._check_several(name)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if overwritten := read_after_write(forward, backward):
             save_before_write(gm, overwritten)
@@ -140,26 +144,29 @@ class Partitioner(CustomPartitionerFn):
         self._scheduling_s = 0.0
         joint = self._schedule(forward, backward, kwargs["num_fwd_outputs"])
         peak = joint.peak_bytes()
-        limit = int(peak * _fraction(self.memory)) if is_fraction(self.memory) else size_bytes(self.memory, "memory")
-        graph = Graph(name, limit, peak, peak)
+        device = _device(joint_inputs)
+        machine = self._machine(device)
+        held = {} if is_fraction(self.memory) else self.held.beside(name)
+        limit = self._limit(name, peak, held)
+        program = joint.program(machine, f"graph {name}", self.mode != "recompute")
+        graph = Graph(name, limit, peak, peak, program=program, machine=machine, held=held)
         # 1 % of the limit is left for scratch memory of convolutions (oneDNN), which no graph shows. A memory of 1.0
         # needs no plan all the same.
         aim = int(limit * 0.99) if joint.convolves else limit
         if peak > (limit if is_fraction(self.memory) else aim):
-            joint, graph = self._planned(joint, graph, aim, _device(joint_inputs))
+            joint, graph = self._planned(joint, graph, aim, device)
+        self.held.add(name, joint.between_bytes())
         seconds = time.process_time() - begin - self._scheduling_s
         self.graphs.append(replace(graph, seconds=seconds, looking_s=self._scheduling_s))
         return joint.forward, joint.backward
 
     def _planned(self, joint: Joint, graph: Graph, aim: int, device: torch.device) -> tuple[Joint, Graph]:
         """Returns graphs of a plan whose peak, as Inductor schedules them, is at most ``aim`` bytes."""
-        machine = self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
-        swaps = self.mode != "recompute"
-        if swaps:
-            machine = machine.with_one_copy_stream()
-            if device.type == "cpu":
-                register_cpu_copies()
-        program = joint.program(machine, f"graph {graph.name}", swaps)
+        program = graph.program
+        machine = graph.machine
+        assert program is not None and machine is not None
+        if self.mode != "recompute" and device.type == "cpu":
+            register_cpu_copies()
         best, reason = Search(
             plan=lambda limit: self._candidate(joint, program, machine, limit),
             schedule=lambda chosen: self._schedule(*partition(joint, program, chosen.items), joint.outputs),
@@ -167,14 +174,13 @@ class Partitioner(CustomPartitionerFn):
             enough=program.peak_bytes,
         ).run()
         if best is None:
-            raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}: {reason}")
+            beside = f" beside {describe(graph.held)}" if graph.held else ""
+            raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}{beside}: {reason}")
         chosen = best.candidate
         return best.joint, replace(
             graph,
             peak_bytes=best.peak_bytes,
-            program=program,
             plan=chosen.plan,
-            machine=machine.name,
             iteration_ns=chosen.timeline.iteration_ns,
             ideal_ns=chosen.timeline.ideal_ns,
             floor_ns=chosen.floor_ns,
@@ -201,15 +207,23 @@ class Partitioner(CustomPartitionerFn):
         self._scheduling_s += time.process_time() - begin
         return joint
 
-    def _check_several(self, name: str) -> None:
-        """Raises CompileError if ``memory`` is in bytes and the model has a second graph, whose peak is unknown."""
-        frames = {graph.name.split("/")[0] for graph in self.graphs if not graph.skip_reason}
-        is_other_graph = name.split("/")[0] not in frames or any(graph.name == name for graph in self.graphs)
-        if frames and is_other_graph and not is_fraction(self.memory):
-            raise CompileError(
-                f"memory: {self.memory} are for a model of one graph, and this one has a second ({name}): give a "
-                "fraction such as 0.6 of each graph's peak, or find the graph break with torch.compile(fullgraph=True)"
-            )
+    def _machine(self, device: torch.device) -> Machine:
+        machine = self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
+        return machine if self.mode == "recompute" else machine.with_one_copy_stream()
+
+    def _limit(self, name: str, peak: int, held: dict[str, int]) -> int:
+        """Returns the bytes that a graph with this peak may allocate beside ``held``; raises CompileError if none."""
+        if not is_fraction(self.memory):
+            limit = size_bytes(self.memory, "memory") - sum(held.values())
+            if limit < self.held.in_update():
+                raise CompileError(
+                    f"memory: {self.memory} leave {size(max(0, limit))} beside {describe(held)}, and gradients and "
+                    f"temporary tensors of the update need {size(self.held.in_update())}"
+                )
+            return limit
+        # A graph that is compiled again may need less, but then its smallest peak is a larger fraction of it.
+        previous = (graph.limit for graph in self.graphs if frame_of(graph.name) == frame_of(name))
+        return max(int(peak * _fraction(self.memory)), *previous, 0)
 
     def _skip(self, name: str, reason: str) -> None:
         graph = Graph(name, skip_reason=reason)
@@ -252,10 +266,25 @@ def cannot_be_planned(gm: fx.GraphModule) -> str:
     return ""
 
 
+class WithLoss(nn.Module):
+    """Module that returns the loss of a batch in one graph with the model."""
+
+    def __init__(self, model: Any, loss_fn: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, *batch: Any) -> Any:
+        """Returns the loss."""
+        return compute_loss(self.model, self.loss_fn, lambda output: output, *batch)
+
+
 def compile(
     model: Any,
+    loss_fn: Loss | None = None,
     *,
     memory: int | float | str,
+    optimizer: Optimizer | None = None,
     machine: Machine | str | None = None,
     planner: Planner = "lp_round",
     seconds: float | None = 3.0,
@@ -263,23 +292,33 @@ def compile(
     fullgraph: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """Returns ``torch.compile(model)`` whose forward and backward allocate at most ``memory``.
+    """Returns ``torch.compile(model)`` whose training steps need at most ``memory``.
 
-    Loss, optimizer and training loop stay unchanged. Shapes are fixed (``dynamic=False``): a new shape is compiled and
-    planned when it first occurs. A fraction applies to each graph's own peak. ``report`` returns the plans.
+    Optimizer and training loop stay unchanged. Shapes are fixed (``dynamic=False``): a new shape is compiled and
+    planned when it first occurs. ``report`` returns the plans.
 
     Args:
         model: A module or a function.
-        memory, machine, planner, seconds, mode: As in ``Partitioner``.
+        loss_fn: If given, the result takes the batch of ``fit`` (``model(x, y)`` for a pair) and returns
+            ``loss_fn(model(x), y)``, so that the plan covers what lives between forward and backward, as the logits.
+        memory: A fraction of what forward and backward allocate, as in ``Partitioner``. Or bytes, which also count
+            parameters, buffers, gradients, the batch, optimizer state and the update's temporary tensors, and are
+            shared by all graphs of the model. On a GPU they are bytes of tensors, without the CUDA context.
+        optimizer: Its state and temporary tensors count if ``memory`` is in bytes.
+        machine, planner, seconds, mode: As in ``Partitioner``.
         fullgraph, options: As in torch.compile.
 
     Raises:
+        CaptureError: If the optimizer's update cannot be traced.
         CompileError: If the mode copies and this PyTorch lacks the operators. At the first call with gradients: if no
             C++ compiler is found (on the CPU), or no plan fits.
         FormatError: If memory or machine is invalid.
         ValueError: If the mode is unknown.
     """
     partitioner = Partitioner(memory, machine, planner, seconds, mode)
+    partitioner.held = Held(model, None if is_fraction(memory) else optimizer)
+    if loss_fn is not None:
+        model = WithLoss(model, loss_fn)
     partitioner.in_order = True
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -292,6 +331,7 @@ def compile(
 
         if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in inputs):
             require_compiler()
+        partitioner.held.add_inputs(gm, inputs)
         # Buffer reuse would keep memory allocated that the plan counts as free.
         patches = {"allow_buffer_reuse": False, **(options or {}), "custom_partitioner_fn": partitioner}
         # A cached joint graph has no report, and its plan may be for another machine.

@@ -241,6 +241,11 @@ class Joint:
         """Storages of the caller that the forward writes, such as batch-norm statistics."""
         return frozenset(s for s in _written(self.first) if s not in self.names[0])
 
+    def between_bytes(self) -> int:
+        """Returns the bytes of the model's outputs and of saved tensors, which live between forward and backward."""
+        born = {s for call in self.calls[: self.between] for s in call.writes}
+        return sum(self.storages[s] for s in born if self._last[s] >= self.between)
+
     def peak_bytes(self) -> int:
         """Returns the peak in bytes of Inductor's code, which is the Program's peak without in-place results.
 
