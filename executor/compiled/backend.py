@@ -24,20 +24,22 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import ShortenTraceback
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy
 
 from executor.capture.batches import Loss, compute_loss
+from executor.capture.optimizers import STEP_HOOKS, step_without_hooks
 from executor.compiled.graph_report import CompiledReport, Graph, describe
-from executor.compiled.held import Held, frame_of
+from executor.compiled.held import Held, Update, captured_update, frame_of
 from executor.compiled.host_copies import register_cpu_copies
 from executor.compiled.joint import Joint, donatable
 from executor.compiled.launches import choices, in_order, launches_of
 from executor.compiled.partition import partition
 from executor.compiled.search import Candidate, Search
+from executor.compiled.updates import Updates, updated_early
 from executor.fit import machine_of, planned_in_mode
 from executor.training.issue_order import order
 from simulator.compiled.engine import simulate
@@ -80,6 +82,7 @@ class Partitioner(CustomPartitionerFn):
         in_order: Whether the graphs are compiled within ``launches.in_order``, which keeps copies in place, as
             ``compile`` does.
         held: Tensors that the caller holds throughout a step; set by ``compile``.
+        updates: Updates to make in the backward pass; set by ``compile_step``.
 
     Raises:
         FormatError: If memory or machine is invalid.
@@ -110,6 +113,8 @@ class Partitioner(CustomPartitionerFn):
         self.machine = Machine.load(machine) if isinstance(machine, str) else machine
         self.graphs: list[Graph] = []
         self.held = Held()
+        self.updates: Updates | None = None
+        self.keys: list[int | None] = []  # of the parameters among the inputs of the graph that is compiled now
         self._key = planner if isinstance(planner, str) else uuid4().hex  # a function may be another one next time
 
     def uuid(self) -> str:
@@ -137,6 +142,8 @@ class Partitioner(CustomPartitionerFn):
         if overwritten := read_after_write(forward, backward):
             save_before_write(gm, overwritten)
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if self.updates is not None:
+            updated_early(forward, backward, self.keys, self.updates.temporary)
         if skip_reason:
             self._skip(name, skip_reason)
             return forward, backward
@@ -215,7 +222,7 @@ class Partitioner(CustomPartitionerFn):
         """Returns the bytes that a graph with this peak may allocate beside ``held``; raises CompileError if none."""
         if not is_fraction(self.memory):
             limit = size_bytes(self.memory, "memory") - sum(held.values())
-            if limit < self.held.in_update():
+            if self.updates is None and limit < self.held.in_update():
                 raise CompileError(
                     f"memory: {self.memory} leave {size(max(0, limit))} beside {describe(held)}, and gradients and "
                     f"temporary tensors of the update need {size(self.held.in_update())}"
@@ -269,7 +276,7 @@ def cannot_be_planned(gm: fx.GraphModule) -> str:
 class WithLoss(nn.Module):
     """Module that returns the loss of a batch in one graph with the model."""
 
-    def __init__(self, model: Any, loss_fn: Loss) -> None:
+    def __init__(self, model: Any, loss_fn: Loss | None) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
@@ -317,9 +324,76 @@ def compile(
     """
     partitioner = Partitioner(memory, machine, planner, seconds, mode)
     partitioner.held = Held(model, None if is_fraction(memory) else optimizer)
-    if loss_fn is not None:
-        model = WithLoss(model, loss_fn)
+    return _compiled(WithLoss(model, loss_fn) if loss_fn is not None else model, partitioner, fullgraph, options)
+
+
+class CompiledStep:
+    """Training step that ``compile_step`` returns."""
+
+    def __init__(self, model: Any, optimizer: Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Trains on a batch and returns its loss."""
+        loss: Tensor = self.model(*batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+            step_without_hooks(self.optimizer)  # gradients that are no result of their own, such as shared ones
+            self.optimizer.zero_grad()
+        return loss.detach()
+
+    def report(self) -> CompiledReport:
+        """Returns the report on the step's graph."""
+        return report(self.model)
+
+
+def compile_step(
+    model: nn.Module,
+    loss_fn: Loss | None,
+    optimizer: Optimizer,
+    *,
+    memory: int | float | str,
+    machine: Machine | str | None = None,
+    planner: Planner = "lp_round",
+    seconds: float | None = 3.0,
+    mode: str = "recompute",
+    options: dict[str, Any] | None = None,
+) -> CompiledStep:
+    """Returns a compiled training step whose backward pass updates each parameter once its gradient is final.
+
+    Gradients do not live at once, and the trained bits are those of ``compile`` with ``optimizer.step()`` after the
+    backward pass. Learning rates are read in each step. No gradient reaches ``p.grad``.
+
+    Args:
+        model, loss_fn: As in ``compile``; without ``loss_fn`` the model returns its loss.
+        optimizer: Must update each parameter from its own gradient and state alone.
+        memory, machine, planner, seconds, mode, options: As in ``compile``. The model must be one graph.
+
+    Raises:
+        CaptureError: If the update cannot be traced, or needs several gradients at once (as in ``fit``).
+        CompileError: As in ``compile``, or if parameters or the optimizer have hooks.
+        FormatError: If memory or machine is invalid.
+        ValueError: If the mode is unknown.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters) or any(
+        getattr(optimizer, name) for name in STEP_HOOKS
+    ):
+        raise CompileError(
+            "optimizer: hooks of parameters or of the optimizer would not be called: remove them, or use compile"
+        )
+    update = Update.of(captured_update(optimizer, bucket_bytes=1, early=True))
+    partitioner = Partitioner(memory, machine, planner, seconds, mode)
+    partitioner.held = Held(model)
+    partitioner.held.update = update
+    partitioner.updates = Updates(optimizer, update.per_byte)
+    return CompiledStep(_compiled(WithLoss(model, loss_fn), partitioner, True, options), optimizer)
+
+
+def _compiled(model: Any, partitioner: Partitioner, fullgraph: bool, options: dict[str, Any] | None) -> Any:
     partitioner.in_order = True
+    updates = partitioner.updates
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -332,6 +406,8 @@ def compile(
         if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in inputs):
             require_compiler()
         partitioner.held.add_inputs(gm, inputs)
+        if updates is not None:
+            partitioner.keys = [updates.key_of(x) if isinstance(x, nn.Parameter) else None for x in inputs]
         # Buffer reuse would keep memory allocated that the plan counts as free.
         patches = {"allow_buffer_reuse": False, **(options or {}), "custom_partitioner_fn": partitioner}
         # A cached joint graph has no report, and its plan may be for another machine.

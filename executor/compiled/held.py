@@ -31,6 +31,7 @@ class Update(NamedTuple):
 
     state: int
     temporary: int  # at most at once
+    per_byte: float = 0.0  # ``temporary`` per byte of the largest parameter
 
     @classmethod
     def of(cls, captured: Captured) -> Update:
@@ -43,7 +44,9 @@ class Update(NamedTuple):
                 changes[accesses[0]] += program.tensors[t].nbytes
                 changes[accesses[-1] + 1] -= program.tensors[t].nbytes
         state = sum(t.nbytes for t in program.tensors if t.kind == "optimizer_state")
-        return cls(state, max(accumulate(changes)))
+        temporary = max(accumulate(changes))
+        largest = max(t.nbytes for t in program.tensors if t.kind == "parameter")
+        return cls(state, temporary, temporary / largest)
 
 
 class _Sum(nn.Module):
@@ -115,11 +118,18 @@ class Held:
         self._trained[frame_of(name)] = self._inputs.trained
 
 
-def captured_update(optimizer: Optimizer) -> Captured:
-    """Captures an optimizer's update with a model that only adds up its parameters; raises CaptureError."""
+def captured_update(optimizer: Optimizer, bucket_bytes: int | None = None, early: bool = False) -> Captured:
+    """Captures an optimizer's update with a model that only adds up its parameters; raises CaptureError.
+
+    Args:
+        bucket_bytes: As in ``capture``.
+        early: Whether to refuse an update that cannot be made parameter by parameter.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     start = zeros((), device=parameters[0].device)
-    return capture(_Sum(parameters), None, optimizer, (start,), check=False)
+    return capture(
+        _Sum(parameters), None, optimizer, (start,), check=False, bucket_bytes=bucket_bytes, optimizer_in_backward=early
+    )
 
 
 def frame_of(name: str) -> str:
