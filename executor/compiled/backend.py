@@ -383,7 +383,7 @@ def compile_step(
         raise CompileError(
             "optimizer: hooks of parameters or of the optimizer would not be called: remove them, or use compile"
         )
-    update = Update.of(captured_update(optimizer, bucket_bytes=1, early=True))
+    update = Update.of(captured_update(model, optimizer, bucket_bytes=1, early=True))
     partitioner = Partitioner(memory, machine, planner, seconds, mode)
     partitioner.held = Held(model)
     partitioner.held.update = update

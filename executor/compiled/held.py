@@ -50,10 +50,15 @@ class Update(NamedTuple):
 
 
 class _Sum(nn.Module):
-    """Model with any parameters whose gradients need no other memory."""
+    """Model with any parameters whose gradients need no other memory.
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    Args:
+        model: The model that the optimizer may know beside the parameters.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], model: nn.Module) -> None:
         super().__init__()
+        self.model = model
         self.parts = nn.ParameterList(parameters)
 
     def forward(self, loss: Tensor) -> Tensor:
@@ -78,7 +83,7 @@ class Held:
 
     def __init__(self, model: Any = None, optimizer: Optimizer | None = None) -> None:
         self.model = model if isinstance(model, nn.Module) else nn.Module()
-        self.update = Update(0, 0) if optimizer is None else Update.of(captured_update(optimizer))
+        self.update = Update(0, 0) if optimizer is None else Update.of(captured_update(self.model, optimizer))
         self._inputs = _Inputs()  # of the graph that is compiled now
         self._trained: dict[str, int] = {}  # frame -> bytes of its parameters that have gradients
         self._saved: dict[str, int] = {}  # frame -> bytes between its forward and its backward
@@ -118,7 +123,9 @@ class Held:
         self._trained[frame_of(name)] = self._inputs.trained
 
 
-def captured_update(optimizer: Optimizer, bucket_bytes: int | None = None, early: bool = False) -> Captured:
+def captured_update(
+    model: nn.Module, optimizer: Optimizer, bucket_bytes: int | None = None, early: bool = False
+) -> Captured:
     """Captures an optimizer's update with a model that only adds up its parameters; raises CaptureError.
 
     Args:
@@ -128,7 +135,13 @@ def captured_update(optimizer: Optimizer, bucket_bytes: int | None = None, early
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     start = zeros((), device=parameters[0].device)
     return capture(
-        _Sum(parameters), None, optimizer, (start,), check=False, bucket_bytes=bucket_bytes, optimizer_in_backward=early
+        _Sum(parameters, model),
+        None,
+        optimizer,
+        (start,),
+        check=False,
+        bucket_bytes=bucket_bytes,
+        optimizer_in_backward=early,
     )
 
 
