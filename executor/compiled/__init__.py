@@ -1,7 +1,27 @@
 """Memory plans for ``torch.compile``: which forward kernels the backward recomputes, and where."""
 
-from executor.compiled.backend import CompileError, Partitioner, allocated_peak, compile, report
+from executor.compiled.backend import (
+    CompiledStep,
+    CompileError,
+    Partitioner,
+    allocated_peak,
+    compile,
+    compile_step,
+    report,
+)
 from executor.compiled.graph_report import CompiledReport
+from executor.compiled.losses import chunked_cross_entropy
 from executor.compiled.solver import ChainSolver
 
-__all__ = ["ChainSolver", "CompileError", "CompiledReport", "Partitioner", "allocated_peak", "compile", "report"]
+__all__ = [
+    "ChainSolver",
+    "CompileError",
+    "CompiledReport",
+    "CompiledStep",
+    "Partitioner",
+    "allocated_peak",
+    "chunked_cross_entropy",
+    "compile",
+    "compile_step",
+    "report",
+]

@@ -24,17 +24,22 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import ShortenTraceback
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy
 
-from executor.compiled.graph_report import CompiledReport, Graph
+from executor.capture.batches import Loss, compute_loss
+from executor.capture.optimizers import STEP_HOOKS, step_without_hooks
+from executor.compiled.graph_report import CompiledReport, Graph, describe
+from executor.compiled.held import Held, Update, captured_update, frame_of
 from executor.compiled.host_copies import register_cpu_copies
 from executor.compiled.joint import Joint, donatable
 from executor.compiled.launches import choices, in_order, launches_of
 from executor.compiled.partition import partition
 from executor.compiled.search import Candidate, Search
+from executor.compiled.updates import Updates, updated_early
 from executor.fit import machine_of, planned_in_mode
 from executor.training.issue_order import order
 from simulator.compiled.engine import simulate
@@ -63,9 +68,10 @@ class Partitioner(CustomPartitionerFn):
     """Partitioner for ``config.custom_partitioner_fn``: PyTorch's partition if it fits the limit, else a plan's.
 
     Args:
-        memory: Bytes, a size ("24GiB"), or a fraction (0.6) of the graph's peak as PyTorch partitions it. It limits
+        memory: A fraction (0.6) of the graph's peak as PyTorch partitions it, or bytes, or a size ("24GiB"). It limits
             what forward and backward allocate: saved and temporary tensors, the model's outputs, their gradients, and
-            the gradients of parameters. Tensors that the caller holds anyway do not count.
+            the gradients of parameters. If a graph is compiled again (a shorter batch, frozen layers), its limit is
+            at least the previous one. Bytes also cover ``held`` tensors and those of the other graphs of a step.
         machine: A preset's name, a YAML file or a Machine, whose roofline gives kernel durations (default: the GPU's
             preset, or ``CPU``).
         planner: A name (``agents.PLANNERS``), or a function that returns a plan of the mode.
@@ -75,6 +81,8 @@ class Partitioner(CustomPartitionerFn):
     Attributes:
         in_order: Whether the graphs are compiled within ``launches.in_order``, which keeps copies in place, as
             ``compile`` does.
+        held: Tensors that the caller holds throughout a step; set by ``compile``.
+        updates: Updates to make in the backward pass; set by ``compile_step``.
 
     Raises:
         FormatError: If memory or machine is invalid.
@@ -104,6 +112,9 @@ class Partitioner(CustomPartitionerFn):
         self.mode = mode
         self.machine = Machine.load(machine) if isinstance(machine, str) else machine
         self.graphs: list[Graph] = []
+        self.held = Held()
+        self.updates: Updates | None = None
+        self.keys: list[int | None] = []  # of the parameters among the inputs of the graph that is compiled now
         self._key = planner if isinstance(planner, str) else uuid4().hex  # a function may be another one next time
 
     def uuid(self) -> str:
@@ -127,12 +138,12 @@ class Partitioner(CustomPartitionerFn):
             )
         name = str(torch._guards.CompileContext.current_compile_id() or len(self.graphs))
         skip_reason = cannot_be_planned(gm)
-        if not skip_reason:
-            self._check_several(name)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if overwritten := read_after_write(forward, backward):
             save_before_write(gm, overwritten)
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if self.updates is not None:
+            updated_early(forward, backward, self.keys, self.updates.temporary)
         if skip_reason:
             self._skip(name, skip_reason)
             return forward, backward
@@ -140,26 +151,29 @@ class Partitioner(CustomPartitionerFn):
         self._scheduling_s = 0.0
         joint = self._schedule(forward, backward, kwargs["num_fwd_outputs"])
         peak = joint.peak_bytes()
-        limit = int(peak * _fraction(self.memory)) if is_fraction(self.memory) else size_bytes(self.memory, "memory")
-        graph = Graph(name, limit, peak, peak)
+        device = _device(joint_inputs)
+        machine = self._machine(device)
+        held = {} if is_fraction(self.memory) else self.held.beside(name)
+        limit = self._limit(name, peak, held)
+        program = joint.program(machine, f"graph {name}", self.mode != "recompute")
+        graph = Graph(name, limit, peak, peak, program=program, machine=machine, held=held)
         # 1 % of the limit is left for scratch memory of convolutions (oneDNN), which no graph shows. A memory of 1.0
         # needs no plan all the same.
         aim = int(limit * 0.99) if joint.convolves else limit
         if peak > (limit if is_fraction(self.memory) else aim):
-            joint, graph = self._planned(joint, graph, aim, _device(joint_inputs))
+            joint, graph = self._planned(joint, graph, aim, device)
+        self.held.add(name, joint.between_bytes())
         seconds = time.process_time() - begin - self._scheduling_s
         self.graphs.append(replace(graph, seconds=seconds, looking_s=self._scheduling_s))
         return joint.forward, joint.backward
 
     def _planned(self, joint: Joint, graph: Graph, aim: int, device: torch.device) -> tuple[Joint, Graph]:
         """Returns graphs of a plan whose peak, as Inductor schedules them, is at most ``aim`` bytes."""
-        machine = self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
-        swaps = self.mode != "recompute"
-        if swaps:
-            machine = machine.with_one_copy_stream()
-            if device.type == "cpu":
-                register_cpu_copies()
-        program = joint.program(machine, f"graph {graph.name}", swaps)
+        program = graph.program
+        machine = graph.machine
+        assert program is not None and machine is not None
+        if self.mode != "recompute" and device.type == "cpu":
+            register_cpu_copies()
         best, reason = Search(
             plan=lambda limit: self._candidate(joint, program, machine, limit),
             schedule=lambda chosen: self._schedule(*partition(joint, program, chosen.items), joint.outputs),
@@ -167,14 +181,13 @@ class Partitioner(CustomPartitionerFn):
             enough=program.peak_bytes,
         ).run()
         if best is None:
-            raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}: {reason}")
+            beside = f" beside {describe(graph.held)}" if graph.held else ""
+            raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}{beside}: {reason}")
         chosen = best.candidate
         return best.joint, replace(
             graph,
             peak_bytes=best.peak_bytes,
-            program=program,
             plan=chosen.plan,
-            machine=machine.name,
             iteration_ns=chosen.timeline.iteration_ns,
             ideal_ns=chosen.timeline.ideal_ns,
             floor_ns=chosen.floor_ns,
@@ -201,15 +214,23 @@ class Partitioner(CustomPartitionerFn):
         self._scheduling_s += time.process_time() - begin
         return joint
 
-    def _check_several(self, name: str) -> None:
-        """Raises CompileError if ``memory`` is in bytes and the model has a second graph, whose peak is unknown."""
-        frames = {graph.name.split("/")[0] for graph in self.graphs if not graph.skip_reason}
-        is_other_graph = name.split("/")[0] not in frames or any(graph.name == name for graph in self.graphs)
-        if frames and is_other_graph and not is_fraction(self.memory):
-            raise CompileError(
-                f"memory: {self.memory} are for a model of one graph, and this one has a second ({name}): give a "
-                "fraction such as 0.6 of each graph's peak, or find the graph break with torch.compile(fullgraph=True)"
-            )
+    def _machine(self, device: torch.device) -> Machine:
+        machine = self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
+        return machine if self.mode == "recompute" else machine.with_one_copy_stream()
+
+    def _limit(self, name: str, peak: int, held: dict[str, int]) -> int:
+        """Returns the bytes that a graph with this peak may allocate beside ``held``; raises CompileError if none."""
+        if not is_fraction(self.memory):
+            limit = size_bytes(self.memory, "memory") - sum(held.values())
+            if self.updates is None and limit < self.held.in_update():
+                raise CompileError(
+                    f"memory: {self.memory} leave {size(max(0, limit))} beside {describe(held)}, and gradients and "
+                    f"temporary tensors of the update need {size(self.held.in_update())}"
+                )
+            return limit
+        # A graph that is compiled again may need less, but then its smallest peak is a larger fraction of it.
+        previous = (graph.limit for graph in self.graphs if frame_of(graph.name) == frame_of(name))
+        return max(int(peak * _fraction(self.memory)), *previous, 0)
 
     def _skip(self, name: str, reason: str) -> None:
         graph = Graph(name, skip_reason=reason)
@@ -252,10 +273,25 @@ def cannot_be_planned(gm: fx.GraphModule) -> str:
     return ""
 
 
+class WithLoss(nn.Module):
+    """Module that returns the loss of a batch in one graph with the model."""
+
+    def __init__(self, model: Any, loss_fn: Loss | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, *batch: Any) -> Any:
+        """Returns the loss."""
+        return compute_loss(self.model, self.loss_fn, lambda output: output, *batch)
+
+
 def compile(
     model: Any,
+    loss_fn: Loss | None = None,
     *,
     memory: int | float | str,
+    optimizer: Optimizer | None = None,
     machine: Machine | str | None = None,
     planner: Planner = "lp_round",
     seconds: float | None = 3.0,
@@ -263,24 +299,101 @@ def compile(
     fullgraph: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """Returns ``torch.compile(model)`` whose forward and backward allocate at most ``memory``.
+    """Returns ``torch.compile(model)`` whose training steps need at most ``memory``.
 
-    Loss, optimizer and training loop stay unchanged. Shapes are fixed (``dynamic=False``): a new shape is compiled and
-    planned when it first occurs. A fraction applies to each graph's own peak. ``report`` returns the plans.
+    Optimizer and training loop stay unchanged. Shapes are fixed (``dynamic=False``): a new shape is compiled and
+    planned when it first occurs. ``report`` returns the plans.
 
     Args:
         model: A module or a function.
-        memory, machine, planner, seconds, mode: As in ``Partitioner``.
+        loss_fn: If given, the result takes the batch of ``fit`` (``model(x, y)`` for a pair) and returns
+            ``loss_fn(model(x), y)``, so that the plan covers what lives between forward and backward, as the logits.
+        memory: A fraction of what forward and backward allocate, as in ``Partitioner``. Or bytes, which also count
+            parameters, buffers, gradients, the batch, optimizer state and the update's temporary tensors, and are
+            shared by all graphs of the model. On a GPU they are bytes of tensors, without the CUDA context.
+        optimizer: Its state and temporary tensors count if ``memory`` is in bytes.
+        machine, planner, seconds, mode: As in ``Partitioner``.
         fullgraph, options: As in torch.compile.
 
     Raises:
+        CaptureError: If the optimizer's update cannot be traced.
         CompileError: If the mode copies and this PyTorch lacks the operators. At the first call with gradients: if no
             C++ compiler is found (on the CPU), or no plan fits.
         FormatError: If memory or machine is invalid.
         ValueError: If the mode is unknown.
     """
     partitioner = Partitioner(memory, machine, planner, seconds, mode)
+    partitioner.held = Held(model, None if is_fraction(memory) else optimizer)
+    return _compiled(WithLoss(model, loss_fn) if loss_fn is not None else model, partitioner, fullgraph, options)
+
+
+class CompiledStep:
+    """Training step that ``compile_step`` returns."""
+
+    def __init__(self, model: Any, optimizer: Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Trains on a batch and returns its loss."""
+        loss: Tensor = self.model(*batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+            step_without_hooks(self.optimizer)  # gradients that are no result of their own, such as shared ones
+            self.optimizer.zero_grad()
+        return loss.detach()
+
+    def report(self) -> CompiledReport:
+        """Returns the report on the step's graph."""
+        return report(self.model)
+
+
+def compile_step(
+    model: nn.Module,
+    loss_fn: Loss | None,
+    optimizer: Optimizer,
+    *,
+    memory: int | float | str,
+    machine: Machine | str | None = None,
+    planner: Planner = "lp_round",
+    seconds: float | None = 3.0,
+    mode: str = "recompute",
+    options: dict[str, Any] | None = None,
+) -> CompiledStep:
+    """Returns a compiled training step whose backward pass updates each parameter once its gradient is final.
+
+    Gradients do not live at once, and the trained bits are those of ``compile`` with ``optimizer.step()`` after the
+    backward pass. Learning rates are read in each step. No gradient reaches ``p.grad``.
+
+    Args:
+        model, loss_fn: As in ``compile``; without ``loss_fn`` the model returns its loss.
+        optimizer: Must update each parameter from its own gradient and state alone.
+        memory, machine, planner, seconds, mode, options: As in ``compile``. The model must be one graph.
+
+    Raises:
+        CaptureError: If the update cannot be traced, or needs several gradients at once (as in ``fit``).
+        CompileError: As in ``compile``, or if parameters or the optimizer have hooks.
+        FormatError: If memory or machine is invalid.
+        ValueError: If the mode is unknown.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters) or any(
+        getattr(optimizer, name) for name in STEP_HOOKS
+    ):
+        raise CompileError(
+            "optimizer: hooks of parameters or of the optimizer would not be called: remove them, or use compile"
+        )
+    update = Update.of(captured_update(model, optimizer, bucket_bytes=1, early=True))
+    partitioner = Partitioner(memory, machine, planner, seconds, mode)
+    partitioner.held = Held(model)
+    partitioner.held.update = update
+    partitioner.updates = Updates(optimizer, update.per_byte)
+    return CompiledStep(_compiled(WithLoss(model, loss_fn), partitioner, True, options), optimizer)
+
+
+def _compiled(model: Any, partitioner: Partitioner, fullgraph: bool, options: dict[str, Any] | None) -> Any:
     partitioner.in_order = True
+    updates = partitioner.updates
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -292,6 +405,9 @@ def compile(
 
         if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in inputs):
             require_compiler()
+        partitioner.held.add_inputs(gm, inputs)
+        if updates is not None:
+            partitioner.keys = [updates.key_of(x) if isinstance(x, nn.Parameter) else None for x in inputs]
         # Buffer reuse would keep memory allocated that the plan counts as free.
         patches = {"allow_buffer_reuse": False, **(options or {}), "custom_partitioner_fn": partitioner}
         # A cached joint graph has no report, and its plan may be for another machine.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import cast
 
+from simulator.compiled.engine import simulate
+from simulator.machine import Machine
 from simulator.plan import Plan, Swap
-from simulator.program import Program
-from simulator.report import size
+from simulator.pool.packed import packed_bytes
+from simulator.program import Program, Tensor, TensorKind
+from simulator.report import KINDS, Report, report as reported, size
 from simulator.schedule import lower
 
 
@@ -20,7 +25,9 @@ class Graph:
         without_bytes: Peak of PyTorch's own partition, as Inductor schedules it.
         peak_bytes: Peak of the compiled graphs.
         skip_reason: Reason why the graph was left to PyTorch's partitioner; "" if it was planned or needs no plan.
-        program, plan, machine: None or "" without a plan.
+        program, machine: None if it was left to PyTorch.
+        plan: None without a plan.
+        held: Bytes beside ``limit`` by kind of tensor, if the limit is a device's.
         iteration_ns, ideal_ns, floor_ns: Simulated times; the floor is None if the planner does not compute one.
         seconds: CPU time of planning and partitioning.
         looking_s: CPU time of Inductor's scheduling of candidate graphs.
@@ -33,24 +40,48 @@ class Graph:
     skip_reason: str = ""
     program: Program | None = None
     plan: Plan | None = None
-    machine: str = ""
+    machine: Machine | None = None
     iteration_ns: int = 0
     ideal_ns: int = 0
     floor_ns: int | None = None
     seconds: float = 0.0
     looking_s: float = 0.0
+    held: Mapping[str, int] = field(default_factory=dict)
+
+    def report(self) -> Report:
+        """Returns the report of ``fit``: peaks by kind of tensor, moved tensors and predicted time.
+
+        Its peaks are the Program's; ``peak_bytes`` also knows results that Inductor writes over their inputs.
+
+        Raises:
+            ValueError: If the graph was left to PyTorch.
+        """
+        if self.program is None or self.machine is None:
+            raise ValueError(f"graph {self.name} was left to PyTorch: {self.skip_reason}")
+        held = tuple(Tensor(f"held:{kind}", n, cast(TensorKind, kind), True) for kind, n in self.held.items())
+        program = replace(self.program, tensors=(*self.program.tensors, *held))
+        plan = replace(self.plan, fingerprint="", structure="") if self.plan else None
+        limit = max(self.limit, lower(self.program, self.plan).required_bytes if self.plan else 0)
+        limit += sum(self.held.values())
+        unplanned = simulate(program, Plan(), self.machine, program.peak_bytes)
+        planned = simulate(program, plan, self.machine, limit) if plan and plan.decisions else None
+        packed = packed_bytes(planned or unplanned, limit, self.machine.alignment)
+        return reported(program, self.machine, limit, packed, unplanned, planned, plan, self.floor_ns)
 
     def __str__(self) -> str:
         if self.skip_reason:
             return f"graph {self.name}: left as PyTorch partitions it, because {self.skip_reason}"
-        line = f"graph {self.name}: limit {size(self.limit)}, peak {size(self.peak_bytes)}"
-        if self.plan is None or self.program is None:
+        beside = f" beside {describe(self.held)}" if self.held else ""
+        line = f"graph {self.name}: limit {size(self.limit)}{beside}, peak {size(self.peak_bytes)}"
+        if self.plan is None or self.program is None or self.machine is None:
             return f"{line}, which needs no plan"
         reruns = [s.kernel for s in lower(self.program, self.plan).steps if s.is_recomputation]
         ns = sum(self.program.kernels[k].duration_ns for k in reruns)
         swaps = [self.program.tensors[d.tensor].nbytes for d in self.plan.decisions if isinstance(d, Swap)]
         swapped = f"; {len(swaps)} swaps, {size(sum(swaps))} each way" if swaps else ""
-        plan = f"plan of {self.plan.planner}: {len(reruns)} kernels recomputed, {ns / 1e6:.2f} ms on {self.machine}"
+        plan = (
+            f"plan of {self.plan.planner}: {len(reruns)} kernels recomputed, {ns / 1e6:.2f} ms on {self.machine.name}"
+        )
         ms = self.iteration_ns / 1e6
         overhead = self.iteration_ns / self.ideal_ns - 1
         lines = [
@@ -61,6 +92,12 @@ class Graph:
         if self.floor_ns is not None:
             lines.append(f"  floor: no plan takes less than {self.floor_ns / 1e6:.2f} ms")
         return "\n".join(lines)
+
+
+def describe(held: Mapping[str, int]) -> str:
+    """Formats bytes by kind of tensor: "3.00 GiB of parameters and 6.00 GiB of optimizer state"."""
+    parts = [f"{size(nbytes)} of {KINDS[kind]}" for kind, nbytes in held.items()]
+    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from simulator.schedule import Schedule
 
 FORWARD = "forward:"
 BACKWARD = "backward:"
+UPDATE = "update_"  # prefix of the node that updates an input of the forward
 
 
 class Call(NamedTuple):
@@ -148,7 +149,7 @@ class Joint:
             node_values = {node.name: node.meta.get("val") for node in module.graph.nodes if node.op == "call_function"}
             for launch in graph.launches:
                 for s in launch.writes:
-                    stored = [node_values.get(v) for v in launch.values if graph.stored[v] == s]
+                    stored = [node_values.get(v) for v in launch.values if graph.stored.get(v) == s]
                     values.setdefault(prefix + s, []).extend(stored or [None])
         single = {s: found[0] for s, found in values.items() if len(found) == 1 and isinstance(found[0], torch.Tensor)}
         return frozenset(s for s, x in single.items() if x.nbytes == self.storages.get(s))
@@ -164,6 +165,9 @@ class Joint:
         caller_reads = self.calls[-1].reads
         grads = {*self.returned[1], *self.calls[self.between].writes}
         tensors = [Tensor(s, n, "gradient" if s in grads else "activation") for s, n in self.storages.items()]
+        # Kernels that read an updated parameter cannot be recomputed after its update.
+        changed = {primal: len(tensors) + i for i, primal in enumerate(self.updated)}
+        tensors += [Tensor(primal, 0, "parameter", True) for primal in self.updated]
         kernels = []
         born: set[str] = set()
         for k, reads_only, overwritten in self.kernels:
@@ -197,8 +201,11 @@ class Joint:
                     launch.name,
                     launch.kind,
                     phase,
-                    tuple(index[s] for s in inputs if s not in overwritten),
-                    outputs,
+                    (
+                        *(index[s] for s in inputs if s not in overwritten),
+                        *(changed[s] for s in launch.reads if s in changed and phase == "forward"),
+                    ),
+                    (*outputs, *(changed[v.removeprefix(UPDATE)] for v in launch.values if v.startswith(UPDATE))),
                     roofline_ns(machine, launch.kind, launch.flops, nbytes, launch.dtype),
                     launch.workspace,
                     launch.flops,
@@ -232,6 +239,12 @@ class Joint:
         return True
 
     @cached_property
+    def updated(self) -> tuple[str, ...]:
+        """Inputs of the forward that the backward updates."""
+        values = (v for launch in self.second.launches for v in launch.values)
+        return tuple(v.removeprefix(UPDATE) for v in values if v.startswith(UPDATE))
+
+    @cached_property
     def _in_memory(self) -> frozenset[str]:
         """Storages that the forward receives or writes; other values are inlined into their readers."""
         return frozenset((*_inputs(self.forward), *_written(self.first)))
@@ -240,6 +253,11 @@ class Joint:
     def _mutated(self) -> frozenset[str]:
         """Storages of the caller that the forward writes, such as batch-norm statistics."""
         return frozenset(s for s in _written(self.first) if s not in self.names[0])
+
+    def between_bytes(self) -> int:
+        """Returns the bytes of the model's outputs and of saved tensors, which live between forward and backward."""
+        born = {s for call in self.calls[: self.between] for s in call.writes}
+        return sum(self.storages[s] for s in born if self._last[s] >= self.between)
 
     def peak_bytes(self) -> int:
         """Returns the peak in bytes of Inductor's code, which is the Program's peak without in-place results.

@@ -24,6 +24,7 @@ from simulator.machine import Machine
 from simulator.program import KernelKind
 
 STEP = "headroom_step"  # key in a node's meta: the plan's step in which it executes
+TEMPORARY = "headroom_temporary"  # bytes that an update of a parameter uses meanwhile; only updates have this key
 
 
 class Launch(NamedTuple):
@@ -178,6 +179,8 @@ class _Reader:
             writer = writers.get((fx_node, storage), group_of.get(raw))  # not the kernel that only zero-fills it
             if writer is not None and not alias:
                 values[id(writer)].append(fx_node.name)
+        for group in groups:
+            values[id(group)] += [x.name for node in group for x in _origins([node]) if TEMPORARY in x.meta]
         launches = tuple(self._launch(group, self._without_parts(values[id(group)], stored)) for group in groups)
         names = {s for launch in launches for s in launch.reads + launch.writes} | set(stored.values())
         outs = (None if (o := self._buffer(out)) is None else self._owner(o) for out in self.lowering.graph_outputs)
@@ -245,7 +248,7 @@ class _Reader:
             sum(f for _, f in products),
             next(iter(dtypes), "float32"),
             reuses,
-            sum(self._nbytes(o.get_name()) for o in sums),
+            sum(self._nbytes(o.get_name()) for o in sums) + sum(x.meta.get(TEMPORARY, 0) for x in origins),
             not extern and nodes[0].get_device().type == "cpu",
         )
 

@@ -117,10 +117,10 @@ class _Writer:
                 if root in self.permanent:  # already emitted
                     env[root] = self.permanent[root]
                 self._write(root, env)
-                block = blocks.get(prefix + graph.stored[root.name])
+                block = blocks.get(prefix + graph.stored.get(root.name, ""))
                 if block is not None:
                     self.values.setdefault(block, {})[root] = env[root]
-            self._carry(launch, prefix, blocks, {graph.stored[root.name] for root in roots})
+            self._carry(launch, prefix, blocks, {graph.stored.get(root.name, "") for root in roots})
         if not step.is_recomputation:  # recomputation may come in between
             self.overwritten = {}
         for block in step.frees:

@@ -226,7 +226,7 @@ class Broken(Net):
 
 @pytest.mark.nightly
 def test_graphs_and_shapes() -> None:
-    """A fraction applies to each graph, each shape has its own plan, and bytes are for a single graph."""
+    """A fraction applies to each graph, and each shape has its own plan within the limit of the first."""
     net = Broken(Block(32), Block(32))
     partitioner = Partitioner(0.95, planner=QUICK)
     model = graphs(net, partitioner)
@@ -234,10 +234,10 @@ def test_graphs_and_shapes() -> None:
         x = torch.randn(batch, 64, 32)
         torch.testing.assert_close(step(model, net, x), step(net, net, x))
     found = {graph.name: graph for graph in partitioner.graphs}
-    assert len(found) == 4 and all(g.peak_bytes <= g.limit == int(0.95 * g.without_bytes) for g in found.values())
-    torch._dynamo.reset()
-    with pytest.raises(CompileError, match="memory: 1GiB are for a model of one graph, and this one has a second"):
-        graphs(net, Partitioner("1GiB"))(torch.randn(4, 64, 32))
+    assert len(found) == 4
+    for name, graph in found.items():
+        first = found[f"{name[0]}/0"]
+        assert graph.peak_bytes <= graph.limit == int(0.95 * first.without_bytes)
 
 
 class Checkpointed(Block):

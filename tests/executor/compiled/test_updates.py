@@ -1,0 +1,101 @@
+"""Tests of compiled steps that update each parameter within the backward pass."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from executor import compiled
+from executor.capture.reach import CaptureError
+from executor.compiled import CompileError, allocated_peak, compile_step
+from tests.executor.compiled.test_compiled import QUICK, Block, Net, blocks
+from tests.executor.compiled.test_device_limit import WORDS, Language, loss_fn
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def trained(net: nn.Module, optimizer: Any, train: Any, batch: Any) -> list[Tensor]:
+    """Returns the losses of three steps with decreasing learning rates, followed by parameters and state."""
+    losses = []
+    for i in range(3):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (i + 1)
+        losses.append(train(*batch))
+    state = [x for p in net.parameters() for x in optimizer.state[p].values()]
+    return [x.detach().clone() for x in (*losses, *net.parameters(), *state)]
+
+
+def ordinary(model: Any, optimizer: Any) -> Any:
+    def train(*batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(*batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return train
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("memory", [1.0, 0.8])
+def test_updates_in_the_backward_pass_have_the_ordinary_bits(memory: float) -> None:
+    torch.manual_seed(0)
+    net = Language()
+    twin = copy.deepcopy(net)
+    words = torch.randint(0, WORDS, (8, 64))
+    optimizer, other = adamw(net), adamw(twin)
+    step = compile_step(net, loss_fn, optimizer, memory=memory, planner=QUICK)
+    found = trained(net, optimizer, step, (words, words))
+    assert all(p.grad is None for p in net.parameters())
+    (graph,) = step.report().graphs
+    assert (graph.plan is not None) == (memory < 1) and graph.peak_bytes <= graph.limit
+    assert allocated_peak(lambda: step(words, words)) == pytest.approx(graph.peak_bytes, rel=0.005)
+    torch._dynamo.reset()
+    plain = torch.compile(compiled.backend.WithLoss(twin, loss_fn), dynamic=False)
+    assert all(map(torch.equal, found, trained(twin, other, ordinary(plain, other), (words, words))))
+
+
+@pytest.mark.nightly
+def test_gradients_do_not_live_at_once() -> None:
+    """A batch of few tokens: gradients are most of the memory. The control makes its update after the backward."""
+    torch.manual_seed(0)
+    net = Net(*(Block(64) for _ in range(4)))
+    x = torch.randn(2, 4, 64)
+    gradients = sum(p.nbytes for p in net.parameters())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    control = compiled.compile(net, memory=1.0)
+    train = ordinary(control, optimizer)
+    train(x)
+    optimizer.zero_grad()
+    after = allocated_peak(lambda: train(x))
+    optimizer.zero_grad()
+    torch._dynamo.reset()
+    step = compile_step(net, None, optimizer, memory=1.0)
+    step(x)
+    (graph,) = step.report().graphs
+    early = allocated_peak(lambda: step(x))
+    assert early == pytest.approx(graph.peak_bytes, rel=0.005)
+    assert after > gradients and early < 0.4 * after
+
+
+def test_updates_that_need_all_gradients_are_refused() -> None:
+    net = blocks(1)
+
+    class Clipped(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            return super().step(closure)
+
+    with pytest.raises(CaptureError, match="optimizer_in_backward: the update cannot move into the backward pass"):
+        compile_step(net, None, Clipped(net.parameters(), lr=0.1), memory=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    handle = next(net.parameters()).register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(CompileError, match="hooks of parameters or of the optimizer would not be called"):
+        compile_step(net, None, optimizer, memory=0.9)
+    handle.remove()
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(CompileError, match="hooks of parameters or of the optimizer would not be called"):
+        compile_step(net, None, optimizer, memory=0.9)
