@@ -38,7 +38,7 @@ UNPROVEN = FAMILIES[:4]  # without the two that keep the optimum of the first pr
 class FloorOptions:
     """Size of a mode's linear program, and effort of its solver. A larger program has a higher bound."""
 
-    max_gaps: int  # gaps that are variables, those of the largest tensors
+    max_gaps: int  # gaps that are variables
     max_groups: int = 0  # groups of kernels between which tensors are swapped
     windows: int = 0  # approximate number of windows of recomputation, each touching that share of the peak load
     cells: int = 0  # maximum of windows times versions
@@ -82,6 +82,7 @@ REFINEMENTS = (
     Refinement(None, 1.0),
     Refinement(None, 1.0, True),
 )
+FEW_GAPS = 0.25  # fraction of the gaps below which those that save the most above the limit are variables
 GROWTH = 4.0  # assumed ratio of the times of consecutive refinements
 
 
@@ -126,7 +127,7 @@ def floor(
         machine: Machine that runs it.
         limit: Memory limit in bytes, persistent tensors included.
         mode: Eviction kinds of the plans: swap, recompute or joint.
-        max_gaps: maximum number of gaps that are variables of the linear program, those of the largest tensors; the
+        max_gaps: maximum number of gaps that are variables of the linear program (``_modeled_tensors``); the
             others are emptied at no cost. None: ``FloorOptions.max_gaps``, reduced with ``detail``.
         detail: resolution of the merging in large programs; lower values solve faster and give a lower bound.
         families: constraint families, of ``FAMILIES``; omitting one can only lower the bound.
@@ -153,7 +154,8 @@ def floor(
     spans = np.array([(g.after, end) for g, end in zip(candidates, ends, strict=True)], np.int64).reshape(-1, 2)
     min_load = residency(live_bytes, spans, size)
     # The other tensors' gaps are no variables. They are emptied at no cost, which no plan can improve on.
-    modeled = _modeled_tensors(program, candidates, max_gaps)
+    heavy_ns = np.array([k.duration_ns for k in program.kernels], np.int64) * (live_bytes > limit)
+    modeled = _modeled_tensors(program, candidates, max_gaps, heavy_ns)
     gaps = [g for g in candidates if g.tensor in modeled]
     is_free = np.array([g.tensor not in modeled for g in candidates], bool)
     live_bytes = residency(live_bytes, spans[is_free], size[is_free])
@@ -268,19 +270,32 @@ def _resolution(
     return groups, swap_groups if n <= swap_groups else swap_groups // 2, int(cells * detail)
 
 
-def _modeled_tensors(program: Program, gaps: list[Gap], count: int) -> set[int]:
-    """Returns the tensors whose gaps are variables: the largest, with at most ``count`` gaps (but at least one tensor).
+def _modeled_tensors(program: Program, gaps: list[Gap], count: int, heavy_ns: NDArray[np.int64]) -> set[int]:
+    """Returns the tensors whose gaps are variables, with at most ``count`` gaps (but at least one tensor).
 
-    Among tensors of one size, those whose gaps last longest come first, so that many equal tensors do not all fall
-    out. A tensor is modeled with all of its gaps, because recomputation treats its versions together.
+    The gaps of other tensors are emptied at no cost, and their data is always available, so that any selection is a
+    relaxation. If most gaps are variables, those of the largest tensors are, and among equal ones those whose gaps last
+    longest. If few are, they are those that save the most bytes x time above the limit, per gap: other gaps leave the
+    memory rows that bind as they are. A tensor is modeled with all of its gaps, because recomputation treats its
+    versions together.
+
+    Args:
+        heavy_ns: int64[n], the duration of each kernel whose load exceeds the limit, 0 for the others.
     """
-    end_ns = np.cumsum([k.duration_ns for k in program.kernels])
+    n = len(program.kernels)
+    ends = np.concatenate([[0], np.cumsum(np.tile([k.duration_ns for k in program.kernels], 2))])
+    heavy_ends = np.concatenate([[0], np.cumsum(np.tile(heavy_ns, 2))])
     absence_ns: dict[int, int] = defaultdict(int)
+    saved_ns: dict[int, int] = defaultdict(int)
     gap_count = Counter(g.tensor for g in gaps)
     for g in gaps:
-        absence_ns[g.tensor] += int((end_ns[g.before - 1] - end_ns[g.after]) % end_ns[-1]) if end_ns[-1] else 0
+        before = g.before if g.before > g.after else g.before + n
+        absence_ns[g.tensor] += int(ends[before] - ends[g.after + 1])
+        saved_ns[g.tensor] += int(heavy_ends[before] - heavy_ends[g.after + 1])
     nbytes = [t.nbytes for t in program.tensors]
     ranked = sorted(gap_count, key=lambda x: (-nbytes[x], -absence_ns[x], x))
+    if count < FEW_GAPS * len(gaps):
+        ranked.sort(key=lambda x: -nbytes[x] * saved_ns[x] / gap_count[x])
     totals = list(accumulate(gap_count[x] for x in ranked))
     kept = max(bisect_right(totals, count), 1)
     left_out = set(ranked[kept:])

@@ -191,6 +191,17 @@ def test_a_limit_of_gaps_is_kept_among_equal_tensors() -> None:
     assert some.iteration_ns > program.ideal_ns
 
 
+def test_few_gaps_are_those_that_save_memory_above_the_limit() -> None:
+    # Tensor 0 must leave for the workspace of 250 bytes; larger ones are absent only where memory is not short.
+    count = 5
+    light = [line for i in range(1, count + 1) for line in (((), (i,), 10), ((), (), 10), ((i,), (), 10))]
+    program = steps([100, *[200] * count], ((), (0,), 10), *light, ((), (), 10, 250), ((0,), (), 10))
+    result = floor(program, MACHINE, 300, max_gaps=1)
+    assert [g.tensor for g in result.gaps] == [0]
+    plan = Plan((Swap(0, 0, len(program.kernels) - 1),))
+    assert program.ideal_ns < result.iteration_ns <= simulate(program, plan, MACHINE, 300).iteration_ns
+
+
 @pytest.mark.parametrize(("seconds", "solves"), [(1.0, 1), (7.0, 2), (1e9, len(bound_module.REFINEMENTS))])
 def test_more_time_refines_the_floor(monkeypatch: pytest.MonkeyPatch, seconds: float, solves: int) -> None:
     program = pyramid(40, 0)
