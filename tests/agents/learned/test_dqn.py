@@ -111,7 +111,7 @@ def test_compiled_ranking_equals_the_network(
 
 
 def test_a_stale_encoding_ranks_until_it_is_updated() -> None:
-    """With ``accepts`` the walk goes on over accepted edits, and the encoding changes only when asked for."""
+    """With ``accepts`` the walk continues over accepted edits, and the encoding changes only when asked for."""
     task = pyramid_task()
     walk = EditWalk(task, 1, trained(WEIGHTS[False]), 0, neighbors=16, first_draws=8)
     walk.begin(0, task.starts[0])
