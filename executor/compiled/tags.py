@@ -1,6 +1,7 @@
 """Marks the nodes of a joint graph with a plan's decisions, for partitioners that take such marks.
 
     tag(joint_graph, inputs, Partitioner(0.6), num_fwd_outputs=1)
+
 The marks say which values are saved, not where the others are recomputed: the peak is the partitioner's. That of
 PyTorch 2.13 saves nothing that is marked for recomputation, but recomputes some of the values marked to be saved.
 """
