@@ -12,6 +12,7 @@ from executor.compiled.backend import (
 from executor.compiled.graph_report import CompiledReport
 from executor.compiled.losses import chunked_cross_entropy
 from executor.compiled.solver import ChainSolver
+from executor.compiled.tags import tag
 
 __all__ = [
     "ChainSolver",
@@ -24,4 +25,5 @@ __all__ = [
     "compile",
     "compile_step",
     "report",
+    "tag",
 ]

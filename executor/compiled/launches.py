@@ -24,6 +24,7 @@ from simulator.machine import Machine
 from simulator.program import KernelKind
 
 STEP = "headroom_step"  # key in a node's meta: the plan's step in which it executes
+ORIGIN = "headroom_origin"  # name of the node that this node of a plan's graph repeats
 TEMPORARY = "headroom_temporary"  # bytes that an update of a parameter uses meanwhile; only updates have this key
 
 

@@ -17,7 +17,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from executor.compiled.joint import BACKWARD, FORWARD, Joint
-from executor.compiled.launches import STEP, Launch, repeatable
+from executor.compiled.launches import ORIGIN, STEP, Launch, repeatable
 from executor.training.issue_order import Item, Move
 from simulator.program import Program
 from simulator.schedule import Step
@@ -192,7 +192,7 @@ class _Writer:
                 stack += map(self._source, x.all_input_nodes)
         for x in sorted(missing, key=self.order.__getitem__):
             copied = self.graph.node_copy(x, lambda a: env[self._source(a)])
-            copied.meta[STEP] = self.step_number
+            copied.meta |= {STEP: self.step_number, ORIGIN: x.name}
             env[x] = copied
             if self.in_backward:
                 self.backward_nodes.add(copied)
