@@ -46,7 +46,7 @@ def main(path: str, machine_path: str, limit_text: str, calls: str = "3000") -> 
     report("swap, floor", floor(program, machine, limit, "swap"), begin)
     try:
         plan = Annealing(calls=int(calls), mode="swap").plan(program, machine, limit)
-        print(f"swap, plan{simulate(program, plan, machine, limit).overhead:35.2%}")
+        print(f"{'swap, plan':<36} {100 * simulate(program, plan, machine, limit).overhead:8.2f}")
     except Infeasible as error:
         print(error)
 
