@@ -90,7 +90,7 @@ def _register_lowering() -> None:
 
     call = fallback_handler(UPDATE, add_to_fallback_set=False)
 
-    @register_lowering(UPDATE, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    @register_lowering(UPDATE, type_promotion_kind=None)  # type: ignore[untyped-decorator,unused-ignore]
     def _(grad: Any, parameter: list[Any], key: int) -> Any:
         for alias in parameter:
             V.graph.mark_buffer_mutated(alias.get_name())
