@@ -100,7 +100,9 @@ def test_a_folder_has_no_more_tokens_than_its_budget(name: str) -> None:
 
 def test_the_markdown_has_no_more_words_than_its_budget() -> None:
     pages = [path for path in tracked("*.md") if path.parent != TEMPLATES or path.name == "README.md"]
-    words = {path.relative_to(ROOT).as_posix(): len(path.read_text().split()) for path in pages if path.parent != GENERATED}
+    words = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text().split()) for path in pages if path.parent != GENERATED
+    }
     assert sum(words.values()) <= allowed("words", BUDGET["words"]), sorted(words.items(), key=lambda one: -one[1])[:10]
 
 

@@ -41,6 +41,12 @@ def allocator_stats(device: torch.device) -> dict[str, Any] | None:
     return torch.cuda.memory_stats(device) if device.type == "cuda" else None
 
 
+def reset_peak(device: torch.device) -> None:
+    """Restarts the allocator's statistics of peaks, so that an earlier, higher peak does not hide the step's."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 class FirstStepObserver:
     """Observer of the first completed step; it then removes itself from the step's work list.
 
@@ -66,6 +72,7 @@ class FirstStepObserver:
         for b in state.bindings:
             if b.block is None:
                 self._compare(b.name, b.device_tensor, state.order.program.tensors[b.tensor].nbytes)
+        reset_peak(state.device)
         self._before = allocator_stats(state.device)
         if self._before is not None:
             self._others = self._before["allocated_bytes.all.current"] - state.blocks.used
@@ -116,8 +123,7 @@ class FirstStepObserver:
         before = self._before
         if before is None or now is None:
             return None, self._differing
-        if now["allocated_bytes.all.peak"] > before["allocated_bytes.all.peak"]:  # includes peaks within kernels
-            self._peak_bytes = max(self._peak_bytes, now["allocated_bytes.all.peak"])
+        self._peak_bytes = max(self._peak_bytes, now["allocated_bytes.all.peak"])  # includes peaks within kernels
         retries = now["num_alloc_retries"] - before["num_alloc_retries"]
         rounding = ALIGNMENT * len(self._state.order.program.tensors)
         stats = Allocator(self._others, self._peak_bytes - self._others, self._ledger_bytes, retries)

@@ -179,7 +179,8 @@ class CudaDouble(TorchDispatchMode):
 
     def install(self, monkeypatch: Any) -> None:
         """Replaces torch.cuda and treats steps of CPU tensors as steps on the first device."""
-        for name in ("current_stream", "set_stream", "synchronize", "stream", "device", "memory_stats"):
+        names = ("current_stream", "set_stream", "synchronize", "stream", "device")
+        for name in (*names, "memory_stats", "reset_peak_memory_stats"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
@@ -249,8 +250,11 @@ class CudaDouble(TorchDispatchMode):
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         now = self.memory.bytes
-        peak = self.memory.peak
+        peak = self.memory.recent_peak
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak, "num_alloc_retries": 0}
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        self.memory.recent_peak = self.memory.bytes
 
     # ---------------------------------------------------------------------------------------- order
 

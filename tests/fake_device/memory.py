@@ -71,6 +71,7 @@ class Memory:
         self.end = BASE
         self.bytes = 0
         self.peak = 0
+        self.recent_peak = 0  # since reset_peak_memory_stats
         self.segments: dict[tuple[Any, int], int] = {}  # (pool, address) -> bytes
         self.trace: list[tuple[str, int, int]] = []  # allocation history: action, address, requested bytes
         self.pinned: dict[int, int] = {}  # ranges passed to cudaHostRegister
@@ -120,6 +121,7 @@ class Memory:
             self.double.exchange(block, False)
         self.bytes += nbytes
         self.peak = max(self.peak, self.bytes)
+        self.recent_peak = max(self.recent_peak, self.bytes)
         return block
 
     def _dead(self, key: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
