@@ -206,6 +206,8 @@ class FigureRun:
 
     def finish(self) -> None:
         """Writes the JSON and the plot."""
+        from experiments.figures.fingerprint import fingerprint
+
         write_json(
             self.out / f"{self.name}.json",
             {
@@ -213,6 +215,7 @@ class FigureRun:
                 "machine": self.machine.name,
                 "quick": self.quick,
                 "settings": self.settings,
+                "fingerprint": fingerprint(type(self.figure).__module__, self.settings, self.machine.to_dict()),
                 "rows": self.rows,
             },
             indent=1,

@@ -127,7 +127,7 @@ class Fig5(Figure):
             if net.dqn["joint"].get(limit)
         ]
         heads = [f"−{1 - limit:.0%} memory" for limit in limits]
-        lines = [{"label": figures.label(net.name), "cells": cells(net, limits)} for net in networks]
+        lines = [{"label": figures.label(net.name), "lines": cells(net, limits)} for net in networks]
         at_floor = [gap for gap in gaps if gap <= SAME]
         return {
             "heads": heads,
@@ -342,20 +342,22 @@ def overheads_at(points: dict[float, list[float]], limit: float) -> list[float]:
     return next((overheads for share, overheads in points.items() if abs(share - limit) < SAME), [])
 
 
-def cells(net: Network, limits: list[float]) -> list[str]:
-    """Returns, for each limit, the means of both modes over the seeds and the best baseline."""
-    cells = []
+def cells(net: Network, limits: list[float]) -> dict[str, list[str]]:
+    """Returns the means of both modes over the seeds and the best baseline at each limit, by label."""
+    lines = {}
+    for mode, label in MODES.items():
+        found = [overheads_at(net.dqn[mode], limit) for limit in limits]
+        lines[label] = [f"{np.mean(overheads):.2%}" if overheads else "–" for overheads in found]
+    lines["best baseline"] = []
     for limit in limits:
         theirs = [
-            (o, BASELINES[key].label)
+            (overhead, BASELINES[key].label)
             for key in BASELINES
-            for share, o in net.common["baselines"][key]
+            for share, overhead in net.common["baselines"][key]
             if abs(share - limit) < SAME
         ]
-        ours = [overheads_at(net.dqn[mode], limit) for mode in reversed(MODES)]
-        parts = [f"{np.mean(o):.2%}" if o else "–" for o in ours]
-        cells.append(" / ".join([*parts, "{:.2%} {}".format(*min(theirs)) if theirs else "–"]))
-    return cells
+        lines["best baseline"].append("{:.2%}, {}".format(*min(theirs)) if theirs else "–")
+    return lines
 
 
 class Paper(Figure):

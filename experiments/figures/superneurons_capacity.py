@@ -418,24 +418,29 @@ class Table5(Figure):
         methods = searched[0]["found"]
         networks = []
         for row in searched:
-            results = row["found"].values()
-            slower = [f" ({result['overhead']:.0%})" if result.get("overhead") else "" for result in results]
-            cells = [f"{result['batch']:,}{text}" for result, text in zip(results, slower, strict=True)]
-            paper = ["N/A" if batch is None else f"{batch:,}" for batch in self.paper_networks[row["network"]].values()]
             overhead = planned[row["network"]]["overhead"]
             own = {
                 "ours": row["found"][self.checked]["batch"],
                 "theirs": self.paper_networks[row["network"]]["SuperNeurons"],
             }
-            networks.append({"network": row["network"], "overhead": overhead, "paper": paper, "cells": cells, **own})
+            networks.append({"network": row["network"], "overhead": overhead, **own})
         ahead = {
             name: sum(row["found"][name]["batch"] > row["found"][self.checked]["batch"] for row in searched)
             for name in methods
         }
+        lines = []
+        for row in searched:
+            for name, batch in self.paper_networks[row["network"]].items():
+                paper = "N/A" if batch is None else f"{batch:,}"
+                lines.append(
+                    {"network": row["network"], "method": name, "paper": paper, "ours": None, "overhead": None}
+                )
+            for method, result in row["found"].items():
+                cells = {"ours": result["batch"], "overhead": result.get("overhead")}
+                lines.append({"network": row["network"], "method": METHODS[method].label, "paper": None, **cells})
         return {
             "networks": networks,
-            "frameworks": [f"{name}, paper" for name in self.paper_networks["alexnet"]],
-            "methods": [METHODS[method].label for method in methods],
+            "lines": lines,
             "planner": label(next(iter(planned.values()))["planner"]),
             "ahead": {"vdnn_all": None, "memonger": None, **ahead},
             "behind_vdnn": sum(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, TypeVar
 
@@ -44,6 +45,7 @@ PLANNERS = {
     "LP rounding": "lp_round",
 }
 HELD = "TENSILE, held to its limit"
+CAPUCHIN_HELD = "Capuchin, held to its limit"
 Plans = TypeVar("Plans")
 
 
@@ -51,30 +53,40 @@ class _Ratios(Figure):
     """Table of three ratios by method, the paper's and ours."""
 
     planners: Mapping[str, str] = PLANNERS
+    duels: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "vDNN": ("TENSILE", "vDNN"),
+        "Capuchin": ("TENSILE", "Capuchin"),
+    }
     most = 5.0  # maximum cost-benefit ratio in the picture
     hatches: ClassVar = {"Capuchin": "///", "AutoSwap": "\\\\\\", "LP rounding": "xxx"}
 
     def template_values(self, rows: Rows) -> Row:
         lines = []
         for row in rows:
-            ours = {method: ratios(row["methods"][method], row.get("without", row)) for method in self.planners}
-            for label, values in ((f"{jobs_label(row)}, paper", paper(row)), (jobs_label(row), ours)):
-                cells = [cell(values[method]) if method in values else "–" for method in self.planners]
-                lines += [{"label": label, "cells": cells}] if values else []
+            for method in self.planners:
+                theirs = cells(paper(row).get(method), "")
+                ours = cells(ratios(row["methods"][method], row.get("without", row)), "no plan")
+                pairs = [text for pair in zip(theirs, ours, strict=True) for text in pair]
+                lines.append({"label": f"{jobs_label(row)}, {method}", "cells": pairs})
         duels = {}
-        for rival in ("vDNN", "Capuchin"):
-            pairs = [
-                [ratios(row["methods"][method], row.get("without", row)) for method in ("TENSILE", rival)]
-                for row in rows
-            ]
+        times = [
+            [outcome["iteration_ns"] for method in ("TENSILE", "Capuchin") if (outcome := row["methods"][method])]
+            if "ideal_ns" in row
+            else []
+            for row in rows
+        ]
+        for rival, methods in self.duels.items():
+            pairs = [[ratios(row["methods"][method], row.get("without", row)) for method in methods] for row in rows]
             benefits = [(ours[2], theirs[2]) for ours, theirs in pairs if ours and theirs]
             ahead, behind = (sum(sign * a > sign * b for a, b in benefits) for sign in (1, -1))
             duels[rival] = {"ahead": ahead, "behind": behind, "count": len(benefits)}
         saved = [ratios(row["methods"]["TENSILE"], row.get("without", row)) for row in rows if paper(row)]
         return {
             "lines": lines,
-            "heads": list(self.planners),
             "duels": duels,
+            "free": sum(
+                max(values) <= row.get("ideal_ns", 0) for values, row in zip(times, rows, strict=True) if values
+            ),
             "saved": span(values and values[0] for values in saved),
             "saved_paper": span(paper(row)["TENSILE"][0] for row in rows if paper(row)),
         }
@@ -95,7 +107,7 @@ class _Ratios(Figure):
                 ours = [a if a is None or form == "%" else min(a, self.most) for a in ours]
                 ends = [a if a is None else max(a, b or 0.0) for a, b in zip(ours, theirs, strict=True)]
                 color = palette.color(planner)
-                hollow = method == HELD
+                hollow = method in (HELD, CAPUCHIN_HELD)
                 hatch = self.hatches.get(method, "")
                 marks.append(Bars(ys, ours, color, f"{method}, ours", 0.9 * high, hollow=hollow, hatch=hatch))
                 marks.append(Line(ends, ys, INK, line="", texts=[a + b for a, b in zip(texts, papers, strict=True)]))
@@ -135,12 +147,11 @@ def ratios(result: Row | None, without: Row) -> Ratios | None:
     return msr, eor, msr / eor if eor else float("inf")
 
 
-def cell(ratios: Ratios | None) -> str:
-    """Returns MSR and EOR in per cent, and CBR."""
+def cells(ratios: Ratios | None, missing: str) -> list[str]:
+    """Returns the texts of MSR, EOR and CBR, or ``missing`` and two empty texts."""
     if ratios is None:
-        return "no plan"
-    saved, lost, benefit = ratios
-    return f"{100 * saved:.1f}/{100 * lost:.1f}/{number(benefit, '')}"
+        return [missing, "", ""]
+    return [number(value, form) for value, form in zip(ratios, ("%", "%", ""), strict=True)]
 
 
 def number(value: float, form: str) -> str:
@@ -218,6 +229,11 @@ class Table2(_Ratios):
     """Table 2 and Figure 6: several jobs launched at the same time, and mixtures."""
 
     name = "tensile_table2"
+    planners: Mapping[str, str] = {**PLANNERS, HELD: "tensile", CAPUCHIN_HELD: "capuchin"}
+    duels: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **_Ratios.duels,
+        "Capuchin, both held to their limits": (HELD, CAPUCHIN_HELD),
+    }
 
     def tasks(self, settings: DictConfig) -> Rows:
         batch = cli.integer(settings, "batch", least=1)
@@ -233,13 +249,18 @@ class Table2(_Ratios):
         by_name = {n: figures.program(n, machine, batch_size=batch, algorithms=False) for n in task["jobs"]}
         programs = [by_name[name] for name in task["jobs"]]
         planned = partial(plan_all, programs, machine)
+        tightest = tightest_plans(TENSILE("swap"), programs, machine)
         results = {
             "vDNN": table2_outcome(programs, planned(Split("vdnn_all"), memory), machine),
-            "TENSILE": table2_outcome(programs, tightest_plans(TENSILE("swap"), programs, machine), machine),
+            "TENSILE": table2_outcome(programs, tightest, machine),
+            HELD: table2_outcome(programs, tightest, machine, is_held=True),
         }
         limit = results["TENSILE"]["peak_bytes"] if results["TENSILE"] else sum(p.peak_bytes for p in programs)
         for method in ("Capuchin", "AutoSwap", "LP rounding"):
-            results[method] = table2_outcome(programs, planned(Split(PLANNERS[method]), limit), machine)
+            plans = planned(Split(PLANNERS[method]), limit)
+            results[method] = table2_outcome(programs, plans, machine)
+            if method == "Capuchin":
+                results[CAPUCHIN_HELD] = table2_outcome(programs, plans, machine, is_held=True)
         return {"without": table2_outcome(programs, empty_plans(programs), machine), "methods": results}
 
     def chart(self, rows: Rows) -> Chart:
@@ -264,11 +285,14 @@ def empty_plans(programs: Sequence[Program]) -> list[Plan]:
     return [Plan((), program.fingerprint, "none") for program in programs]
 
 
-def table2_outcome(programs: Sequence[Program], plans: Sequence[Plan] | None, machine: Machine) -> Row | None:
-    """Simulates jobs under their plans in the GPU's memory."""
+def table2_outcome(
+    programs: Sequence[Program], plans: Sequence[Plan] | None, machine: Machine, is_held: bool = False
+) -> Row | None:
+    """Simulates jobs under their plans in the GPU's memory, each held to its plan's limit if ``is_held``."""
     if plans is None:
         return None
-    timeline = simulate_jobs(jobs_of(programs, plans), machine, machine.memory_bytes)
+    jobs = [replace(job, within_limit=is_held) for job in jobs_of(programs, plans)]
+    timeline = simulate_jobs(jobs, machine, machine.memory_bytes)
     return {
         "peak_bytes": timeline.peak_bytes,
         "makespan_ns": timeline.end_ns,
@@ -296,19 +320,17 @@ class Ratio(Figure):
         programs = [program] * task["jobs"]
         plans = tightest_plans(TENSILE("swap", max_swap_ratio=task["ratio"]), programs, machine)
         plans_by_mode = {"without": empty_plans(programs), "with": plans or empty_plans(programs)}
-        return {key: table2_outcome(programs, job_plans, machine) for key, job_plans in plans_by_mode.items()}
+        return {key: table2_outcome(programs, job_plans, machine, True) for key, job_plans in plans_by_mode.items()}
 
     def template_values(self, rows: Rows) -> Row:
         groups = list(figures.group_by([ratio_entry(row) for row in rows], "jobs").values())
-        lines = []
         best = []
         full = []
         for group in groups:
-            lines.append({**group[0], "cells": [line["cell"] for line in group]})
             best.append(max(group, key=lambda line: line["benefit"] or 0.0)["ratio"])
             # The channel is full from the ratio on that saves as much as the largest.
             full.append(min(line["ratio"] for line in group if line["saved"] == group[-1]["saved"]))
-        return {"heads": [f"{line['ratio']:.0%}" for line in groups[0]], "groups": lines, "best": best, "full": full}
+        return {"lines": [line for group in groups for line in group], "best": best, "full": full}
 
     def chart(self, rows: Rows) -> Chart:
         groups = figures.group_by([ratio_entry(row) for row in rows], "jobs")
@@ -329,12 +351,12 @@ def ratio_entry(row: Row) -> Row:
     saved, lost, benefit = ratios(row["with"], row["without"])  # type: ignore[misc]
     is_free = lost <= ZERO
     swaps = sum(row["with"]["decisions"])
-    text = f"{100 * saved:.1f}/{100 * lost:.1f}/" + ("∞" if is_free else f"{benefit:.2f}")
+    texts = cells((saved, lost, float("inf") if is_free else benefit), "")
     return {
         **row,
         "label": jobs_label({"jobs": [row["network"]] * row["jobs"]}),
         "saved": saved,
         "lost": lost,
         "benefit": None if is_free else benefit,
-        "cell": text if swaps else "–",
+        "cells": texts if swaps else ["no swap", "", ""],
     }

@@ -76,12 +76,11 @@ class Times(Figure):
             runs = [row["held"][name] for row in rows]
             cells = [f"{run[key]:.3f}" for run in runs for key in self.published]
             lines.append({"label": figures.label(name), "cells": cells + [f"{run['iteration']:.2f}" for run in runs]})
-        middle = [
-            f"{paper:.3f} / {median(run[key] for run in row['held'].values()):.3f}"
-            for row in rows
-            for key, paper in self.published.items()
-        ]
-        lines.append({"label": "paper's mean / our median", "cells": middle + [""] * len(rows)})
+        empty = [""] * len(rows)
+        middle = [median(run[key] for run in row["held"].values()) for row in rows for key in self.published]
+        lines.append({"label": "our median", "cells": [f"{value:.3f}" for value in middle] + empty})
+        means = [f"{paper:.3f}" for _ in rows for paper in self.published.values()]
+        lines.append({"label": "paper's mean", "cells": means + empty})
         heads = [f"{row['source']}, {name}" for row in rows for name in self.names.values()]
         scores = {
             row["source"]: {key: median(run[key] for run in row["held"].values()) for key in self.published}
@@ -187,14 +186,14 @@ class Start(Figure):
         methods = {key: [row["methods"][key]["lost"] for row in rows] for key in self.looks}
         lines = []
         for row in rows:
-            lost_fractions = [row["methods"][key]["lost"] for key in self.looks]
-            cells = ["/".join(f"{100 * loss:.1f}" for loss in losses) or "no plan" for losses in lost_fractions]
-            lines.append({"label": label(row), "cells": cells})
+            for key, (name, *_) in self.looks.items():
+                cells = [f"{loss:.1%}" for loss in row["methods"][key]["lost"]]
+                cells += [""] * (row["iterations"] - len(cells))
+                lines.append({"label": f"{label(row)}, {name}", "cells": cells})
         firsts = {key: [run[0] if run else NEVER for run in losses] for key, losses in methods.items()}
         less = [max(predicted) < passive for passive, *predicted in zip(*list(firsts.values())[:3], strict=True)]
         return {
             "lines": lines,
-            "heads": [name for name, *_ in self.looks.values()],
             "less": sum(less),
             "count": len(less),
             "first": {key: span(run[0] for run in losses if run) for key, losses in methods.items()},
@@ -317,8 +316,7 @@ class Speed(Figure):
         sufficient_factors = [row["factor"] for row in free_rows if row["alone"] >= claim]
         states = [max(group, key=lambda row: row["alone"] - row["within"]) for group in (vgg, adam, mlp) if group]
         return {
-            "heads": [f"×{row['factor']:g}" for row in groups[0]],
-            "groups": [{**group[0], "cells": [row["cell"] for row in group]} for group in groups],
+            "lines": [row for group in groups for row in group],
             "claim": claim,
             "vgg": span(row["alone"] for row in vgg),
             "mlp": max(free_savings, default=None),
@@ -392,15 +390,14 @@ def shift(swap: Swap, issue_ns: int, first: Sequence[int], last: Sequence[int], 
 
 
 def speed_entry(row: Row) -> Row:
-    """Returns the fractions of the peak that are saved, by mode, with a table cell in per cent."""
+    """Returns the fractions of the peak that are saved, by mode, with the overheads."""
     saved = {key: 1 - row[key]["peak_bytes"] / row["peak_bytes"] for key in ("alone", "within", "held")}
-    cell = "/".join(f"{100 * value:.1f}" for value in saved.values()) + f"(+{100 * row['held']['overhead']:.1f})"
     label = figures.label(row["network"]) + ", Adam" * row["adam"]
     return {
         **row,
         **saved,
         "overhead": row["alone"]["overhead"],
-        "cell": cell,
+        "overhead_held": row["held"]["overhead"],
         "ms": row["ideal_ns"] / 1e6,
         "label": label,
         "key": f"{label}, batch {row['batch']:,}",

@@ -123,6 +123,7 @@ def test_a_stopped_run_resumes(squares: None, tmp_path: Path, monkeypatch: pytes
     assert sorted(path.name for path in tmp_path.iterdir()) == ["squares.json", "squares.png"]
     assert len(start(tmp_path).remaining) == 3  # a finished run is not resumed
     found = json.loads((tmp_path / "squares.json").read_text())
+    assert len(found["fingerprint"]["code"]) == 16
     assert found["rows"] == second.rows and found["settings"] == {"x": [1, 2, 3]} and found["machine"] == "gtx1080ti"
 
 
