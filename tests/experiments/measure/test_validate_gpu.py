@@ -139,7 +139,7 @@ def test_stages_are_processes_of_their_own(tmp_path, monkeypatch):
     statuses = iter([0, -11, Status.BROKEN, 0, 0])
 
     @contextmanager
-    def process(words, start_new_session):
+    def process(words, start_new_session, env):
         calls.append(dict(word.split("=", 1) for word in words[3:]))
         assert words[:3] == [sys.executable, "-m", "experiments.validate_gpu"] and not start_new_session
         yield SimpleNamespace(wait=lambda seconds: next(statuses))
