@@ -395,8 +395,8 @@ def fit(
             that the example's step needs without a plan.
         machine: preset name, YAML file or Machine; default: the GPU's preset, on the CPU gtx1080ti.
         planner: name in ``agents.PLANNERS``, or a function that returns a plan; not called if the step fits as is.
-        profile: "measure" times kernels on the model's device (default on a GPU), in a step without a plan if the device
-            has the memory, else one by one; a Profile holds times for this shape only. None on the CPU: roofline
+        profile: "measure" times kernels on the model's device (default on a GPU), in a step without a plan if the
+            device has the memory, else one by one; a Profile holds times for this shape only. None on the CPU: roofline
             durations of the machine.
         seconds: approximate planning time per shape; default: the planner's.
         keep: maximum number of steps that are kept, one per shape and number of the batch; the least recently used is
