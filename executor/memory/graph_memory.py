@@ -264,7 +264,6 @@ def instantiate(device: torch.device, graph: Any) -> int:
     graph.instantiate()
     stream = own_stream(cuda_index(device), "capture").cuda_stream
     driver("cuGraphUpload", ctypes.c_void_p(graph.raw_cuda_graph_exec()), ctypes.c_void_p(stream))
-    torch.cuda.synchronize(device)
     return max(0, int(free_before - torch.cuda.mem_get_info(device)[0]))
 
 

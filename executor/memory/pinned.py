@@ -96,7 +96,7 @@ class Slabs:
             free = [slab for slab in self._slabs if not slab.is_used and slab.nbytes >= nbytes]
             slab = min(free, key=lambda slab: slab.nbytes, default=None)
             if slab:
-                self._settle()  # copies of the previous user may be in flight
+                self._reuse([slab])
             else:
                 self._drop()
                 slab = self._pin_slab(nbytes)
@@ -124,11 +124,9 @@ class Slabs:
                 if begin == end:
                     break
             if chosen:
-                for _, _, slab in chosen:
-                    slab.is_used = True
+                self._reuse([slab for _, _, slab in chosen])
                 if begin < end:
                     self._drop()
-                self._settle()
                 try:
                     if begin < end:
                         chosen.append((begin, end, self._pin_slab(end - begin)))
@@ -138,6 +136,11 @@ class Slabs:
                 else:
                     return [(begin, _memory(slab, stop - begin)) for begin, stop, slab in chosen]
         return [(0, self.take(end))]
+
+    def _reuse(self, slabs: Sequence[_Slab]) -> None:
+        self._settle()  # copies of the previous user may be in flight
+        for slab in slabs:
+            slab.is_used = True
 
     def drop(self) -> None:
         """Unpins free slabs and returns them to the system."""
