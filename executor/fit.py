@@ -30,7 +30,7 @@ from executor.capture.batches import Loss, arguments
 from executor.capture.captured import Captured
 from executor.capture.early_update import InBackward, with_early_update
 from executor.capture.optimizers import BUCKET_BYTES
-from executor.capture.profile import Profile, with_profile
+from executor.capture.profile import Profile, ProfileError, with_profile
 from executor.capture.profiler import measure
 from executor.capture.python_values import preserve_random_states
 from executor.device_memory import Loop, card_peak
@@ -189,7 +189,7 @@ class FittedSteps(PlannedSteps):
         machine = self.machine
         profile = self._profile
         if profile == "measure":
-            profile = measure(captured, self._device, machine.name)
+            profile = _measured(captured, self._device, machine.name)
         if profile is None:
             captured = captured.on(machine)
         else:
@@ -395,8 +395,9 @@ def fit(
             that the example's step needs without a plan.
         machine: preset name, YAML file or Machine; default: the GPU's preset, on the CPU gtx1080ti.
         planner: name in ``agents.PLANNERS``, or a function that returns a plan; not called if the step fits as is.
-        profile: "measure" times kernels on the model's device (default on a GPU); a Profile holds times for this shape
-            only. None on the CPU: roofline durations of the machine.
+        profile: "measure" times kernels on the model's device (default on a GPU), in a step without a plan if the
+            device has the memory, else one by one; a Profile holds times for this shape only. None on the CPU: roofline
+            durations of the machine.
         seconds: approximate planning time per shape; default: the planner's.
         keep: maximum number of steps that are kept, one per shape and number of the batch; the least recently used is
             discarded first.
@@ -464,6 +465,18 @@ def fit(
     )
     steps.step_for(*arguments(example_batch))
     return steps
+
+
+def _measured(captured: Captured, device: torch.device, machine: str) -> Profile:
+    """Returns times of kernels in a step without a plan, or of single kernels if the device cannot hold that step."""
+    try:
+        return measure(captured, device, machine, cache="step")
+    except ProfileError as error:
+        warnings.warn(f"kernels are timed one by one, not in a step: {error}", stacklevel=2)
+        return measure(captured, device, machine, cache="cold")
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the unplanned step's memory is no part of the planned one's
 
 
 def machine_of(device: str) -> Machine:

@@ -2,7 +2,7 @@
 
 With ``cache="cold"`` or ``"hot"`` each kernel runs alone on temporary inputs, so a model larger than the GPU can be
 profiled, and equal kernels (operator, shapes, strides, dtypes, constants) are measured once. With ``cache="step"`` all
-kernels run in order in a real step on copies of the user's tensors, which has to fit (see README.md).
+kernels run in order in a real step, which has to fit (see README.md): on the user's tensors, restored from the host.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from executor.capture.operators import arguments, is_profiler_node
 from executor.capture.profile import Cache, Profile, ProfileError, limit_to_row, shape_of, slow_down
 from executor.capture.state import view_memory
 from executor.memory import cache_bytes, cuda_index
+from executor.memory.pinned import available
 
 WARMUP = 3  # unmeasured runs of a kernel
 EMPTY_KERNELS = 50  # empty kernels that are timed with and without events around each
@@ -143,9 +144,11 @@ class _Runner:
 
     def in_step(self) -> list[tuple[int, int]]:
         """Returns (ns, workspace in bytes) of all kernels, timed within a step."""
+        sustained = None
         try:
-            runner = StepRunner(self.captured, self.device, self.devices, self.is_moved)
-            durations, workspaces, segments = runner.measure(self.repeats, self.deadline)
+            with StepRunner(self.captured, self.device, self.devices, self.is_moved) as runner:
+                durations, workspaces, segments = runner.measure(self.repeats, self.deadline)
+                sustained = runner.sustained_ns() if self.device.type == "cuda" else None
         except ProfileError:
             raise
         except _ERRORS as error:
@@ -157,7 +160,7 @@ class _Runner:
             for k, ns in zip(kernels, shorter, strict=True):
                 times[k] = ns
         self.step_ns = sum(row_ns for _, row_ns in segments)
-        if self.device.type == "cuda" and (sustained := runner.sustained_ns()):
+        if sustained:
             # The time of these kernels depends on the clock of the multiprocessors.
             bound = [kernel.kind in ("conv", "matmul") for kernel in self.captured.program.kernels]
             times = slow_down(times, bound, sustained - self.step_ns)
@@ -256,7 +259,10 @@ class _Runner:
 
 
 class StepRunner:
-    """Executes the step of a capture on a device.
+    """Executes the step of a capture on a device; a context manager at whose end the user's tensors are as before.
+
+    A step on the device of the capture uses the user's tensors in place, so that it needs no more device memory than
+    the eager step. Copies of those that it writes are on the host meanwhile.
 
     On CUDA the host issues SEGMENT kernels while the stream is kept busy, so that host time is not measured. Each
     segment is also timed as a whole, because events between kernels take time, and steps in a row, because their power
@@ -265,6 +271,9 @@ class StepRunner:
     Args:
         devices: Device of each node's value.
         is_moved: Whether the device differs from the one of the capture.
+
+    Raises:
+        ProfileError: If the host has too little memory for the copies.
     """
 
     def __init__(
@@ -276,12 +285,19 @@ class StepRunner:
         self.schedule = _schedule(captured)
         self.start: dict[fx.Node, Any] = {}
         memory: dict[int, torch.UntypedStorage] = {}  # preserves memory sharing among the tensors
+        written = {t for kernel in captured.program.kernels for t in kernel.outputs}
+        in_place: dict[int, torch.UntypedStorage] = {}
         for node, source in zip(captured.placeholders, captured.sources, strict=True):
             target = torch.device("cpu") if is_moved and not node.meta["tensor_meta"].shape else devices[node]
             if source is None or source.device.type == "meta":
                 self.start[node] = _random_tensor(node.meta["tensor_meta"], target)
                 continue
             storage = source.untyped_storage()
+            if not is_moved:
+                self.start[node] = view_memory(storage, source, source.device)
+                if captured.values.get(node) in {None, *written}:
+                    in_place[storage.data_ptr()] = storage
+                continue
             if storage.data_ptr() not in memory:
                 copy = torch.empty(0, dtype=torch.uint8, device=source.device).set_(storage)
                 memory[storage.data_ptr()] = copy.to(target, copy=True).untyped_storage()
@@ -290,6 +306,20 @@ class StepRunner:
             if node.op == "get_attr":
                 value = getattr(captured.graph, str(node.target))
                 self.start[node] = value.to(device) if is_moved and isinstance(value, Tensor) else value
+        nbytes = sum(storage.nbytes() for storage in in_place.values())
+        if nbytes > (free := available()[0]):
+            raise ProfileError(f"copies of the step's tensors need {nbytes:,} bytes on the host, which has {free:,}")
+        self._saved = [
+            (storage, torch.UntypedStorage(storage.nbytes()).copy_(storage)) for storage in in_place.values()
+        ]
+
+    def __enter__(self) -> StepRunner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.start.clear()
+        for storage, copy in self._saved:
+            storage.copy_(copy)
 
     def measure(self, repeats: int, deadline: float) -> tuple[list[int], list[int], list[tuple[list[int], int]]]:
         """Measures ``repeats`` steps, or fewer (at least one) after ``deadline`` (``time.monotonic``).

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -39,9 +40,9 @@ class Engines:
 
     streams: tuple[Any, ...] = ()
 
-    def pinned(self, nbytes: int) -> Bytes:
-        """Returns pinned host memory uint8[nbytes], freed with the array; raises TransferError."""
-        return _allocate_pinned(HOST, nbytes)
+    def pinned(self, cuts: Sequence[int]) -> list[tuple[int, Bytes]]:
+        """Returns pinned host memory in parts, as ``Slabs.take_parts``, freed with the arrays; raises TransferError."""
+        return _allocate_pinned(HOST, cuts)
 
     def borrow(self, tensor: Tensor) -> None:
         """Marks memory, possibly of another stream, as reusable only after the compute issued so far."""
@@ -109,8 +110,8 @@ class CudaEngines(Engines):
         self._compute_event = torch.cuda.Event()
         self._compute: torch.cuda.Stream | None = None
 
-    def pinned(self, nbytes: int) -> Bytes:
-        return _allocate_pinned(CUDA, nbytes)
+    def pinned(self, cuts: Sequence[int]) -> list[tuple[int, Bytes]]:
+        return _allocate_pinned(CUDA, cuts)
 
     def borrow(self, tensor: Tensor) -> None:
         if not on_host(tensor):
@@ -167,9 +168,9 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _allocate_pinned(slabs: Slabs, nbytes: int) -> Bytes:
+def _allocate_pinned(slabs: Slabs, cuts: Sequence[int]) -> list[tuple[int, Bytes]]:
     try:
-        return slabs.take(nbytes)
+        return slabs.take_parts(cuts)
     except MemoryError as error:
         raise TransferError(str(error)) from None
 

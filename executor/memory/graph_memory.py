@@ -14,6 +14,7 @@ PyTorch's allocation history provides the exact sizes and the time of each free.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from executor.memory import cuda_index
-from executor.memory.addresses import Arena, allocator, served
+from executor.memory.addresses import Arena, Driver, allocator, served
 from executor.memory.engines import own_stream
 from simulator.compiled.encoding import Ints
 
@@ -251,6 +252,19 @@ class GraphMemory:
         if self.arena.live:
             _OUTLIVED_ALLOCATORS.extend(self._allocators)
         self.arena.close()
+
+
+def instantiate(device: torch.device, graph: Any) -> int:
+    """Instantiates a captured graph and uploads it; returns the bytes of device memory that it takes outside the arena.
+
+    They are the difference in free memory, so that allocations of other processes at this moment count, too.
+    """
+    driver = Driver(device)
+    free_before = torch.cuda.mem_get_info(device)[0]
+    graph.instantiate()
+    stream = own_stream(cuda_index(device), "capture").cuda_stream
+    driver("cuGraphUpload", ctypes.c_void_p(graph.raw_cuda_graph_exec()), ctypes.c_void_p(stream))
+    return max(0, int(free_before - torch.cuda.mem_get_info(device)[0]))
 
 
 @cache

@@ -1,17 +1,21 @@
 """Cache of pinned host memory, shared by all replays, calibrations and planned steps of a process.
 
     memory = CUDA.take(nbytes)      # uint8[nbytes]; the slab is free again when its last array or tensor dies
+    parts = CUDA.take_parts(cuts)   # memory that may be in several slabs
     CUDA.drop()                     # unpins free slabs
 
-Pinning is slow (executor/README.md), so free slabs stay pinned and are reused. If none is large enough, free slabs are
-unpinned and a new one is pinned. ``HOST`` is the same cache without a driver, for backends that emulate a GPU.
+Pinning is slow (executor/README.md), so free slabs stay pinned and are reused. If none is large enough, ``take`` unpins
+free slabs and pins a new one, ``take_parts`` pins only what they lack. ``HOST`` is the same cache without a driver, for
+backends that emulate a GPU.
 """
 
 # Design choices:
 # 1. ``cudaHostRegister`` of whole pages: a slab is as large as requested, while PyTorch rounds up to a power of two.
 #    The mapping is private (huge pages require it) and absent in forked processes: a write after a fork would
-#    copy the page, and the device would keep the old one.
-# 2. A request beyond the available host memory is refused, because the kernel would kill a process instead of failing.
+#    copy the page, and the device would keep the old one. A child that reads it is killed (SIGSEGV), which is safer
+#    than MADV_WIPEONFORK: zeros in place of parameters would be written to a checkpoint without notice.
+# 2. A slab never grows: a copy may not span two registered ranges of host memory.
+# 3. A request beyond the available host memory is refused, because the kernel would kill a process instead of failing.
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ import mmap
 import platform
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ import torch
 from executor.memory.addresses import Driver
 
 Bytes = npt.NDArray[np.uint8]
+LEAST_USE = 0.75  # of a slab by a part of memory: else it is unpinned, so that little pinned memory lies idle
 
 
 class _Slab:
@@ -91,14 +96,51 @@ class Slabs:
             free = [slab for slab in self._slabs if not slab.is_used and slab.nbytes >= nbytes]
             slab = min(free, key=lambda slab: slab.nbytes, default=None)
             if slab:
-                self._settle()  # copies of the previous user may be in flight
+                self._reuse([slab])
             else:
                 self._drop()
                 slab = self._pin_slab(nbytes)
+            return _memory(slab, nbytes)
+
+    def take_parts(self, cuts: Sequence[int]) -> list[tuple[int, Bytes]]:
+        """Returns memory for the bytes from 0 to the last cut, as ``take``, in parts that free slabs hold if possible.
+
+        Args:
+            cuts: increasing positions in bytes at which a part may end.
+
+        Returns:
+            The first byte of each part, and its memory.
+        """
+        end = cuts[-1]
+        chosen: list[tuple[int, int, _Slab]] = []
+        begin = 0
+        with self._lock:
+            free = sorted((slab for slab in self._slabs if not slab.is_used), key=lambda slab: -slab.nbytes)
+            for slab in free if free and free[0].nbytes < end else ():
+                stop = max((cut for cut in cuts if cut <= begin + slab.nbytes), default=0)
+                if stop == end or stop - begin >= LEAST_USE * slab.nbytes:
+                    chosen.append((begin, stop, slab))
+                    begin = stop
+                if begin == end:
+                    break
+            if chosen:
+                self._reuse([slab for _, _, slab in chosen])
+                if begin < end:
+                    self._drop()
+                try:
+                    if begin < end:
+                        chosen.append((begin, end, self._pin_slab(end - begin)))
+                except MemoryError:
+                    for _, _, slab in chosen:
+                        slab.is_used = False
+                else:
+                    return [(begin, _memory(slab, stop - begin)) for begin, stop, slab in chosen]
+        return [(0, self.take(end))]
+
+    def _reuse(self, slabs: Sequence[_Slab]) -> None:
+        self._settle()  # copies of the previous user may be in flight
+        for slab in slabs:
             slab.is_used = True
-            memory = np.frombuffer(slab.pages, np.uint8, nbytes)
-            weakref.finalize(memory, slab.release).atexit = False  # views and tensors keep the array alive
-            return memory
 
     def drop(self) -> None:
         """Unpins free slabs and returns them to the system."""
@@ -134,6 +176,14 @@ class Slabs:
             raise MemoryError(f"{message}: {error}") from None
         self._slabs.append(_Slab(pages, address))
         return self._slabs[-1]
+
+
+def _memory(slab: _Slab, nbytes: int) -> Bytes:
+    """Returns the first bytes of a slab, which is used until they have died."""
+    slab.is_used = True
+    memory = np.frombuffer(slab.pages, np.uint8, nbytes)
+    weakref.finalize(memory, slab.release).atexit = False  # views and tensors keep the array alive
+    return memory
 
 
 def available(root: Path = Path("/")) -> tuple[int, str]:

@@ -33,7 +33,15 @@ from executor.capture.operators import NUMBER, is_random
 from executor.memory import ALIGNMENT, cuda_index
 from executor.memory.addresses import Arena
 from executor.memory.engines import line
-from executor.memory.graph_memory import Event, GraphMemory, RecordError, Requests, libraries_bytes, requests_of
+from executor.memory.graph_memory import (
+    Event,
+    GraphMemory,
+    RecordError,
+    Requests,
+    instantiate,
+    libraries_bytes,
+    requests_of,
+)
 from executor.memory.graph_memsets import replace_memsets
 from executor.training.bindings import device_of, inputs_of
 from executor.training.memory_source import Block, Place, StepError, as_tensor
@@ -176,6 +184,7 @@ class Graph:
         outputs: output tensors, overwritten by each replay.
         footprint: bytes of its memory, for all tensors created in the step or swapped.
         counted_bytes: bytes of this memory in use between replays by PyTorch's allocator, which rounds up.
+        executable_bytes: bytes that the driver has taken for the executable graph.
     """
 
     replay: Callable[[], None]
@@ -183,6 +192,7 @@ class Graph:
     outputs: list[Tensor]
     footprint: int
     counted_bytes: int
+    executable_bytes: int
 
 
 class GraphStep:
@@ -197,7 +207,7 @@ class GraphStep:
         captures: number of captures.
         graph: current graph, or None.
         peak_bytes: peak bytes of the graph: its memory, persistent tensors that stay on the device, the slots of the
-            batch, the batch itself, and library workspaces.
+            batch, the batch itself, library workspaces, and the executable graph.
     """
 
     def __init__(self, step: StepState, limit: int, always_recapture: bool = True) -> None:
@@ -271,6 +281,10 @@ class GraphStep:
             if self.peak_bytes > self._limit:
                 raise OverLimit(self.peak_bytes, self._limit)
             self.graph = capture(step, self._table(), dry, packing)
+            self.peak_bytes += self.graph.executable_bytes
+            if self.peak_bytes > self._limit:
+                self.close()
+                raise OverLimit(self.peak_bytes, self._limit)
         except (MemoryError, RecordError) as error:
             raise NoGraph(f"the step cannot be captured: {error}") from error
         finally:  # kernel-by-kernel steps use the caller's batch
@@ -359,6 +373,7 @@ class _Capture:
         self.memory = GraphMemory(step.device, arena)
         self.graph = torch.cuda.CUDAGraph(keep_graph=True)  # a dry graph is never instantiated
         self.outputs: list[Tensor] = []
+        self.executable_bytes = 0
         for generator in step.random.generators:
             if generator.device.type == "cuda":
                 self.graph.register_generator_state(generator)
@@ -383,7 +398,7 @@ class _Capture:
                     self.outputs += [table[slot] for slot in step.calls.outputs]
             if requests is not None:
                 replace_memsets(step.device, self.graph.raw_cuda_graph())
-                self.graph.instantiate()
+                self.executable_bytes = instantiate(step.device, self.graph)
             self.events: list[Event] = events
             self.addresses = list(zip(first, map(address_of, self.resident), strict=True))
         except Exception as error:
@@ -541,7 +556,10 @@ def capture(step: StepState, table: list[Any], dry: Dry, packing: Packing) -> Gr
         elif block.place is Place.HOST:
             blocks.used -= block.nbytes
             block.show()
-    graph = Graph(attempt.graph.replay, int, attempt.outputs, packing.footprint, attempt.memory.counted_bytes())
+    counted_bytes = attempt.memory.counted_bytes()
+    graph = Graph(
+        attempt.graph.replay, int, attempt.outputs, packing.footprint, counted_bytes, attempt.executable_bytes
+    )
     resident = [(block.bytes, block.host) for block in attempt.resident if block.bytes is not None]
     graph.close = weakref.finalize(graph, _release_graph, attempt.graph, attempt.memory, attempt.outputs, resident)
     return graph

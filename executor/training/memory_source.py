@@ -13,6 +13,7 @@ on the engines of executor/memory/engines.py; the rules below keep memory from b
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence, Set
 from enum import Enum
 from itertools import accumulate
@@ -394,11 +395,20 @@ class HostMemory:
 
 
 def slab(engines: Engines, sizes: Sequence[int], offsets: Sequence[int]) -> list[Tensor]:
-    """Returns slots of these sizes and offsets, which may overlap, in one allocation of pinned memory.
+    """Returns slots of these sizes and offsets, which may overlap, in pinned memory.
 
-    Each slot has its own storage, so that saving a tensor saves only its slot.
+    Each slot has its own storage, so that saving a tensor saves only its slot. Overlapping slots are in one part.
     """
-    places = list(zip(offsets, sizes, strict=True))
-    end = max((-(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT for offset, nbytes in places), default=0)
-    memory = engines.pinned(end) if end else None  # tensors created from the array keep the memory alive
-    return [torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset) for offset, nbytes in places]
+    end = 0
+    cuts: list[int] = []
+    for offset, nbytes in sorted(zip(offsets, sizes, strict=True)):
+        if 0 < end <= offset:
+            cuts.append(offset)
+        end = max(end, -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT)
+    parts = engines.pinned([*dict.fromkeys(cuts), end]) if end else []  # tensors of the arrays keep the memory alive
+    begins = [begin for begin, _ in parts]
+    slots: list[Tensor] = []
+    for offset, nbytes in zip(offsets, sizes, strict=True):
+        begin, memory = parts[bisect_right(begins, offset) - 1] if parts else (0, b"")
+        slots.append(torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset - begin))
+    return slots

@@ -19,6 +19,7 @@ import agents
 from agents.learned import edit_net, policy_net
 from executor import Captured, FitError, capture, fit
 from executor.capture.early_update import InBackward, with_early_update
+from executor.capture.profile import ProfileError
 from executor.capture.profiler import measure
 from simulator import FormatError, Machine, Plan, Program, simulate
 from simulator.modes import least_residency
@@ -368,7 +369,7 @@ def test_a_gpu_has_the_preset_of_its_name_or_asks_for_a_machine(device: str, nam
 def test_results_that_the_loop_holds_count_as_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory in bytes is device memory: an extra result is alive until the next step returns one."""
     monkeypatch.setattr(MODULE, "device_of", lambda captured: torch.device("cuda"))
-    monkeypatch.setattr(MODULE, "measure", lambda c, device, name: measure(c, "cpu", name))
+    monkeypatch.setattr(MODULE, "measure", lambda c, device, name, cache: measure(c, "cpu", name))
     model = nn.Sequential(nn.Linear(4, 512), nn.ReLU())
     x = torch.randn(2048, 4)
     y = torch.randn(2048, 512)
@@ -394,14 +395,30 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> N
     monkeypatch.setattr(MODULE, "device_of", lambda captured: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(
-        MODULE, "measure", lambda c, device, name: calls.append((device, name)) or measure(c, "cpu", name)
+        MODULE, "measure", lambda c, device, name, cache: calls.append((device, name, cache)) or measure(c, "cpu", name)
     )
     step = fit(*tiny_mlp.parts(), 0.8, planner="capuchin")
-    assert calls == [(torch.device("cuda"), "h200")] and step.machine.name == "h200"
+    assert calls == [(torch.device("cuda"), "h200", "step")] and step.machine.name == "h200"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40")
     with pytest.raises(FitError, match="no preset for 'NVIDIA L40'"):
         fit(*tiny_mlp.parts(), 0.8)
     assert fit(*tiny_mlp.parts(), 0.8, machine="h100", planner="capuchin").machine.name == "h100"
+
+
+def test_a_step_that_the_device_cannot_hold_is_timed_by_kernel(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> None:
+    """Kernels last longer in a step than alone, so a step is timed where it fits."""
+    caches: list[str] = []
+
+    def measured(captured: Any, device: Any, name: str, cache: str) -> Any:
+        caches.append(cache)
+        if cache == "step":
+            raise ProfileError("CUDA out of memory")
+        return measure(captured, "cpu", name, repeats=1, cache=cache)
+
+    monkeypatch.setattr(MODULE, "measure", measured)
+    with pytest.warns(UserWarning, match="timed one by one, not in a step: CUDA out of memory"):
+        fit(*tiny_mlp.parts(), 1.0, machine=GPU, profile="measure", planner="capuchin")
+    assert caches == ["step", "cold"]
 
 
 def test_a_missing_solver_suggests_another_planner(monkeypatch: pytest.MonkeyPatch, tiny_mlp: Tiny) -> None:

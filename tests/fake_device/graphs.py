@@ -89,9 +89,15 @@ class Graph:
     def instantiate(self) -> None:
         assert self.ended and self.keeps_graph
         self.keeps_graph = False
+        self.double.free_bytes -= self.double.executable_bytes
+
+    def raw_cuda_graph_exec(self) -> int:
+        assert not self.keeps_graph
+        return id(self)
 
     def reset(self) -> None:
         if self.ended:
+            self.double.free_bytes += self.double.executable_bytes * (not self.keeps_graph)
             self.ended = False
             self.double.release(0, self.pool)
 
@@ -208,6 +214,10 @@ class Driver:
     def cuMemRelease(self, handle: Any) -> int:
         return 0
 
+    def cuGraphUpload(self, graph: Any, stream: Any) -> int:
+        assert graph.value == id(self.double.graphs[-1]) and stream.value
+        return 0
+
 
 class GraphDouble(CudaDouble):
     """Double of torch.cuda that supports capture.
@@ -222,6 +232,8 @@ class GraphDouble(CudaDouble):
         arenas: memory allocated from the driver.
         aliased: address ranges that share physical memory.
         max_entries: entries that the allocation history keeps.
+        executable_bytes: bytes of device memory that an instantiated graph takes.
+        free_bytes: free device memory, of which only executable graphs take any.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -239,6 +251,8 @@ class GraphDouble(CudaDouble):
         self.context = False
         self.history = False
         self.max_entries = 1 << 30
+        self.executable_bytes = 0
+        self.free_bytes = 1 << 40
 
     def install(self, monkeypatch: Any) -> None:
         super().install(monkeypatch)
@@ -249,6 +263,7 @@ class GraphDouble(CudaDouble):
             "use_mem_pool": self.use_mem_pool,
             "empty_cache": self.empty_cache,
             "memory_snapshot": self.memory_snapshot,
+            "mem_get_info": lambda device: (self.free_bytes, 1 << 40),
             "is_current_stream_capturing": lambda: self.is_captured(self.current_stream()),
             "_lazy_init": lambda: None,
         }.items():

@@ -230,9 +230,9 @@ def step_overhead(machine: Machine, depth: int, min_bytes: int, repeats: int) ->
 class NoCopies:
     """Stand-in for copy engines that copies nothing."""
 
-    def pinned(self, nbytes: int) -> Bytes:
-        """Returns unpinned memory, uint8[nbytes]."""
-        return HOST.take(nbytes)
+    def pinned(self, cuts: Sequence[int]) -> list[tuple[int, Bytes]]:
+        """Returns unpinned memory, as the method of ``Engines``."""
+        return HOST.take_parts(cuts)
 
     def no_op(self, *_: object) -> Any:
         """Does nothing, for all other methods of ``Engines``."""

@@ -37,10 +37,12 @@ PROGRAM = Program(
 PROFILE = Profile("two", shape_of(PROGRAM).fingerprint, "m", "some device", "2.0", (30, 40), (1, 2))
 
 
-def captured(network="resnet", device="cpu"):
+def captured(network="resnet", device="cpu", frozen=()):
     """Captures a network of networks.py; an LSTM saves opaque bytes for its backward pass."""
     make_model, make_batch = (small, images(16)) if network == "resnet" else NETWORKS[network]
     model = make_model().to(device)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     batch = tuple(t.to(device) for t in make_batch())
     return capture(model, nn.CrossEntropyLoss(), adamw(model), batch)
 
@@ -87,12 +89,13 @@ def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
 
 
 def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
-    """After a profiled step, the runner's parameters equal those of an eager step."""
+    """In a profiled step, the model's parameters are those of an eager step; afterwards they are as before."""
     x = torch.randn(4, 6)
     y = torch.randint(3, (4,))
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = capture(model, nn.CrossEntropyLoss(), optimizer, (x, y))
+    before = [p.clone() for p in model.parameters()]
     runner = step_runner(step)
     for node, value in runner.start.items():
         if value.dtype == torch.float32 and "optimizer" in step.names[step.placeholders.index(node)]:
@@ -101,13 +104,40 @@ def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
     for _ in range(2):
         runner._run(lambda k, call: seen.append(k) or call())
     assert seen == 2 * [k for k, nodes in enumerate(step.nodes) if nodes]
+    profiled = [p.detach().clone() for p in model.parameters()]
+    runner.__exit__()
+    assert all(map(torch.equal, before, model.parameters())) and not any(map(torch.equal, before, profiled))
     for _ in range(2):
         nn.CrossEntropyLoss()(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for node, name in zip(step.placeholders, step.names, strict=True):
-        if name in dict(model.named_parameters()):
-            assert torch.equal(runner.start[node], dict(model.named_parameters())[name]), name
+    assert all(map(torch.equal, profiled, model.parameters()))
+
+
+def test_a_profiled_step_takes_no_more_device_memory_than_the_step():
+    """Tensors of the user are not copied on the device, nor on the host if the step leaves them unchanged."""
+    step = captured(frozen=["stem.0.weight"])
+    runner = step_runner(step)
+    saved = {storage.data_ptr() for storage, _ in runner._saved}
+    for node, name, source in zip(step.placeholders, step.names, step.sources, strict=True):
+        if source is not None:
+            memory = source.untyped_storage().data_ptr()
+            assert runner.start[node].untyped_storage().data_ptr() == memory
+            if isinstance(source, nn.Parameter):
+                assert (memory in saved) is (name != "stem.0.weight"), name
+
+
+@pytest.mark.parametrize("host_bytes", [0, 2**40])
+def test_a_failed_step_leaves_the_users_tensors(host_bytes, monkeypatch):
+    step = captured()
+    before = [t.clone() for t in step.sources if t is not None]
+    monkeypatch.setattr(profiler, "available", lambda: (host_bytes, ""))
+    if host_bytes:
+        last = [nodes[0] for nodes in step.nodes if nodes][-1]
+        monkeypatch.setattr(last, "target", lambda *args, **options: 1 / 0)
+    with pytest.raises(ProfileError, match="cannot be run to profile it" if host_bytes else "on the host, which has 0"):
+        measure(step, "cpu", repeats=1, cache="step")
+    assert all(map(torch.equal, before, [t for t in step.sources if t is not None]))
 
 
 def test_tied_tensors_stay_tied():
@@ -121,7 +151,14 @@ def test_tied_tensors_stay_tied():
         for n, s in zip(step.placeholders, step.sources, strict=True)
         if s is model.weight or s is model.twin
     }
-    assert len(places) == 1 and model.weight.untyped_storage().data_ptr() not in places
+    assert places == {model.weight.untyped_storage().data_ptr()}
+    moved = StepRunner(step, CPU, _Runner(step, CPU, 1).devices, is_moved=True)
+    copies = {
+        moved.start[n].untyped_storage().data_ptr()
+        for n, s in zip(step.placeholders, step.sources, strict=True)
+        if s is model.weight or s is model.twin
+    }
+    assert len(copies) == 1 and not copies & places
 
 
 def test_indices_are_in_range_and_not_all_the_same():

@@ -1,8 +1,11 @@
 """Tests of pinned memory: slabs of whole pages are reused, and requests beyond the host's memory are refused."""
 
 import ctypes
+import faulthandler
 import gc
+import os
 import platform
+import signal
 from mmap import PAGESIZE
 from pathlib import Path
 
@@ -10,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from executor.memory.engines import Engines
 from executor.memory.pinned import CUDA, HOST, Slabs, available, numa_node, prefer_node
+from executor.training.memory_source import slab
 
 TREE = {"proc/meminfo": "MemTotal:       1000 kB\nMemAvailable:    600 kB\n"}
 
@@ -38,6 +43,13 @@ class Driver:
         self.settled += 1
 
 
+class Parts(Engines):
+    """Engines whose pinned memory comes from these slabs."""
+
+    def __init__(self, slabs):
+        self.pinned = slabs.take_parts
+
+
 @pytest.fixture
 def driver():
     return Driver()
@@ -57,6 +69,36 @@ def test_a_slab_that_is_too_small_goes_first(driver):
     driver.slabs.take(2 * PAGESIZE)
     memory = driver.slabs.take(5 * PAGESIZE - 1)  # rounded to whole pages, not to a power of two
     assert list(driver.pinned.values()) == [5 * PAGESIZE] and len(memory) == 5 * PAGESIZE - 1
+
+
+def test_growing_shapes_pin_what_the_last_one_lacked(driver):
+    """Slots of a shape may be in several slabs; memory of one array would be pinned five times."""
+    for slots in (10, 20, 32, 41, 50):
+        sizes = [PAGESIZE - 600] * slots
+        places = slab(Parts(driver.slabs), sizes, [i * PAGESIZE for i in range(slots)])
+        for i, place in enumerate(places):
+            assert place.shape == (sizes[i],)
+            place.fill_(i)
+        assert all(bool((place == i).all()) for i, place in enumerate(places))
+        del place, places
+        gc.collect()
+    assert driver.calls == [n * PAGESIZE for n in (10, 10, 12, 9, 9)] and driver.slabs.nbytes == 50 * PAGESIZE
+    assert len(driver.slabs.take_parts([60 * PAGESIZE])) == 1  # an array may be in one slab only
+    assert driver.slabs.nbytes == 60 * PAGESIZE
+
+
+def test_parts_that_would_leave_a_slab_idle_are_pinned_anew(driver):
+    driver.slabs.take(8 * PAGESIZE)
+    assert [begin for begin, _ in driver.slabs.take_parts([PAGESIZE, 9 * PAGESIZE])] == [0]
+    assert driver.calls == [8 * PAGESIZE, 9 * PAGESIZE] and driver.slabs.nbytes == 9 * PAGESIZE
+
+
+def test_parts_that_cannot_be_pinned_leave_free_slabs(driver):
+    driver.slabs.take(8 * PAGESIZE)
+    with pytest.raises(MemoryError, match="the driver says no"):
+        driver.slabs.take_parts([8 * PAGESIZE, 200 * PAGESIZE])
+    driver.slabs.drop()
+    assert driver.slabs.nbytes == 0
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), (None, None)])
@@ -180,6 +222,16 @@ def test_huge_pages_are_allowed_and_children_inherit_no_pinned_memory(slabs, req
             flags_line = line
     flags = flags_line.split()[1:]
     assert "hg" in flags and "sh" not in flags and ("dc" in flags) == (slabs == "driver")
+
+
+def test_a_child_that_reads_pinned_memory_is_killed(driver):
+    """Zeros in place of the parent's parameters would be taken for parameters."""
+    memory = driver.slabs.take(PAGESIZE)
+    memory[:] = 7
+    if not (child := os.fork()):
+        faulthandler.disable()
+        os._exit(int(memory[0]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
 
 @pytest.mark.gpu

@@ -175,7 +175,8 @@ def what_is_on_the_host_anyway(case: Case) -> None:
     """A host tensor is copied at once, here to a slot that a copy in flight still writes."""
     cuda = engines.CudaEngines(torch.device("cuda", 0))
     original = engines.on_host
-    place = torch.frombuffer(cuda.pinned(128), dtype=torch.uint8)
+    ((_, memory),) = cuda.pinned([128])
+    place = torch.frombuffer(memory, dtype=torch.uint8)
     tensor = torch.zeros(128, dtype=torch.uint8)
     number = torch.ones(128, dtype=torch.uint8)
     event = cuda.event()

@@ -229,6 +229,24 @@ def test_the_peak_is_known_before_the_first_replay(double):
     assert exact.graph.peak_bytes == step.graph.peak_bytes
 
 
+def test_the_executable_graph_counts(double):
+    """The driver takes memory for a graph's nodes when it is instantiated, before any replay."""
+    double.executable_bytes = 5000
+    twins, step = over_the_boundary(2)
+    twins.train(step, 3)
+    captured_graph = step.graph.graph
+    assert captured_graph.executable_bytes == 5000
+    peak_bytes = step.graph.peak_bytes
+    step.graph.close()
+    assert double.free_bytes == 1 << 40
+    twins, smaller = over_the_boundary(0, peak_bytes - 1)
+    twins.train(smaller)
+    with pytest.raises(StepError, match=r"takes .*: plan it for 1 bytes less; the model is as before"):
+        smaller(*twins.next_batch())
+    twins.compare()
+    assert double.free_bytes == 1 << 40 and not double.arenas
+
+
 @pytest.mark.parametrize("wrong", ["packing", "lifetimes", "boundary"])
 def test_wrong_addresses_are_found(wrong, double, monkeypatch):
     """The test double of CUDA detects memory with two owners and unordered uses."""

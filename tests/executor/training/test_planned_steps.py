@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import agents
 from executor import PlannedSteps, StepError
-from executor.memory.pinned import HOST
+from executor.memory.pinned import HOST, LEAST_USE
 from simulator import Machine, Plan, Program, Recompute, Swap
 from tests.executor.networks import adamw, images, sgd
 from tests.executor.training.programs import GPU, Twins, bit_identical, random_plan, required, standard
@@ -67,8 +67,8 @@ def test_short_batches_and_lengths(name, make_optimizer, counts):
 
 
 @pytest.mark.parametrize("undo", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_all_shapes_have_one_slab(undo):
-    """The slab has the size that the largest shape needs, and is free between steps."""
+def test_all_shapes_share_their_pinned_memory(undo):
+    """It is little more than the largest shape needs, and is free between steps."""
     twins = several("small", counts=(3, 4, 1, 4))
     gc.collect()
     HOST.drop()
@@ -79,7 +79,7 @@ def test_all_shapes_have_one_slab(undo):
     assert len({step.pinned_bytes for step in steps.steps.values()}) == 3
     steps.finish()
     largest = max(step.pinned_bytes for step in steps.steps.values())
-    assert undo or HOST.nbytes - before == -(-largest // PAGESIZE) * PAGESIZE
+    assert undo or largest <= HOST.nbytes - before <= largest / LEAST_USE + 2 * PAGESIZE
     slab = HOST.take(largest)
     twins.train(steps)
     del slab
