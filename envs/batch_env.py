@@ -78,6 +78,24 @@ def task_option(options: dict[str, Any] | None, tasks: int, names: Sequence[str]
     return None if task is None else int(task)
 
 
+def checked_actions(actions: Any, shape: tuple[int, ...], count: int) -> NDArray[np.int64]:
+    """Returns actions as int64 of ``shape``.
+
+    Raises:
+        ValueError: if the shape differs, or an action is not an integer from 0 to ``count`` - 1.
+    """
+    array = np.asarray(actions)
+    if array.shape == shape and array.dtype.kind in "iu":
+        wrong = array[(array < 0) | (array >= count)]
+        if not wrong.size:
+            return array.astype(np.int64)
+        given = f"{wrong[0]}"
+    else:
+        given = f"{array.dtype} {np.array2string(array, threshold=8)}"
+    integers = f"{shape[0]} integers" if shape else "an integer"
+    raise ValueError(f"action: expected {integers} from 0 to {count - 1}, got {given}")
+
+
 class _BatchEnvBase:
     """Base class of the environments: a batch and views of its buffers."""
 
@@ -121,7 +139,6 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
         super()._make_views()
         self._arrays = {key: view[0] for key, view in self._views.items() if view.ndim > 1}
         self._scalars = {key: view for key, view in self._views.items() if view.ndim == 1}
-        self._mask: NDArray[np.bool_] = self._batch.mask[0].view(np.bool_)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -139,9 +156,13 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
         return self._observation(), self._info()
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Takes one action and returns observation, reward, terminated, truncated and info."""
+        """Takes one action and returns observation, reward, terminated, truncated and info.
+
+        Raises:
+            ValueError: if the action is not an integer of the action space; a masked one is no error.
+        """
         batch = self._batch
-        self._action[0] = action
+        self._action[0] = checked_actions(action, (), batch.mask.shape[1])
         batch.step(self._action)
         info = self._info()
         terminated = bool(batch.terminated[0])
@@ -150,9 +171,10 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
             info["plan"] = plan
         return self._observation(), float(batch.rewards[0]), terminated, truncated, info
 
-    def action_masks(self) -> NDArray[np.bool_]:
-        """Returns the valid actions, bool (actions,); sb3-contrib's MaskablePPO calls this method."""
-        return self._mask.copy()
+    def action_masks(self) -> NDArray[np.int8]:
+        """Returns the valid actions, int8 (actions,); sb3-contrib's MaskablePPO calls this method."""
+        mask: NDArray[np.int8] = self._batch.mask[0].copy()
+        return mask
 
     def _observation(self) -> Observation:
         observation = {key: view.copy("K") for key, view in self._arrays.items()} if self._copy else dict(self._arrays)
@@ -223,13 +245,15 @@ class BatchVectorEnv(_BatchEnvBase, gymnasium.vector.VectorEnv[Observation, NDAr
         """Steps every walk. ``actions``: (num_envs,).
 
         Raises:
-            ValueError: if the number of actions is wrong, or an episode has ended and ``autoreset_mode`` is DISABLED.
+            ValueError: if an action is not an integer of the action space, also one that is ignored because its episode
+                has ended; or an episode has ended and ``autoreset_mode`` is DISABLED.
         """
         batch = self._batch
+        actions = checked_actions(actions, (self.num_envs,), batch.mask.shape[1])
         ended = self._batch.ended() != 0
         if self.autoreset_mode == AutoresetMode.DISABLED and ended.any():
             raise ValueError(f"reset episodes that have ended before the next step: {np.flatnonzero(ended).tolist()}")
-        batch.advance(np.asarray(actions), ended)
+        batch.advance(actions, ended)
         rewards = batch.rewards.copy()
         terminated = batch.terminated.copy()
         truncated = batch.truncated.copy()
@@ -249,9 +273,9 @@ class BatchVectorEnv(_BatchEnvBase, gymnasium.vector.VectorEnv[Observation, NDAr
             infos = self._copied_infos() | final
         return self._observations(), rewards, terminated, truncated, infos
 
-    def action_masks(self) -> NDArray[np.bool_]:
-        """Returns the valid actions, bool (num_envs, actions)."""
-        mask: NDArray[np.bool_] = self._batch.mask.astype(np.bool_)
+    def action_masks(self) -> NDArray[np.int8]:
+        """Returns the valid actions, int8 (num_envs, actions)."""
+        mask: NDArray[np.int8] = self._batch.mask.copy()
         return mask
 
     def _observations(self) -> Observation:

@@ -1,4 +1,4 @@
-"""``GpuMemory-v0`` as a Gymnasium environment and a vector environment, over batches of compiled walks (batch.py).
+"""``GpuMemory-v1`` as a Gymnasium environment and a vector environment, over batches of compiled walks (batch.py).
 
 Observation (N nodes; programs are padded to the largest):
 
