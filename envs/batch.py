@@ -6,7 +6,7 @@ enlarging the buffer of recomputation steps, and checking a plan's host memory w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from threading import Lock
@@ -21,6 +21,8 @@ from envs.batch_env import EnvBatch, Observation
 from envs.columns import BatchTables, Outputs, WalkArrays, WorkArrays
 from envs.compiled_walk import step_walks
 from envs.graph import OBSERVED, SIGNED, observed_static
+from envs.options import one_of
+from envs.render import Frame, walk_frame
 from envs.task import ACTIONS, REWARDS, Task
 from simulator.compiled import encoding
 from simulator.compiled.engine import cores, side_by_side
@@ -28,13 +30,6 @@ from simulator.plan import Plan
 
 INVALID = ("end", "ignore")
 MIN_WALKS = 8  # per thread
-
-
-def one_of(name: str, value: str, choices: Collection[str]) -> str:
-    """Returns ``value``; raises ValueError unless it is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
-    return value
 
 
 class ArrayPacker:
@@ -331,6 +326,10 @@ class Batch(EnvBatch):
                 "program": spaces.Discrete(len(self.tasks)),
             }
         )
+
+    def frame(self, i: int) -> Frame:
+        """Returns what a rendering of walk i shows."""
+        return walk_frame(self, i)
 
     def views(self) -> Observation:
         """Returns the observations of all walks as views."""

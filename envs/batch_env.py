@@ -11,6 +11,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from envs.options import one_of
+from envs.render import MODES, Frame, picture, text
 from simulator import Plan
 
 Observation = dict[str, NDArray[Any]]
@@ -52,6 +54,10 @@ class EnvBatch:
 
     def final_plan(self, i: int) -> Plan | None:
         """Returns the plan with which the episode of walk i has just ended, or None."""
+        raise NotImplementedError
+
+    def frame(self, i: int) -> Frame:
+        """Returns what a rendering of walk i shows."""
         raise NotImplementedError
 
     def views(self) -> Observation:
@@ -123,11 +129,14 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
 
     Args:
         copy: if False, observations and masks are views of the batch's buffers.
+        render_mode: "ansi", "rgb_array" or None (render.py).
     """
 
     _options: ClassVar[tuple[str, ...]] = ("task",)  # options of ``reset``
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": list(MODES), "render_fps": 8}  # type: ignore[misc]
 
-    def __init__(self, batch: EnvBatch, copy: bool):
+    def __init__(self, batch: EnvBatch, copy: bool, render_mode: str | None):
+        self.render_mode = render_mode if render_mode is None else one_of("render_mode", render_mode, MODES)
         self._batch = batch
         self._copy = copy
         self._action = np.zeros(1, np.int64)
@@ -175,6 +184,14 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
         """Returns the valid actions, int8 (actions,); sb3-contrib's MaskablePPO calls this method."""
         mask: NDArray[np.int8] = self._batch.mask[0].copy()
         return mask
+
+    def render(self) -> Any:
+        """Renders memory use over the iteration against the limit: text, or uint8 (450, 800, 3)."""
+        if self.render_mode is None:
+            gymnasium.logger.warn('render_mode is None: make the environment with render_mode="rgb_array" to render it')
+            return None
+        frame = self._batch.frame(0)
+        return text(frame) if self.render_mode == "ansi" else picture(frame)
 
     def _observation(self) -> Observation:
         observation = {key: view.copy("K") for key, view in self._arrays.items()} if self._copy else dict(self._arrays)

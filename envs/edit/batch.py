@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.batch import one_of
 from envs.batch_env import EnvBatch
 from envs.edit import walkers as compiled
 from envs.edit.columns import BIN, BOUND, GAP, MAX_CHANGES, N_CHANGES, PLAN, by_name, n_columns
 from envs.edit.task import EditTask, Start
 from envs.edit.walkers import Accept
+from envs.options import one_of
 from simulator.compiled.encoding import NEVER, decisions_of
 from simulator.moves.gap_graph import BINS
 from simulator.plan import Plan
@@ -257,7 +257,7 @@ class EditBatch(EnvBatch):
         moves = self._moves[t]
         # The plan is simulated again, because trials are not logged: a log takes 2 to 6 times as long as a simulation
         # without one, and most trials are rejected.
-        log = task.engine.log(walkers.rows[i][walkers.on[i]])
+        log = task.engine.log(self.plan_rows(i))
         compiled.show_plan(
             log,
             task.times,
@@ -338,6 +338,12 @@ class EditBatch(EnvBatch):
         if self.by_gap:
             return np.ones(self.count, np.bool_)
         return np.asarray((self.edits[:, :, 0] >= 0).any(1), np.bool_)
+
+    def plan_rows(self, i: int) -> NDArray[np.int64]:
+        """Returns a copy of the rows of walker i's current plan (simulator.compiled.engine.rows_of)."""
+        walkers = self._walkers[int(self.task[i])]
+        rows: NDArray[np.int64] = walkers.rows[i][walkers.on[i]]
+        return rows
 
     def best_plan(self, i: int, planner: str = "") -> Plan:
         """Returns the best plan of walker i's episode."""

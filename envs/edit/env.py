@@ -8,17 +8,17 @@ undone by another edit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gymnasium.vector import AutoresetMode
 
-from envs.batch import one_of
 from envs.batch_env import BatchEnv, BatchVectorEnv
 from envs.edit.observation import ObservedEdits
+from envs.edit.start_cache import cached
 from envs.edit.starts import STARTS, floor_of
 from envs.edit.task import EditTask
 from envs.memory_env import Limit, MachineLike, OneOrMore, ProgramLike, each_task
-from envs.options import flat_options
+from envs.options import flat_options, one_of
 from simulator.plan import Plan
 
 __all__ = ["MemoryEditEnv", "MemoryEditVectorEnv", "make_edit_tasks"]
@@ -38,7 +38,7 @@ def make_edit_tasks(
     Raises:
         ValueError: see ``EditTask``; also if a limit is invalid or a program has no machine.
     """
-    maker = start if isinstance(start, Plan) else STARTS[one_of("start", start, STARTS)]
+    maker = start if isinstance(start, Plan) else cached(start, STARTS[one_of("start", start, STARTS)])
     return [EditTask(*task_args, mode, min_bytes, maker, by_class) for task_args in each_task(program, machine, limit)]
 
 
@@ -124,6 +124,7 @@ class MemoryEditEnv(BatchEnv):
         shaping: weight of an additional reward for the current plan.
         reference: reference of reward="log": "floor" (certified lower bound) or "ideal" (ideal time).
         copy: if False, observations and masks are views of buffers that the next call overwrites.
+        render_mode: "ansi" (text), "rgb_array" (uint8 (450, 800, 3)) or None (render.py).
 
     Raises:
         ValueError: if an argument is invalid.
@@ -131,11 +132,10 @@ class MemoryEditEnv(BatchEnv):
 
     _batch: ObservedEdits
     _options: ClassVar[tuple[str, ...]] = ("task", "start")
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]
 
     @flat_options
-    def __init__(self, options: EditOptions) -> None:
-        super().__init__(options.batch(1), options.copy)
+    def __init__(self, options: EditOptions, render_mode: str | None = None) -> None:
+        super().__init__(options.batch(1), options.copy, render_mode)
 
     @property
     def best_plan(self) -> Plan:

@@ -19,6 +19,7 @@ from envs.edit.batch import EditBatch
 from envs.edit.columns import BIN, GAP, MAX_CHANGES, N_CHANGES, PLAN, n_columns
 from envs.edit.task import Start
 from envs.edit.walkers import scale_columns
+from envs.render import Frame, edit_frame
 from simulator.modes import Choice
 from simulator.moves.gap_graph import BINS, BinColumns, BinState
 
@@ -117,6 +118,10 @@ class ObservedEdits(EditBatch):
                 "task": spaces.Discrete(len(self.tasks)),
             }
         )
+
+    def frame(self, i: int) -> Frame:
+        """Returns what a rendering of walker i shows."""
+        return edit_frame(self, i)
 
     def views(self) -> Observation:
         """Returns the observations of all walkers as views."""

@@ -18,7 +18,7 @@ from envs.edit.task import EditTask
 from envs.edit.walkers import MAX_EFFECT
 from envs.memory_env import small_task
 from simulator import Plan, simulate
-from simulator.compiled.encoding import decisions_of
+from simulator.compiled.encoding import KIND, RECOMPUTE, decisions_of
 from simulator.moves.gap_graph import BinColumns, BinState
 from tests.programs import BYTE_PER_NS
 from tests.simulator.test_classes import stack
@@ -133,6 +133,24 @@ def test_a_masked_action_is_a_rejected_trial() -> None:
     assert (reward, terminated, truncated) == (0, False, False)
     assert info["invalid"] and not info["accepted"] and not info["feasible"] and not first["invalid"]
     assert (info["overhead"], info["calls"]) == (first["overhead"], 1)
+
+
+def test_the_rendering_shows_the_plan() -> None:
+    """Bars are the simulated residency of the current plan; no step or simulator call is taken."""
+    make = partial(MemoryEditEnv, limit=0.6, neighbors=8, budget=60, start="empty")
+    env, unseen = make(render_mode="ansi"), make()
+    assert env.metadata["render_modes"] == ["ansi", "rgb_array"]
+    task = env.tasks[0]
+    for (*step, info), (*expected, _) in zip(episode(env, 0), episode(unseen, 0), strict=True):
+        np.testing.assert_equal(step, expected)
+        title, caption, *bars = env.render().splitlines()
+        assert title == "small on small, 60% of the memory"
+        assert caption.startswith(f"simulator call {info['calls']}, overhead {info['overhead']:.2%}, best ")
+        rows = env._batch.plan_rows(0)
+        assert f"recomputed {int((rows[:, KIND] == RECOMPUTE).sum())} of {len(task.graph)} gaps" in caption
+        limit_line = next(i for i, bar in enumerate(bars) if "the limit" in bar)
+        assert "#" not in "".join(bars[:limit_line]) and "." in "".join(bars)  # the plan fits
+    assert task.engine.calls == unseen.tasks[0].engine.calls
 
 
 def test_where_plans_start() -> None:

@@ -254,12 +254,14 @@ def test_the_rendering_shows_the_walk():
     assert "swapped out 1" in second[1] and "." in "".join(second[2:-1]).replace("0.00 GiB", "")
 
 
-def test_a_picture():
-    env = gymnasium.make("GpuMemory-v1", limit=0.6, render_mode="rgb_array")
-    env.reset(seed=0)
+@pytest.mark.parametrize("name", ["GpuMemory-v1", "GpuMemoryEdit-v1"])
+def test_a_picture(name):
+    kwargs = {"program": None, "limit": 0.6}
+    env = gymnasium.make(name, **kwargs, render_mode="rgb_array")
+    _, info = env.reset(seed=0)
     image = env.render()
     assert (image.shape, image.dtype) == ((450, 800, 3), np.uint8)
-    env.step(0)
+    env.step(info["action_mask"].argmax())
     assert (env.render() != image).any()
     with pytest.raises(ValueError, match="render_mode: expected 'ansi' or 'rgb_array', got 'human'"):
-        envs.MemoryEnv(render_mode="human")
+        type(env.unwrapped)(**kwargs, render_mode="human")
