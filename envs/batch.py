@@ -6,7 +6,7 @@ enlarging the buffer of recomputation steps, and checking a plan's host memory w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from threading import Lock
@@ -20,7 +20,9 @@ from envs import columns
 from envs.batch_env import EnvBatch, Observation
 from envs.columns import BatchTables, Outputs, WalkArrays, WorkArrays
 from envs.compiled_walk import step_walks
-from envs.graph import OBSERVED
+from envs.graph import OBSERVED, SIGNED, observed_static
+from envs.options import one_of
+from envs.render import Frame, walk_frame
 from envs.task import ACTIONS, REWARDS, Task
 from simulator.compiled import encoding
 from simulator.compiled.engine import cores, side_by_side
@@ -28,13 +30,6 @@ from simulator.plan import Plan
 
 INVALID = ("end", "ignore")
 MIN_WALKS = 8  # per thread
-
-
-def one_of(name: str, value: str, choices: Collection[str]) -> str:
-    """Returns ``value``; raises ValueError unless it is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
-    return value
 
 
 class ArrayPacker:
@@ -107,7 +102,7 @@ class Batch(EnvBatch):
     Attributes, for M walks, N nodes and F forms of an action:
         nodes: float32 (M, OBSERVED, N), mask: int8 (M, F N), current and task: int64 (M,). The observation.
         rewards, terminated, truncated (always False), invalid: (M,) of the last step.
-        overhead: (M,) of the partial plans; NaN in a dead end.
+        overhead: (M,) of the partial plans; NaN in a dead end and after an invalid action that ends the episode.
         feasible: (M,) whether the episode ended with a feasible plan.
 
     Args:
@@ -229,7 +224,7 @@ class Batch(EnvBatch):
                     action_nodes_at=ints.put(action_nodes),
                     action_gaps_at=ints.put(graph.action_gap[action_nodes]),
                     node_at=ints.put(np.maximum(0, np.searchsorted(graph.kernel, np.arange(n + 1)) - 1)),
-                    static_at=floats.put(graph.features.T.astype(np.float64)),
+                    static_at=floats.put(observed_static(graph).T),
                     times_at=floats.put(task.start_ns[graph.kernel].astype(np.float64)),
                     work_at=work.put(np.empty(by_kernel + by_tensor, np.int8), program),
                 )
@@ -321,14 +316,20 @@ class Batch(EnvBatch):
 
     def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
         """Returns the action and observation spaces of one walk (memory_env.py)."""
+        low = np.zeros((self.size, OBSERVED), np.float32)
+        low[:, SIGNED] = -1.0
         return spaces.Discrete(self.mask.shape[1]), spaces.Dict(
             {
-                "nodes": spaces.Box(-np.inf, np.inf, (self.size, OBSERVED), np.float32),
+                "nodes": spaces.Box(low, np.ones_like(low)),
                 "action_mask": spaces.Box(0, 1, (self.mask.shape[1],), np.int8),
                 "current": spaces.Discrete(self.size),
                 "program": spaces.Discrete(len(self.tasks)),
             }
         )
+
+    def frame(self, i: int) -> Frame:
+        """Returns what a rendering of walk i shows."""
+        return walk_frame(self, i)
 
     def views(self) -> Observation:
         """Returns the observations of all walks as views."""

@@ -11,6 +11,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from envs.options import one_of
+from envs.render import MODES, Frame, picture, text
 from simulator import Plan
 
 Observation = dict[str, NDArray[Any]]
@@ -54,6 +56,10 @@ class EnvBatch:
         """Returns the plan with which the episode of walk i has just ended, or None."""
         raise NotImplementedError
 
+    def frame(self, i: int) -> Frame:
+        """Returns what a rendering of walk i shows."""
+        raise NotImplementedError
+
     def views(self) -> Observation:
         """Returns the observations of all walks as views."""
         raise NotImplementedError
@@ -76,6 +82,24 @@ def task_option(options: dict[str, Any] | None, tasks: int, names: Sequence[str]
     if task is not None and not -tasks <= int(task) < tasks:
         raise ValueError(f"options: expected a task from {-tasks} to {tasks - 1}, got {task}")
     return None if task is None else int(task)
+
+
+def checked_actions(actions: Any, shape: tuple[int, ...], count: int) -> NDArray[np.int64]:
+    """Returns actions as int64 of ``shape``.
+
+    Raises:
+        ValueError: if the shape differs, or an action is not an integer from 0 to ``count`` - 1.
+    """
+    array = np.asarray(actions)
+    if array.shape == shape and array.dtype.kind in "iu":
+        wrong = array[(array < 0) | (array >= count)]
+        if not wrong.size:
+            return array.astype(np.int64)
+        given = f"{wrong[0]}"
+    else:
+        given = f"{array.dtype} {np.array2string(array, threshold=8)}"
+    integers = f"{shape[0]} integers" if shape else "an integer"
+    raise ValueError(f"action: expected {integers} from 0 to {count - 1}, got {given}")
 
 
 class _BatchEnvBase:
@@ -105,11 +129,14 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
 
     Args:
         copy: if False, observations and masks are views of the batch's buffers.
+        render_mode: "ansi", "rgb_array" or None (render.py).
     """
 
     _options: ClassVar[tuple[str, ...]] = ("task",)  # options of ``reset``
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": list(MODES), "render_fps": 8}  # type: ignore[misc]
 
-    def __init__(self, batch: EnvBatch, copy: bool):
+    def __init__(self, batch: EnvBatch, copy: bool, render_mode: str | None):
+        self.render_mode = render_mode if render_mode is None else one_of("render_mode", render_mode, MODES)
         self._batch = batch
         self._copy = copy
         self._action = np.zeros(1, np.int64)
@@ -121,7 +148,6 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
         super()._make_views()
         self._arrays = {key: view[0] for key, view in self._views.items() if view.ndim > 1}
         self._scalars = {key: view for key, view in self._views.items() if view.ndim == 1}
-        self._mask: NDArray[np.bool_] = self._batch.mask[0].view(np.bool_)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -139,9 +165,13 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
         return self._observation(), self._info()
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Takes one action and returns observation, reward, terminated, truncated and info."""
+        """Takes one action and returns observation, reward, terminated, truncated and info.
+
+        Raises:
+            ValueError: if the action is not an integer of the action space; a masked one is no error.
+        """
         batch = self._batch
-        self._action[0] = action
+        self._action[0] = checked_actions(action, (), batch.mask.shape[1])
         batch.step(self._action)
         info = self._info()
         terminated = bool(batch.terminated[0])
@@ -150,9 +180,18 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
             info["plan"] = plan
         return self._observation(), float(batch.rewards[0]), terminated, truncated, info
 
-    def action_masks(self) -> NDArray[np.bool_]:
-        """Returns the valid actions, bool (actions,); sb3-contrib's MaskablePPO calls this method."""
-        return self._mask.copy()
+    def action_masks(self) -> NDArray[np.int8]:
+        """Returns the valid actions, int8 (actions,); sb3-contrib's MaskablePPO calls this method."""
+        mask: NDArray[np.int8] = self._batch.mask[0].copy()
+        return mask
+
+    def render(self) -> Any:
+        """Renders memory use over the iteration against the limit: text, or uint8 (450, 800, 3)."""
+        if self.render_mode is None:
+            gymnasium.logger.warn('render_mode is None: make the environment with render_mode="rgb_array" to render it')
+            return None
+        frame = self._batch.frame(0)
+        return text(frame) if self.render_mode == "ansi" else picture(frame)
 
     def _observation(self) -> Observation:
         observation = {key: view.copy("K") for key, view in self._arrays.items()} if self._copy else dict(self._arrays)
@@ -223,13 +262,15 @@ class BatchVectorEnv(_BatchEnvBase, gymnasium.vector.VectorEnv[Observation, NDAr
         """Steps every walk. ``actions``: (num_envs,).
 
         Raises:
-            ValueError: if the number of actions is wrong, or an episode has ended and ``autoreset_mode`` is DISABLED.
+            ValueError: if an action is not an integer of the action space, also one that is ignored because its episode
+                has ended; or an episode has ended and ``autoreset_mode`` is DISABLED.
         """
         batch = self._batch
+        actions = checked_actions(actions, (self.num_envs,), batch.mask.shape[1])
         ended = self._batch.ended() != 0
         if self.autoreset_mode == AutoresetMode.DISABLED and ended.any():
             raise ValueError(f"reset episodes that have ended before the next step: {np.flatnonzero(ended).tolist()}")
-        batch.advance(np.asarray(actions), ended)
+        batch.advance(actions, ended)
         rewards = batch.rewards.copy()
         terminated = batch.terminated.copy()
         truncated = batch.truncated.copy()
@@ -249,9 +290,9 @@ class BatchVectorEnv(_BatchEnvBase, gymnasium.vector.VectorEnv[Observation, NDAr
             infos = self._copied_infos() | final
         return self._observations(), rewards, terminated, truncated, infos
 
-    def action_masks(self) -> NDArray[np.bool_]:
-        """Returns the valid actions, bool (num_envs, actions)."""
-        mask: NDArray[np.bool_] = self._batch.mask.astype(np.bool_)
+    def action_masks(self) -> NDArray[np.int8]:
+        """Returns the valid actions, int8 (num_envs, actions)."""
+        mask: NDArray[np.int8] = self._batch.mask.copy()
         return mask
 
     def _observations(self) -> Observation:

@@ -482,6 +482,7 @@ def step_walks(begin, end, resume, resets, actions, task_indices, tables, arrays
                 outputs.invalid[i] = True
                 if options.ignore == 0:
                     rewards[i] = DEAD_END_REWARD
+                    outputs.overhead[i] = np.nan
                     outputs.terminated[i] = True
                     walk.over = 1
                 continue

@@ -39,6 +39,7 @@ class Feature(IntEnum):
 
 
 STATIC = 5  # columns that no action changes
+SIGNED = (Feature.VALID, Feature.AHEAD, Feature.PRESSURE)  # observed columns in [-1, 1]; the others are in [0, 1]
 FEATURES = 8  # the static and the first three dynamic columns, which agents/learned/dqn_paper.py reads
 OBSERVED = len(Feature)
 
@@ -60,6 +61,14 @@ class OperationGraph:
 
     def __len__(self) -> int:
         return len(self.kernel)
+
+
+def observed_static(graph: OperationGraph) -> NDArray[np.float64]:
+    """Returns the static columns as they are observed, (N, STATIC): a time t relative to the ideal time as t/(1+t)."""
+    columns = graph.features.astype(np.float64)
+    times = columns[:, [Feature.TRANSFER, Feature.RECOMPUTE_TIME]]
+    columns[:, [Feature.TRANSFER, Feature.RECOMPUTE_TIME]] = times / (1.0 + times)
+    return columns
 
 
 def build_graph(

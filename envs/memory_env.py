@@ -1,4 +1,4 @@
-"""``GpuMemory-v0`` as a Gymnasium environment and a vector environment, over batches of compiled walks (batch.py).
+"""``GpuMemory-v1`` as a Gymnasium environment and a vector environment, over batches of compiled walks (batch.py).
 
 Observation (N nodes; programs are padded to the largest):
 
@@ -14,15 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-import gymnasium
 from gymnasium.vector import AutoresetMode
 
-from envs.batch import Batch, one_of
+from envs.batch import Batch
 from envs.batch_env import BatchEnv, BatchVectorEnv
 from envs.options import flat_options
-from envs.render import picture, text
 from envs.task import Task
 from envs.tasks import program_and_machine
 from simulator import Kernel, Machine, Plan, Program, Tensor
@@ -140,21 +138,10 @@ class MemoryEnv(BatchEnv):
     """
 
     _batch: Batch
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}  # type: ignore[misc]
 
     @flat_options
     def __init__(self, options: MemoryOptions, render_mode: str | None = None):
-        if render_mode is not None:
-            one_of("render_mode", render_mode, self.metadata["render_modes"])
-        self.render_mode = render_mode
-        super().__init__(options.batch(1), options.copy)
-
-    def render(self) -> Any:
-        """Renders memory use against the limit, copies in flight and evicted tensors (render.py)."""
-        if self.render_mode is None:
-            gymnasium.logger.warn('render_mode is None: make the environment with render_mode="rgb_array" to render it')
-            return None
-        return text(self._batch, 0) if self.render_mode == "ansi" else picture(self._batch, 0)
+        super().__init__(options.batch(1), options.copy, render_mode)
 
     def plan(self, planner: str = "") -> Plan:
         """Returns the partial plan."""

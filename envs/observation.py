@@ -167,14 +167,13 @@ def _show_relief(task, need, work, nodes):
 
 @stage
 def _show_pressure(task, need, first, last, shares, nodes):
-    """Updates (planned residency - limit) / limit at the nodes of kernels ``first`` to ``last`` - 1."""
+    """Updates the pressure at the nodes of kernels ``first`` to ``last`` - 1 (README.md)."""
     limit = task.limit
     node_at = task.node_at
     planned = need[first:last]
     pressures = shares[first:last]
-    per_byte = 1.0 / limit
     for k in range(planned.size):
-        pressures[k] = np.float64(planned[k] - limit) * per_byte
+        pressures[k] = np.float64(planned[k] - limit) / np.float64(max(planned[k], limit))
     begin = node_at[first] + 1 if first else 0
     end = node_at[last] + 1
     kernel = task.node_kernel[begin:end]
@@ -193,7 +192,8 @@ def _show_time(task, walk, work, nodes, moved):
     now = begins[min(walk.position, n - 1)]
     if moved:
         _divide(starts, np.float64(now), np.float64(ideal), work.product, work.bits, nodes[Feature.AHEAD])
-    queue = np.float32(max(0, walk.free_ns - now) / ideal)
+    queued_ns = max(0, walk.free_ns - now)
+    queue = np.float32(queued_ns / (queued_ns + ideal))
     if nodes[Feature.QUEUE, 0] != queue:
         _fill(nodes[Feature.QUEUE, : starts.size], queue)
     stuck = np.float32(1.0 if walk.stuck_at == n else (begins[walk.stuck_at] - now) / ideal)

@@ -1,15 +1,22 @@
-"""Options of environments: a frozen dataclass that callers pass as separate arguments."""
+"""Options of environments: a frozen dataclass that callers pass as separate arguments, and their checks."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, get_type_hints
 
 # Former spellings of options and of their values, accepted with a warning until the next version.
 FORMER = {"neighbours": "neighbors"}
+
+
+def one_of(name: str, value: str, choices: Collection[str]) -> str:
+    """Returns ``value``; raises ValueError unless it is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
+    return value
 
 
 def flat_options(init: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Task of ``GpuMemory-v0``: one program on one machine under one limit, and arrays that all its walks share."""
+"""Task of ``GpuMemory-v1``: one program on one machine under one limit, and arrays that all its walks share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Named tasks: programs and their machines, stored as files of the package.
 
-``gymnasium.make("GpuMemory/vgg16-45-v0")`` is ``GpuMemory-v0`` with ``program="vgg16", limit=0.45`` on the machine
+``gymnasium.make("GpuMemory/vgg16-45-v1")`` is ``GpuMemory-v1`` with ``program="vgg16", limit=0.45`` on the machine
 stored in the file. A capture depends on the PyTorch version, so programs are files, and loading checks each file's
 fingerprint. README.md says when ``v0`` becomes ``v1``.
 """
@@ -33,7 +33,7 @@ FINGERPRINTS = {
 
 
 class NamedTask(NamedTuple):
-    """Definition of ``GpuMemory/NAME-v0``."""
+    """Definition of ``GpuMemory/NAME-v1``."""
 
     program: str  # a key of FINGERPRINTS
     limit: float  # fraction of the program's peak
@@ -41,7 +41,7 @@ class NamedTask(NamedTuple):
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of the task for GpuMemory-v0."""
+        """Keyword arguments of the task for GpuMemory-v1."""
         return {"program": self.program, "limit": self.limit}
 
 
@@ -57,7 +57,7 @@ TASKS = {
     "gpt2_small-50": NamedTask("gpt2_small", 0.50, "test"),
 }
 SUITES = {
-    split: tuple(f"GpuMemory/{name}-v0" for name, task in TASKS.items() if task.split == split)
+    split: tuple(f"GpuMemory/{name}-v1" for name, task in TASKS.items() if task.split == split)
     for split in ("train", "test")
 }
 

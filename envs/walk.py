@@ -1,4 +1,4 @@
-"""Episode of ``GpuMemory-v0`` without Gymnasium: the agent walks through one iteration and decides evictions.
+"""Episode of ``GpuMemory-v1`` without Gymnasium: the agent walks through one iteration and decides evictions.
 
 The position p is the number of completed kernels. "Do nothing" moves to the next position at which a gap opens or a
 kernel cannot start. "Offload" swaps out a tensor whose gap is open; the agent waits for the transfer, rounded up to a

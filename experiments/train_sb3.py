@@ -1,7 +1,7 @@
 """Trains an agent of Stable-Baselines3 to plan one training step, and compares the planners.
 
     python -m experiments.train_sb3 algo=maskable_ppo steps=6000 seed=1                  # the small built-in task
-    python -m experiments.train_sb3 task=GpuMemory/vgg16-45-v0 reward=causal actions=full
+    python -m experiments.train_sb3 task=GpuMemory/vgg16-45-v1 reward=causal actions=full
     python -m experiments.train_sb3 algo=dqn workload=vgg16 machine=gtx1080ti limit=0.5 mode=swap
 
 The run directory contains summary.json, results.jsonl (a row per planner), plan.json (the agent's best plan), model.zip
@@ -131,7 +131,7 @@ def train(
     from agents.learned import sb3
 
     assert curve.log is not None
-    eval_env = gymnasium.make("GpuMemory-v0", **environment)
+    eval_env = gymnasium.make("GpuMemory-v1", **environment)
 
     def greedy() -> float:
         return sb3.greedy_overhead(model, eval_env)
@@ -163,7 +163,7 @@ def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine, int]
     The small built-in task is the default if no task, workload or program is given.
     """
     if cfg.task is not None:
-        tasks = {f"GpuMemory/{name}-v0": task for name, task in TASKS.items()}
+        tasks = {f"GpuMemory/{name}-v1": task for name, task in TASKS.items()}
         if str(cfg.task) not in tasks:
             raise cli.UsageError(f"task: unknown task {cfg.task!r}{cli.nearest(str(cfg.task), set(tasks))}")
         typed = [word.partition("=")[0] for word in HydraConfig.get().overrides.task]

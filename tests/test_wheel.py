@@ -69,7 +69,7 @@ def test_the_wheel_works_where_nothing_of_it_can_be_written(fresh: Path, tmp_pat
     summary = json.loads((work / "found" / "summary.json").read_text())
     assert summary["command"][2] == "experiments.evaluate" and summary["results"][0]["feasible"]
     assert list(home.rglob("*.nbi"))  # what was compiled
-    output("python", "-c", "import gymnasium; gymnasium.make('envs:GpuMemory-v0')")
+    output("python", "-c", "import gymnasium; gymnasium.make('envs:GpuMemory-v1')")
     (work / "agents").mkdir()
     (work / "agents" / "__init__.py").touch()
     hiding = subprocess.run(

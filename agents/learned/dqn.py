@@ -1,4 +1,4 @@
-"""Deep Q-learning over edits of complete plans (``GpuMemoryEdit-v0``), trained on the tasks of many programs.
+"""Deep Q-learning over edits of complete plans (``GpuMemoryEdit-v1``), trained on the tasks of many programs.
 
 DQN (Mnih et al., 2015) with double Q-learning (van Hasselt et al., 2016), dueling heads (Wang et al., 2016), n-step
 returns and prioritized replay (Schaul et al., 2016), as in Rainbow (Hessel et al., 2018). Differences from DQN:

@@ -1,4 +1,4 @@
-"""Stable-Baselines3 on GpuMemory-v0: MaskablePPO (sb3-contrib), and SB3's DQN with action masks added.
+"""Stable-Baselines3 on GpuMemory-v1: MaskablePPO (sb3-contrib), and SB3's DQN with action masks added.
 
 Both read the graph with structure2vec.py. Its Q-values, scattered over the nodes, are DQN's Q-values and PPO's logits;
 PPO's critic reads the graph state of equation 2. Invalid actions get ``optimization.MASKED``, as in dqn_paper.py.
@@ -297,7 +297,7 @@ def make(
 
     Args:
         algorithm: a key of ALGORITHMS.
-        environment: arguments of GpuMemory-v0.
+        environment: arguments of GpuMemory-v1.
         seed: random seed.
         num_envs: number of environments.
         reward_scale: factor of the rewards.
@@ -310,7 +310,7 @@ def make(
     """
     one_thread()
     env = make_vec_env(
-        lambda: gymnasium.make("GpuMemory-v0", **environment),
+        lambda: gymnasium.make("GpuMemory-v1", **environment),
         num_envs,
         seed,
         wrapper_class=lambda inner_env: TransformReward(inner_env, lambda reward: float(reward) * reward_scale),
@@ -340,7 +340,7 @@ def greedy_overhead(model: BaseAlgorithm, env: gymnasium.Env[Observation, np.int
 
 def greedy(model: BaseAlgorithm, environment: Mapping[str, Any], planner: str) -> Plan | None:
     """Returns the plan of the deterministic policy, or None if it ends in a dead end."""
-    env = gymnasium.make("GpuMemory-v0", **environment)
+    env = gymnasium.make("GpuMemory-v1", **environment)
     overhead = greedy_overhead(model, env)
     plan: Plan = env.get_wrapper_attr("plan")(planner)
     return None if np.isnan(overhead) else plan

@@ -1,1 +1,1 @@
-"""Environments that edit complete plans: ``GpuMemoryEdit-v0`` and its vector form."""
+"""Environments that edit complete plans: ``GpuMemoryEdit-v1`` and its vector form."""

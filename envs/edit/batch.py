@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.batch import one_of
-from envs.batch_env import EnvBatch, Observation
+from envs.batch_env import EnvBatch
 from envs.edit import walkers as compiled
 from envs.edit.columns import BIN, BOUND, GAP, MAX_CHANGES, N_CHANGES, PLAN, by_name, n_columns
 from envs.edit.task import EditTask, Start
 from envs.edit.walkers import Accept
+from envs.options import one_of
 from simulator.compiled.encoding import NEVER, decisions_of
 from simulator.moves.gap_graph import BINS
 from simulator.plan import Plan
@@ -34,6 +33,7 @@ class EditBatch(EnvBatch):
         mask: valid actions, int8 (W, A).
         rewards, overhead, best_overhead, effect_ns, temperature: float64 (W,).
         accepted, feasible, terminated, truncated: bool (W,).
+        invalid: bool (W,), whether the last action was masked; it is counted as a rejected trial.
         task, calls: index of the task, and simulator calls of the episode, int64 (W,).
 
     Args:
@@ -47,7 +47,7 @@ class EditBatch(EnvBatch):
         max_changes: changes of a candidate edit; a longer one is replaced.
     """
 
-    INFOS = "overhead", "best_overhead", "effect_ns", "accepted", "feasible", "calls", "temperature"
+    INFOS = "overhead", "best_overhead", "effect_ns", "accepted", "feasible", "invalid", "calls", "temperature"
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class EditBatch(EnvBatch):
         self.mask = np.zeros((count, self.actions), np.int8)
         self.task = np.zeros(count, np.int64)
         self.best_overhead, self.effect_ns, self.temperature = np.zeros((3, count))
-        self.accepted = np.zeros(count, np.bool_)
+        self.accepted, self.invalid = np.zeros((2, count), np.bool_)
         self.calls = np.zeros(count, np.int64)
         self.has_ended = np.ones(count, np.bool_)
         self._state = np.zeros(count, compiled.STATE)  # copies of the walkers' current records
@@ -133,6 +133,7 @@ class EditBatch(EnvBatch):
         self.terminated[mask] = False
         self.truncated[mask] = False
         self.accepted[mask] = False
+        self.invalid[mask] = False
         self.feasible[mask] = True
         self.has_ended[mask] = False
 
@@ -192,6 +193,7 @@ class EditBatch(EnvBatch):
         if actions.shape != (self.count,) or ((actions < 0) | (actions >= self.actions))[mask].any():
             raise ValueError(f"actions: expected {self.count} integers from 0 to {self.actions - 1}")
         old_times = self._times()
+        self.invalid[mask] = self.mask[mask, actions[mask]] == 0
         for t, members in self._by_task(mask):
             task = self.tasks[t]
             walkers = self._walkers[t]
@@ -255,7 +257,7 @@ class EditBatch(EnvBatch):
         moves = self._moves[t]
         # The plan is simulated again, because trials are not logged: a log takes 2 to 6 times as long as a simulation
         # without one, and most trials are rejected.
-        log = task.engine.log(walkers.rows[i][walkers.on[i]])
+        log = task.engine.log(self.plan_rows(i))
         compiled.show_plan(
             log,
             task.times,
@@ -319,7 +321,7 @@ class EditBatch(EnvBatch):
             old, new = (np.log(np.maximum(100 * (t / ideal - 1) - reference, 0) + 0.3) for t in (old_times, times))
             gain = np.clip(old - new, -1.0, 1.0)
         else:
-            gain = 100 * (old_times - times) / ideal
+            gain = (old_times - times) / ideal
         self.rewards[mask] = (gain[:, 1] + self.shaping * gain[:, 0])[mask]
         trial_ns = state["time_ns"]
         self.feasible[mask] = trial_ns[mask] < NEVER
@@ -337,6 +339,12 @@ class EditBatch(EnvBatch):
             return np.ones(self.count, np.bool_)
         return np.asarray((self.edits[:, :, 0] >= 0).any(1), np.bool_)
 
+    def plan_rows(self, i: int) -> NDArray[np.int64]:
+        """Returns a copy of the rows of walker i's current plan (simulator.compiled.engine.rows_of)."""
+        walkers = self._walkers[int(self.task[i])]
+        rows: NDArray[np.int64] = walkers.rows[i][walkers.on[i]]
+        return rows
+
     def best_plan(self, i: int, planner: str = "") -> Plan:
         """Returns the best plan of walker i's episode."""
         t = int(self.task[i])
@@ -349,33 +357,6 @@ class EditBatch(EnvBatch):
     def ended(self) -> NDArray[np.bool_]:
         """Returns whether each episode has ended, (W,), as a view."""
         return self.has_ended
-
-    def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
-        """Returns the action and observation spaces of one walker (env.py)."""
-        gaps, features = self.static.shape[1:]
-        return spaces.Discrete(self.actions), spaces.Dict(
-            {
-                "static": spaces.Box(-BOUND, BOUND, (gaps, features), np.float32),
-                "gaps": spaces.Box(-BOUND, BOUND, (gaps, n_columns(GAP)), np.float32),
-                "bins": spaces.Box(-BOUND, BOUND, (BINS, self.bins.shape[2]), np.float32),
-                "plan": spaces.Box(-BOUND, BOUND, (n_columns(PLAN),), np.float32),
-                "edits": spaces.Box(-1, N_CHANGES * gaps - 1, (self.edits.shape[1], MAX_CHANGES), np.int32),
-                "action_mask": spaces.Box(0, 1, (self.actions,), np.int8),
-                "task": spaces.Discrete(len(self.tasks)),
-            }
-        )
-
-    def views(self) -> Observation:
-        """Returns the observations of all walkers as views."""
-        return {
-            "static": self.static,
-            "gaps": self.gaps,
-            "bins": self.bins,
-            "plan": self.plan,
-            "edits": self.edits,
-            "action_mask": self.mask,
-            "task": self.task,
-        }
 
     def advance(self, actions: NDArray[np.int64], has_ended: NDArray[np.bool_]) -> None:
         """Steps every walker; resets a walker instead if its episode ``has_ended``."""

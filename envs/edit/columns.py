@@ -1,4 +1,4 @@
-"""Changes of a gap, and the columns that edits change in the observation of ``GpuMemoryEdit-v0``.
+"""Changes of a gap, and the columns that edits change in the observation of ``GpuMemoryEdit-v1``.
 
 All columns are float32 in [-BOUND, BOUND]. Sizes are relative to the largest load above the limit without a plan, times
 to the ideal iteration. "log s": sign(x) ln(1 + s |x|) of such a value x.

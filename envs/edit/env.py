@@ -1,4 +1,4 @@
-"""``GpuMemoryEdit-v0``: an episode edits a complete plan, one simulated neighbor at a time.
+"""``GpuMemoryEdit-v1``: an episode edits a complete plan, one simulated neighbor at a time.
 
 The state is a feasible plan with its simulated timeline. A step simulates one of M neighbors of the plan and accepts
 or rejects it. The episode ends after ``budget`` simulator calls, or when the plan has no overhead. Every edit can be
@@ -8,17 +8,17 @@ undone by another edit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gymnasium.vector import AutoresetMode
 
-from envs.batch import one_of
 from envs.batch_env import BatchEnv, BatchVectorEnv
-from envs.edit.batch import EditBatch
+from envs.edit.observation import ObservedEdits
+from envs.edit.start_cache import cached
 from envs.edit.starts import STARTS, floor_of
 from envs.edit.task import EditTask
 from envs.memory_env import Limit, MachineLike, OneOrMore, ProgramLike, each_task
-from envs.options import flat_options
+from envs.options import flat_options, one_of
 from simulator.plan import Plan
 
 __all__ = ["MemoryEditEnv", "MemoryEditVectorEnv", "make_edit_tasks"]
@@ -38,7 +38,7 @@ def make_edit_tasks(
     Raises:
         ValueError: see ``EditTask``; also if a limit is invalid or a program has no machine.
     """
-    maker = start if isinstance(start, Plan) else STARTS[one_of("start", start, STARTS)]
+    maker = start if isinstance(start, Plan) else cached(start, STARTS[one_of("start", start, STARTS)])
     return [EditTask(*task_args, mode, min_bytes, maker, by_class) for task_args in each_task(program, machine, limit)]
 
 
@@ -64,7 +64,7 @@ class EditOptions:
     reference: str = "floor"
     copy: bool = True
 
-    def batch(self, count: int) -> EditBatch:
+    def batch(self, count: int) -> ObservedEdits:
         """Returns a batch of ``count`` walkers; raises ValueError if an option is invalid."""
         tasks = make_edit_tasks(
             self.program, self.machine, self.limit, self.min_bytes, self.mode, self.start, self.by_class
@@ -72,7 +72,7 @@ class EditOptions:
         references = None
         if self.reward == "log" and one_of("reference", self.reference, ("floor", "ideal")) == "floor":
             references = [floor_of(task) for task in tasks]
-        return EditBatch(
+        return ObservedEdits(
             tasks,
             count,
             self.neighbors,
@@ -118,24 +118,24 @@ class MemoryEditEnv(BatchEnv):
         budget: simulator calls of an episode; None: twice the task's gaps.
         accept: "metropolis" (the temperature falls from ``hot`` to ``cold``, as fractions of the ideal time), "better"
             (no slower than the current plan) or "always".
-        reward: "best": points of overhead by which the best plan improves, so that the rewards sum to the overhead of
-            the start minus that of the best plan; "log": log((best + 0.3) / (new best + 0.3)) of points above
-            ``reference``.
+        reward: "best": decrease of the best plan's overhead, so that the rewards sum to the overhead of the start minus
+            that of the best plan, in fractions of the ideal time as in ``GpuMemory``; "log": log((best + 0.3) /
+            (new best + 0.3)) of percentage points above ``reference``, without unit.
         shaping: weight of an additional reward for the current plan.
         reference: reference of reward="log": "floor" (certified lower bound) or "ideal" (ideal time).
         copy: if False, observations and masks are views of buffers that the next call overwrites.
+        render_mode: "ansi" (text), "rgb_array" (uint8 (450, 800, 3)) or None (render.py).
 
     Raises:
         ValueError: if an argument is invalid.
     """
 
-    _batch: EditBatch
+    _batch: ObservedEdits
     _options: ClassVar[tuple[str, ...]] = ("task", "start")
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]
 
     @flat_options
-    def __init__(self, options: EditOptions) -> None:
-        super().__init__(options.batch(1), options.copy)
+    def __init__(self, options: EditOptions, render_mode: str | None = None) -> None:
+        super().__init__(options.batch(1), options.copy, render_mode)
 
     @property
     def best_plan(self) -> Plan:
@@ -150,7 +150,7 @@ class MemoryEditVectorEnv(BatchVectorEnv):
     ``max_episode_steps``. With a ``seed``, environment i draws as a MemoryEditEnv with ``seed + i``.
     """
 
-    _batch: EditBatch
+    _batch: ObservedEdits
 
     @flat_options
     def __init__(

@@ -1,4 +1,4 @@
-"""Start plans of ``GpuMemoryEdit-v0`` from planners, which are imported on first use."""
+"""Start plans of ``GpuMemoryEdit-v1`` from planners, which are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task of ``GpuMemoryEdit-v0``: one program on one machine under one limit, and its start plans."""
+"""Task of ``GpuMemoryEdit-v1``: one program on one machine under one limit, and its start plans."""
 
 from __future__ import annotations
 

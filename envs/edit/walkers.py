@@ -1,4 +1,4 @@
-"""Compiled steps of ``GpuMemoryEdit-v0``: neighbors of a plan, their trials, and features of the simulation log.
+"""Compiled steps of ``GpuMemoryEdit-v1``: neighbors of a plan, their trials, and features of the simulation log.
 
 A walker is a plan under edit. All walkers of a task share the arrays of ``Walkers``, one row each. A neighbor is a
 list of changes (columns.py), proposed, repaired and pruned by plan_moves.py.
@@ -587,6 +587,15 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
                 is_tight = times.slack[k] < nbytes
                 times.tight_until[k + 1] = times.tight_until[k] + (times.duration[k] if is_tight else 0.0)
         _show_gap(times, plan, gaps, g, stall, ideal, gap_out[g])
+
+
+@stage(entry=True)
+def scale_columns(raw, factors, members, out):
+    """Writes raw (W, N, C) times ``factors`` (C,), clipped to [-1, 1], to ``out`` for the walkers ``members``."""
+    for i in members:
+        for j in range(raw.shape[1]):
+            for c in range(raw.shape[2]):
+                out[i, j, c] = min(max(raw[i, j, c] * factors[c], np.float32(-1.0)), np.float32(1.0))
 
 
 def make_walkers(walkers: int, gaps: int, kernels: int, neighbors: int, changes: int) -> Walkers:

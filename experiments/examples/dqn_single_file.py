@@ -1,4 +1,4 @@
-"""Trains a masked DQN with structure2vec on GpuMemory-v0 in one file (CleanRL style, PyTorch and NumPy only).
+"""Trains a masked DQN with structure2vec on GpuMemory-v1 in one file (CleanRL style, PyTorch and NumPy only).
 
     python -m experiments.examples.dqn_single_file --steps 20000 --seed 0
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import envs  # noqa: F401  # registers GpuMemory-v0
+import envs  # noqa: F401  # registers GpuMemory-v1
 from experiments.common import report
 from experiments.common.curves import Curve
 
@@ -88,7 +88,7 @@ def main(args: Args) -> float:
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
     options = {"limit": args.limit, "autoreset_mode": "Disabled"}
-    env = gymnasium.make_vec("GpuMemory-v0", args.num_envs, "vector_entry_point", **options)
+    env = gymnasium.make_vec("GpuMemory-v1", args.num_envs, "vector_entry_point", **options)
     task = env.unwrapped.tasks[0]
     metadata = {"agent": "dqn_single_file", "seed": args.seed, "reward": "paper"}
     curve = Curve(
@@ -168,7 +168,7 @@ def main(args: Args) -> float:
 
 def greedy_overhead(q: QNetwork, limit: float) -> float:
     """Returns the overhead of the greedy episode; NaN if its plan is infeasible."""
-    env = gymnasium.make_vec("GpuMemory-v0", 1, "vector_entry_point", limit=limit)
+    env = gymnasium.make_vec("GpuMemory-v1", 1, "vector_entry_point", limit=limit)
     observation, info = env.reset()
     is_done = False
     while not is_done:
@@ -179,7 +179,7 @@ def greedy_overhead(q: QNetwork, limit: float) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Trains a masked DQN on GpuMemory-v0.")
+    parser = argparse.ArgumentParser(description="Trains a masked DQN on GpuMemory-v1.")
     for f in fields(Args):
         parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
     main(Args(**vars(parser.parse_args())))

@@ -1,6 +1,6 @@
 """Trains a masked PPO with an MLP on a GpuMemory task in one file (CleanRL style, PyTorch and NumPy only).
 
-    python -m experiments.examples.ppo_single_file --task GpuMemory/vgg16-45-v0 --steps 400000 --seed 0
+    python -m experiments.examples.ppo_single_file --task GpuMemory/vgg16-45-v1 --steps 400000 --seed 0
 
 Sources: "Proximal policy optimization algorithms" (2017), equations 7 and 9; generalized advantage estimation (2015),
 equation 16; "A closer look at invalid action masking in policy gradient algorithms" (2020): logits of invalid actions
@@ -30,7 +30,7 @@ MASKED = -1e8  # logit of an invalid action; not -inf, because 0 * -inf is NaN
 class Args:
     """Settings of a run, which are also its command-line options."""
 
-    task: str = "GpuMemory/vgg16-45-v0"
+    task: str = "GpuMemory/vgg16-45-v1"
     steps: int = 400_000  # total over all environments
     seed: int = 0
     reward: str = "paper"  # or causal, or episodic (the whole reward at the last step)

@@ -1,4 +1,4 @@
-"""Compiled moves between plans, used by annealing, by the policy's search and by ``GpuMemoryEdit-v0``.
+"""Compiled moves between plans, used by annealing, by the policy's search and by ``GpuMemoryEdit-v1``.
 
 A plan is one row per candidate gap, switched on or off, with its planned residency (without the memory of recomputation
 chains, which the simulator adds). Only plans whose residency fits are proposed: a move that exceeds the limit is

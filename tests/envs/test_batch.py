@@ -36,9 +36,11 @@ def assert_walks_equal(batch: Batch, i: int, walk: Walk, actions: str) -> None:
     assert (mask[: len(masks), :n] == masks).all()
     assert not mask[len(masks) :].any() and not mask[:, n:].any() and not batch.nodes[i, :, n:].any()
     features = np.zeros((n, OBSERVED), np.float32)
-    features[:, :STATIC] = walk.task.graph.features
+    static = walk.task.graph.features.astype(np.float64)
+    static[:, 1:3] /= 1 + static[:, 1:3]
+    features[:, :STATIC] = static
     dynamic_features(walk, features)
-    assert (batch.nodes[i, :, :n].T == features).all()
+    assert (batch.nodes[i, :, :n].T == features).all() and batch.spaces()[1]["nodes"].contains(batch.nodes[i].T)
     assert batch.current[i] == current_node(walk)
     assert (batch.plan_rows(i) == walk.rows).all()
     state = walk.position, walk.iteration_ns, walk.done, walk.dead_end, walk.stuck_at, walk.host_left, walk.free_ns

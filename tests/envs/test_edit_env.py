@@ -1,4 +1,4 @@
-"""Tests that times, plans and observations of ``GpuMemoryEdit-v0`` agree with the simulator."""
+"""Tests that times, plans and observations of ``GpuMemoryEdit-v1`` agree with the simulator."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 from agents.search import annealing
-from envs.edit import starts
+from envs.edit import columns as edit_columns, starts
 from envs.edit.batch import EditBatch
-from envs.edit.columns import GAP, N_CHANGES, PLAN, by_name
+from envs.edit.columns import BIN, GAP, N_CHANGES, PLAN, by_name, n_columns
 from envs.edit.env import MemoryEditEnv, MemoryEditVectorEnv
+from envs.edit.observation import RANGES, STATIC_RANGES, ranges_of
 from envs.edit.task import EditTask
 from envs.edit.walkers import MAX_EFFECT
 from envs.memory_env import small_task
 from simulator import Plan, simulate
-from simulator.compiled.encoding import decisions_of
+from simulator.compiled.encoding import KIND, RECOMPUTE, decisions_of
+from simulator.moves.gap_graph import BinColumns, BinState
 from tests.programs import BYTE_PER_NS
 from tests.simulator.test_classes import stack
 
@@ -46,7 +48,7 @@ def test_episodes_agree_with_the_simulator(edits: str, accept: str, mode: str) -
         steps = list(episode(env, seed))
         overheads = [info["overhead"] for *_, info in steps]
         best = [info["best_overhead"] for *_, info in steps]
-        assert sum(reward for _, reward, *_ in steps) == pytest.approx(100 * (best[0] - best[-1]))
+        assert sum(reward for _, reward, *_ in steps) == pytest.approx(best[0] - best[-1])
         assert best == [min(overheads[: i + 1]) for i in range(len(overheads))]
         *_, terminated, truncated, final_info = steps[-1]
         assert terminated == (best[-1] <= 0) and truncated == (not terminated)
@@ -98,7 +100,57 @@ def test_observations_follow_the_plan() -> None:
     next_obs, *_ = env.step(np.int64(0))
     gap, change = divmod(int(code), N_CHANGES)
     trial_age = by_name(next_obs["gaps"], GAP)["trial_age"]
-    assert trial_age[gap, change] < 3 and not trial_age[np.arange(len(trial_age)) != gap].min() < 0
+    assert 0 <= trial_age[gap, change] < 1 and (trial_age == 1).sum() >= trial_age.size - 10
+
+
+def test_observed_columns_are_scaled_and_bounded() -> None:
+    """Each column is the walkers' one divided by its range, so that the shipped networks read what they were fed."""
+    env = MemoryEditEnv(limit=0.6, neighbors=8, budget=60, accept="always", start="empty")
+    walkers = env._batch
+    columns = {"gaps": GAP, "plan": PLAN, "bins": BIN}
+    for observation, *_ in episode(env, 0):
+        for name, kind in columns.items():
+            raw = getattr(walkers, name)[0, ..., -n_columns(kind) :]
+            scaled = observation[name][..., -n_columns(kind) :]
+            np.testing.assert_allclose(scaled, (raw / ranges_of(kind)).clip(-1, 1), rtol=1e-6)
+        assert all(np.abs(observation[name]).max() <= 1 for name in ("static", *columns))
+    names = env.tasks[0].graph.columns
+    static = dict(zip(names, observation["static"].T, strict=False))
+    size = env.tasks[0].graph.nbytes / env.tasks[0].graph.excess
+    np.testing.assert_allclose(static["log_size_by_excess"], np.log1p(10 * size) / 7, rtol=1e-5)
+    np.testing.assert_allclose(observation["static"][:, -4:], env.tasks[0].static[:, -4:] / 3, rtol=1e-6)
+    for name in ("GAP", "BIN", "PLAN"):  # no range of a column that does not exist
+        kind = getattr(edit_columns, name)
+        assert RANGES[kind].keys() <= set(kind.names)
+    assert STATIC_RANGES.keys() <= {*names, *BinColumns._fields, *BinState._fields}
+
+
+def test_a_masked_action_is_a_rejected_trial() -> None:
+    env = MemoryEditEnv(limit=0.6, edits="gap", start="empty", budget=9)
+    observation, first = env.reset(seed=0)
+    action = int(np.flatnonzero(observation["action_mask"] == 0)[0])
+    _, reward, terminated, truncated, info = env.step(action)
+    assert (reward, terminated, truncated) == (0, False, False)
+    assert info["invalid"] and not info["accepted"] and not info["feasible"] and not first["invalid"]
+    assert (info["overhead"], info["calls"]) == (first["overhead"], 1)
+
+
+def test_the_rendering_shows_the_plan() -> None:
+    """Bars are the simulated residency of the current plan; no step or simulator call is taken."""
+    make = partial(MemoryEditEnv, limit=0.6, neighbors=8, budget=60, start="empty")
+    env, unseen = make(render_mode="ansi"), make()
+    assert env.metadata["render_modes"] == ["ansi", "rgb_array"]
+    task = env.tasks[0]
+    for (*step, info), (*expected, _) in zip(episode(env, 0), episode(unseen, 0), strict=True):
+        np.testing.assert_equal(step, expected)
+        title, caption, *bars = env.render().splitlines()
+        assert title == "small on small, 60% of the memory"
+        assert caption.startswith(f"simulator call {info['calls']}, overhead {info['overhead']:.2%}, best ")
+        rows = env._batch.plan_rows(0)
+        assert f"recomputed {int((rows[:, KIND] == RECOMPUTE).sum())} of {len(task.graph)} gaps" in caption
+        limit_line = next(i for i, bar in enumerate(bars) if "the limit" in bar)
+        assert "#" not in "".join(bars[:limit_line]) and "." in "".join(bars)  # the plan fits
+    assert task.engine.calls == unseen.tasks[0].engine.calls
 
 
 def test_where_plans_start() -> None:
@@ -139,7 +191,7 @@ def test_refusals_name_the_option(option: str, value: Any) -> None:
     assert type(caught.value).__name__ in ("ValueError", "PlanError")
 
 
-FORMER_OPTIONS = {"limit": 0.6, "neighbours": 8, "edits": "neighbours"}
+FORMER_OPTIONS = {"program": None, "limit": 0.6, "neighbours": 8, "edits": "neighbours"}
 
 
 @pytest.mark.parametrize(
@@ -147,8 +199,8 @@ FORMER_OPTIONS = {"limit": 0.6, "neighbours": 8, "edits": "neighbours"}
     [
         partial(MemoryEditEnv, **FORMER_OPTIONS),
         partial(MemoryEditVectorEnv, 2, **FORMER_OPTIONS),
-        partial(gymnasium.make, "GpuMemoryEdit-v0", **FORMER_OPTIONS),
-        partial(gymnasium.make_vec, "GpuMemoryEdit-v0", 2, vectorization_mode="vector_entry_point", **FORMER_OPTIONS),
+        partial(gymnasium.make, "GpuMemoryEdit-v1", **FORMER_OPTIONS),
+        partial(gymnasium.make_vec, "GpuMemoryEdit-v1", 2, vectorization_mode="vector_entry_point", **FORMER_OPTIONS),
     ],
     ids=["env", "vector", "make", "make_vec"],
 )

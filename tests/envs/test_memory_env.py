@@ -1,4 +1,4 @@
-"""Tests ``GpuMemory-v0``: observations, sums of rewards, masks, arguments and rendering."""
+"""Tests ``GpuMemory-v1``: observations, sums of rewards, masks, arguments and rendering."""
 
 import copy
 import pickle
@@ -24,7 +24,9 @@ def test_features_of_the_current_position():
     """Static features and actions are those of test_graph.py; test_batch.py has the other features."""
     env = envs.MemoryEnv(PROGRAM, MACHINE, 145, min_bytes=1, mode="joint")
     first, info = env.reset(seed=0)
-    assert (first["nodes"][:, :5] == env.tasks[0].graph.features).all()
+    static = env.tasks[0].graph.features.astype(np.float64)
+    static[:, 1:3] /= 1 + static[:, 1:3]  # times, which are not bounded
+    assert (first["nodes"][:, :5] == static.astype(np.float32)).all() and (static[:, 1:3] > 0).any(0).all()
     assert (first["current"], first["program"]) == (0, 0)
     assert info.keys() == {"action_mask", "overhead", "iteration_ns", "feasible", "invalid"}
     assert (info["overhead"], info["iteration_ns"], info["feasible"]) == (0, 120, False)
@@ -43,10 +45,10 @@ def test_an_invalid_action_ends_the_episode_or_changes_nothing(invalid):
     env, reference = (envs.MemoryEnv(PROGRAM, MACHINE, LIMIT, min_bytes=1, invalid=invalid) for _ in range(2))
     first, _ = env.reset(seed=0)
     reference.reset(seed=0)
-    for action in (2, 16, -1):  # closed, out of range, out of range
-        observation, *step, info = env.step(action)
-        assert step == ([DEAD_END_REWARD, True, False] if invalid == "end" else [0.0, False, False])
-        assert info["invalid"] and all((observation[key] == first[key]).all() for key in first)
+    observation, *step, info = env.step(2)  # closed
+    assert step == ([DEAD_END_REWARD, True, False] if invalid == "end" else [0.0, False, False])
+    assert info["invalid"] and all((observation[key] == first[key]).all() for key in first)
+    assert np.isnan(info["overhead"]) == (invalid == "end")
     if invalid == "ignore":
         assert not env.step(0)[4]["invalid"]
         reference.step(0)
@@ -117,7 +119,7 @@ def test_spaces():
         assert env.action_space == spaces.Discrete(nodes)
         assert env.observation_space == spaces.Dict(
             {
-                "nodes": spaces.Box(-np.inf, np.inf, (nodes, 11), np.float32),
+                "nodes": spaces.Box(np.tile(np.float32([0, 0, 0, 0, 0, -1, 0, -1, -1, 0, 0]), (nodes, 1)), 1.0),
                 "action_mask": spaces.Box(0, 1, (nodes,), np.int8),
                 "current": spaces.Discrete(nodes),
                 "program": spaces.Discrete(len(limits)),
@@ -163,7 +165,7 @@ def test_another_file_under_a_name_is_refused(monkeypatch):
     monkeypatch.setitem(FINGERPRINTS, "unet", "0123456789ab")
     tasks.load.cache_clear()
     with pytest.raises(FormatError, match=r"expected fingerprint 0123456789ab, got [0-9a-f]{12}$"):
-        gymnasium.make("GpuMemory/unet-50-v0")
+        gymnasium.make("GpuMemory/unet-50-v1")
 
 
 def test_programs_and_machines_by_name_and_path(tmp_path):
@@ -252,12 +254,14 @@ def test_the_rendering_shows_the_walk():
     assert "swapped out 1" in second[1] and "." in "".join(second[2:-1]).replace("0.00 GiB", "")
 
 
-def test_a_picture():
-    env = gymnasium.make("GpuMemory-v0", limit=0.6, render_mode="rgb_array")
-    env.reset(seed=0)
+@pytest.mark.parametrize("name", ["GpuMemory-v1", "GpuMemoryEdit-v1"])
+def test_a_picture(name):
+    kwargs = {"program": None, "limit": 0.6}
+    env = gymnasium.make(name, **kwargs, render_mode="rgb_array")
+    _, info = env.reset(seed=0)
     image = env.render()
     assert (image.shape, image.dtype) == ((450, 800, 3), np.uint8)
-    env.step(0)
+    env.step(info["action_mask"].argmax())
     assert (env.render() != image).any()
     with pytest.raises(ValueError, match="render_mode: expected 'ansi' or 'rgb_array', got 'human'"):
-        envs.MemoryEnv(render_mode="human")
+        type(env.unwrapped)(**kwargs, render_mode="human")

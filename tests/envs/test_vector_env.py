@@ -52,13 +52,13 @@ TASKS = {
     "limit": [0.6, 0.8, 1.0],
     "actions": "full",
 }
-EDITS = {"limit": [0.6, 0.7], "neighbors": 8, "budget": 12, "reward": "log", "shaping": 0.3}
+EDITS = {"program": None, "limit": [0.6, 0.7], "neighbors": 8, "budget": 12, "reward": "log", "shaping": 0.3}
 FORMS = {
-    "paper": ("GpuMemory-v0", {**TASKS, "reward": "paper"}, None),
-    "causal": ("GpuMemory-v0", {**TASKS, "reward": "causal"}, None),
-    "truncated": ("GpuMemory-v0", {**TASKS, "reward": "paper"}, 4),
-    "edits": ("GpuMemoryEdit-v0", EDITS, None),
-    "gaps, truncated": ("GpuMemoryEdit-v0", {**EDITS, "edits": "gap"}, 4),
+    "paper": ("GpuMemory-v1", {**TASKS, "reward": "paper"}, None),
+    "causal": ("GpuMemory-v1", {**TASKS, "reward": "causal"}, None),
+    "truncated": ("GpuMemory-v1", {**TASKS, "reward": "paper"}, 4),
+    "edits": ("GpuMemoryEdit-v1", EDITS, None),
+    "gaps, truncated": ("GpuMemoryEdit-v1", {**EDITS, "edits": "gap"}, 4),
 }
 
 
@@ -71,7 +71,7 @@ def test_the_vector_env_equals_gymnasiums_vector_of_envs(form, mode):
     ones, and truncation.
     """
     name, arguments, max_steps = FORMS[form]
-    walks = name == "GpuMemory-v0"
+    walks = name == "GpuMemory-v1"
     kwargs = {**arguments, "max_episode_steps": max_steps}
     vector = gymnasium.make_vec(name, 3, "vector_entry_point", **kwargs, autoreset_mode=mode)
     assert isinstance(vector, envs.MemoryVectorEnv if walks else envs.MemoryEditVectorEnv)

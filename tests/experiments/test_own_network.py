@@ -47,7 +47,7 @@ def test_the_network_of_the_page(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_named_task(run: Run, tmp_path: Path) -> None:
-    words = ("task=GpuMemory/unet-50-v0", "steps=400", "algo.n_steps=50", "planners=null", "tracker=none")
+    words = ("task=GpuMemory/unet-50-v1", "steps=400", "algo.n_steps=50", "planners=null", "tracker=none")
     run("train_sb3", *words, f"out={tmp_path / 'out'}").ok()
     row = rows_in(tmp_path / "out")[0]
     assert (row["workload"], row["machine"], round(row["limit_fraction"], 3)) == ("unet", "rtx2080ti", 0.5)

@@ -1,4 +1,4 @@
-"""Tests Stable-Baselines3 on GpuMemory-v0: its training command, and the single-file DQN."""
+"""Tests Stable-Baselines3 on GpuMemory-v1: its training command, and the single-file DQN."""
 
 import json
 import math
@@ -217,14 +217,14 @@ def test_the_single_file_learns_the_small_task(capsys: pytest.CaptureFixture[str
 
 
 def test_the_single_file_of_ppo_learns_the_small_task(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ppo_single_file.Args(task="GpuMemory-v0", steps=12_288, num_envs=16, num_steps=48, hidden=64, seed=1)
+    args = ppo_single_file.Args(task="GpuMemory-v1", steps=12_288, num_envs=16, num_steps=48, hidden=64, seed=1)
     assert ppo_single_file.main(args) <= 0.01
     first, *_, last = capsys.readouterr().out.splitlines()
     assert float(first.split("overhead ")[1].split("%")[0]) > 5 and "greedy plan: overhead 0.00%" in last
 
 
 def test_the_single_files_mask() -> None:
-    env = gymnasium.make_vec("GpuMemory-v0", 2, "vector_entry_point", limit=0.7)
+    env = gymnasium.make_vec("GpuMemory-v1", 2, "vector_entry_point", limit=0.7)
     observation, _ = env.reset(seed=0)
     states_of = ppo_single_file.States(observation)
     state, mask = states_of(observation)

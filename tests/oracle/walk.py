@@ -288,8 +288,10 @@ def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
     out[:n, Feature.RELIEF][acts] = walk.relief()[graph.action_gap[acts]]
     out[:n, Feature.AHEAD] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
     if out.shape[1] > FEATURES:
-        out[:n, Feature.PRESSURE] = (walk.need[graph.kernel] - task.limit) * (1 / task.limit)
-        out[:n, Feature.QUEUE] = max(0, walk.free_ns - int(task.start_ns[p])) / task.ideal_ns
+        need = walk.need[graph.kernel]
+        out[:n, Feature.PRESSURE] = (need - task.limit) / np.maximum(need, task.limit)
+        queued_ns = max(0, walk.free_ns - int(task.start_ns[p]))
+        out[:n, Feature.QUEUE] = queued_ns / (queued_ns + task.ideal_ns)
         never = walk.stuck_at == len(walk.need)
         out[:n, Feature.STUCK] = 1.0 if never else (task.start_ns[walk.stuck_at] - task.start_ns[p]) / task.ideal_ns
 

@@ -145,7 +145,7 @@ def pick_valid(masks, draws, chosen):
 def environment(
     program: Program, machine: Machine, limit: float, num_envs: int, steps: int, seed: int
 ) -> dict[str, dict[str, int]]:
-    """Returns the steps per second of GpuMemory-v0 under random valid actions (best of five).
+    """Returns the steps per second of GpuMemory-v1 under random valid actions (best of five).
 
     Resets count, drawing actions does not. For comparison, Gymnasium's CartPole is timed as a single environment, in a
     SyncVectorEnv and as its NumPy vector environment.
@@ -157,7 +157,7 @@ def environment(
     """
     import gymnasium
 
-    import envs  # registers GpuMemory-v0
+    import envs  # registers GpuMemory-v1
 
     assert envs
     task: dict[str, Any] = {"program": program, "machine": machine, "limit": limit}
@@ -168,9 +168,9 @@ def environment(
         ("causal", "causal", False),
         ("causal_copied", "causal", True),
     ):
-        env = gymnasium.make("GpuMemory-v0", **task, reward=reward, copy=copy)
+        env = gymnasium.make("GpuMemory-v1", **task, reward=reward, copy=copy)
         rates[f"single_{name}"] = steps_per_s(env.unwrapped, 1, max(1, steps // 20), seed)
-        vector = gymnasium.make_vec("GpuMemory-v0", num_envs, "vector_entry_point", **task, reward=reward, copy=copy)
+        vector = gymnasium.make_vec("GpuMemory-v1", num_envs, "vector_entry_point", **task, reward=reward, copy=copy)
         rates[f"batch_{name}"] = steps_per_s(vector, num_envs, steps, seed)
     pole = {
         "single": steps_per_s(gymnasium.make("CartPole-v1").unwrapped, 1, max(1, steps // 20), seed),

@@ -75,7 +75,7 @@ def test_every_trainer_writes_the_same_scalars(run: Run, program_file: Path, tmp
     run("train_dqn", *words, *agent, f"out={files['train_dqn'].parent}").ok()
     run("train_sb3", *words, "steps=300", "algo.n_steps=16", f"out={files['train_sb3'].parent}").ok()
     dqn_single_file.main(dqn_single_file.Args(steps=600, warm_up=200, greedy_every=200, curve=str(files["dqn"])))
-    ppo = ppo_single_file.Args("GpuMemory-v0", 256, num_envs=4, num_steps=16, greedy_every=64, curve=str(files["ppo"]))
+    ppo = ppo_single_file.Args("GpuMemory-v1", 256, num_envs=4, num_steps=16, greedy_every=64, curve=str(files["ppo"]))
     ppo_single_file.main(ppo)
     for name, file in files.items():
         kept = json.loads(file.read_text())
