@@ -36,7 +36,7 @@ from executor.compiled.graph_report import CompiledReport, Graph, describe
 from executor.compiled.held import Held, Update, captured_update, frame_of
 from executor.compiled.host_copies import register_cpu_copies
 from executor.compiled.joint import Joint, donatable
-from executor.compiled.launches import choices, in_order, launches_of
+from executor.compiled.launches import choices, in_order, launches_of, sizes
 from executor.compiled.partition import partition
 from executor.compiled.search import Candidate, Search
 from executor.compiled.updates import Updates, updated_early
@@ -149,6 +149,7 @@ class Partitioner(CustomPartitionerFn):
             return forward, backward
         begin = time.process_time()
         self._scheduling_s = 0.0
+        _serve_up_to(gm)
         joint = self._schedule(forward, backward, kwargs["num_fwd_outputs"])
         peak = joint.peak_bytes()
         device = _device(joint_inputs)
@@ -232,6 +233,19 @@ class Partitioner(CustomPartitionerFn):
         previous = (graph.limit for graph in self.graphs if frame_of(graph.name) == frame_of(name))
         return max(int(peak * _fraction(self.memory)), *previous, 0)
 
+    def announce(self, seconds: float) -> None:
+        """Warns if the graph that was compiled last had been compiled before for other inputs."""
+        *earlier, graph = self.graphs or [None]
+        name = str(torch._guards.CompileContext.current_compile_id())
+        if graph is None or graph.name != name or frame_of(name) not in {frame_of(g.name) for g in earlier}:
+            return
+        warnings.warn(
+            f"graph {name} was planned and compiled again in {seconds:.1f} s of CPU time, for inputs of "
+            f"{', '.join(map(str, self.held.shapes))}: with dynamic=True one plan for the largest batch, passed first, "
+            "serves the smaller ones, and torch.compiler.set_stance('fail_on_recompile') refuses such calls",
+            stacklevel=2,
+        )
+
     def _skip(self, name: str, reason: str) -> None:
         graph = Graph(name, skip_reason=reason)
         self.graphs.append(graph)
@@ -261,16 +275,25 @@ def save_before_write(gm: fx.GraphModule, names: set[str]) -> None:
 
 def cannot_be_planned(gm: fx.GraphModule) -> str:
     """Returns the reason why a joint graph is left to PyTorch's partitioner, or ""."""
-    from torch._functorch.partitioners import has_recomputable_ops, is_sym_node
+    from torch._functorch.partitioners import has_recomputable_ops
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     if has_recomputable_ops(gm):
         return "it has checkpoint regions, or policies of selective checkpoints, of its own"
     for node in gm.graph.nodes:
-        if is_sym_node(node):
-            return f"its shapes are not fixed ({node.name}): compile with dynamic=False"
+        if free_unbacked_symbols(node.meta.get("val")):
+            return f"its shapes depend on the values of tensors ({node.name})"
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return f"it calls {node.target}, whose parts have graphs of their own"
     return ""
+
+
+def _serve_up_to(gm: fx.GraphModule) -> None:
+    """Makes Dynamo compile a graph again for sizes above those that it is planned for."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        size = node.meta.get("val")
+        if isinstance(size, torch.SymInt):
+            assert size <= sizes([size])[0]  # the comparison adds the guard
 
 
 class WithLoss(nn.Module):
@@ -296,13 +319,14 @@ def compile(
     planner: Planner = "lp_round",
     seconds: float | None = 3.0,
     mode: str = "recompute",
+    dynamic: bool = False,
     fullgraph: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Any:
     """Returns ``torch.compile(model)`` whose training steps need at most ``memory``.
 
-    Optimizer and training loop stay unchanged. Shapes are fixed (``dynamic=False``): a new shape is compiled and
-    planned when it first occurs. ``report`` returns the plans.
+    Optimizer and training loop stay unchanged. ``report`` returns the plans. Graphs compiled again, for another shape
+    for example, are announced by a warning with the time that it took.
 
     Args:
         model: A module or a function.
@@ -313,6 +337,8 @@ def compile(
             shared by all graphs of the model. On a GPU they are bytes of tensors, without the CUDA context.
         optimizer: Its state and temporary tensors count if ``memory`` is in bytes.
         machine, planner, seconds, mode: As in ``Partitioner``.
+        dynamic: Whether one plan serves all shapes: start with the largest batch, as each graph and its plan then serve
+            all smaller sizes above 1, in less memory. Otherwise each shape is compiled and planned at its first call.
         fullgraph, options: As in torch.compile.
 
     Raises:
@@ -324,7 +350,9 @@ def compile(
     """
     partitioner = Partitioner(memory, machine, planner, seconds, mode)
     partitioner.held = Held(model, None if is_fraction(memory) else optimizer)
-    return _compiled(WithLoss(model, loss_fn) if loss_fn is not None else model, partitioner, fullgraph, options)
+    return _compiled(
+        WithLoss(model, loss_fn) if loss_fn is not None else model, partitioner, dynamic, fullgraph, options
+    )
 
 
 class CompiledStep:
@@ -358,6 +386,7 @@ def compile_step(
     planner: Planner = "lp_round",
     seconds: float | None = 3.0,
     mode: str = "recompute",
+    dynamic: bool = False,
     options: dict[str, Any] | None = None,
 ) -> CompiledStep:
     """Returns a compiled training step whose backward pass updates each parameter once its gradient is final.
@@ -368,7 +397,7 @@ def compile_step(
     Args:
         model, loss_fn: As in ``compile``; without ``loss_fn`` the model returns its loss.
         optimizer: Must update each parameter from its own gradient and state alone.
-        memory, machine, planner, seconds, mode, options: As in ``compile``. The model must be one graph.
+        memory, machine, planner, seconds, mode, dynamic, options: As in ``compile``. The model must be one graph.
 
     Raises:
         CaptureError: If the update cannot be traced, or needs several gradients at once (as in ``fit``).
@@ -388,10 +417,12 @@ def compile_step(
     partitioner.held = Held(model)
     partitioner.held.update = update
     partitioner.updates = Updates(optimizer, update.per_byte)
-    return CompiledStep(_compiled(WithLoss(model, loss_fn), partitioner, True, options), optimizer)
+    return CompiledStep(_compiled(WithLoss(model, loss_fn), partitioner, dynamic, True, options), optimizer)
 
 
-def _compiled(model: Any, partitioner: Partitioner, fullgraph: bool, options: dict[str, Any] | None) -> Any:
+def _compiled(
+    model: Any, partitioner: Partitioner, dynamic: bool, fullgraph: bool, options: dict[str, Any] | None
+) -> Any:
     partitioner.in_order = True
     updates = partitioner.updates
 
@@ -411,10 +442,13 @@ def _compiled(model: Any, partitioner: Partitioner, fullgraph: bool, options: di
         # Buffer reuse would keep memory allocated that the plan counts as free.
         patches = {"allow_buffer_reuse": False, **(options or {}), "custom_partitioner_fn": partitioner}
         # A cached joint graph has no report, and its plan may be for another machine.
+        begin = time.process_time()
         with torch._functorch.config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
+            run = compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
+        partitioner.announce(time.process_time() - begin)
+        return run
 
-    compiled = torch.compile(model, backend=backend, dynamic=False, fullgraph=fullgraph)
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
     _PARTITIONERS[compiled] = partitioner
     return compiled
 

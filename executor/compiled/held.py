@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from executor.capture.capture import capture
 from executor.capture.captured import Captured
+from executor.compiled.launches import sizes
 
 
 class _Inputs(NamedTuple):
@@ -76,6 +77,7 @@ class Held:
 
     Attributes:
         update: Memory of the optimizer's ordinary update.
+        shapes: Of the inputs, without parameters and buffers, of the graph that is compiled now.
 
     Raises:
         CaptureError: If the update cannot be traced.
@@ -84,6 +86,7 @@ class Held:
     def __init__(self, model: Any = None, optimizer: Optimizer | None = None) -> None:
         self.model = model if isinstance(model, nn.Module) else nn.Module()
         self.update = Update(0, 0) if optimizer is None else Update.of(captured_update(self.model, optimizer))
+        self.shapes: list[tuple[int, ...]] = []
         self._inputs = _Inputs()  # of the graph that is compiled now
         self._trained: dict[str, int] = {}  # frame -> bytes of its parameters that have gradients
         self._saved: dict[str, int] = {}  # frame -> bytes between its forward and its backward
@@ -95,6 +98,7 @@ class Held:
         parameters = [x for _, x in tensors if isinstance(x, nn.Parameter)]
         others = [x for name, x in tensors if not isinstance(x, nn.Parameter) and "_buffers_" not in name]
         trained = [p for p in parameters if p.requires_grad]
+        self.shapes = [sizes(x.size()) for x in others]
         self._inputs = _Inputs(_nbytes(parameters), _nbytes(trained), _nbytes(others))
 
     def beside(self, name: str) -> dict[str, int]:
@@ -153,4 +157,4 @@ def frame_of(name: str) -> str:
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of the storages of tensors."""
     storages = (t.untyped_storage() for t in tensors)
-    return sum({s._cdata: s.nbytes() for s in storages}.values())
+    return sum(sizes({s._cdata: s.nbytes() for s in storages}.values()))

@@ -152,7 +152,7 @@ class Joint:
                     stored = [node_values.get(v) for v in launch.values if graph.stored.get(v) == s]
                     values.setdefault(prefix + s, []).extend(stored or [None])
         single = {s: found[0] for s, found in values.items() if len(found) == 1 and isinstance(found[0], torch.Tensor)}
-        return frozenset(s for s, x in single.items() if x.nbytes == self.storages.get(s))
+        return frozenset(s for s, x in single.items() if type(x.nbytes) is int and x.nbytes == self.storages.get(s))
 
     def program(self, machine: Machine, name: str = "compiled", swaps: bool = False) -> Program:
         """Returns the Program, with roofline durations; only forward kernels can be recomputed.

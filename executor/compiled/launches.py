@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -51,14 +51,14 @@ class Launches:
         nbytes: Size of each storage.
         stored: Name of a graph node -> the storage of its value. Missing nodes are inlined and never in memory.
         outputs: Storage of each output; None if it is not a tensor.
-        strides: Strides of each output; None if the output is not a tensor.
+        strides: Strides of each output, possibly symbolic; None if the output is not a tensor.
     """
 
     launches: tuple[Launch, ...]
     nbytes: dict[str, int]
     stored: dict[str, str]
     outputs: tuple[str | None, ...]
-    strides: tuple[tuple[int, ...] | None, ...]
+    strides: tuple[tuple[int | torch.SymInt, ...] | None, ...]
 
 
 @cache
@@ -96,7 +96,7 @@ def launches_of(
     graph: fx.GraphModule,
     backward: bool,
     donated: Collection[str] = (),
-    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    strides: Mapping[str, tuple[int | torch.SymInt, ...]] = MappingProxyType({}),
 ) -> Launches:
     """Returns the launches of a forward or backward graph, which is not modified.
 
@@ -114,7 +114,8 @@ def launches_of(
     placeholders = gm.graph.find_nodes(op="placeholder")
     mode = detect_fake_mode([node.meta["val"] for node in placeholders])
     for node in placeholders:
-        if (stride := strides.get(node.name)) not in (None, node.meta["val"].stride()):
+        stride = strides.get(node.name)
+        if stride is not None and sizes(stride) != sizes(node.meta["val"].stride()):
             with mode, torch.no_grad():
                 node.meta["val"] = node.meta["val"].as_strided(node.meta["val"].size(), stride)
     inputs = [node.meta["val"] for node in placeholders]
@@ -186,10 +187,19 @@ class _Reader:
         names = {s for launch in launches for s in launch.reads + launch.writes} | set(stored.values())
         outs = (None if (o := self._buffer(out)) is None else self._owner(o) for out in self.lowering.graph_outputs)
         strides = (
-            tuple(map(int, out.get_stride())) if isinstance(out, self.ir.IRNode) and out.has_tensor_output() else None
+            tuple(map(self._integer, out.get_stride()))
+            if isinstance(out, self.ir.IRNode) and out.has_tensor_output()
+            else None
             for out in self.lowering.graph_outputs
         )
         return Launches(launches, {name: self._nbytes(name) for name in names}, stored, tuple(outs), tuple(strides))
+
+    def _integer(self, expression: Any) -> int | torch.SymInt:
+        """Returns a size or stride of Inductor as PyTorch represents it."""
+        if isinstance(expression, int) or expression.is_number:
+            return int(expression)
+        made: torch.SymInt = self.lowering.sizevars.shape_env.create_symintnode(expression, hint=None)
+        return made
 
     def _without_parts(self, values: list[str], stored: dict[str, str]) -> tuple[str, ...]:
         """Returns ``values`` without parts that are read only by a ``cat`` among them."""
@@ -353,6 +363,13 @@ class _Reader:
         return int(numel) * int(node.get_dtype().itemsize)
 
 
+def sizes(values: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
+    """Returns sizes or strides as integers: symbolic ones are those of the batch that is compiled."""
+    from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+    return tuple(int(optimization_hint(x)) if isinstance(x, torch.SymInt) else int(x) for x in values)
+
+
 def is_view(node: fx.Node) -> bool:
     """Returns whether the node's value aliases another tensor's memory, according to its schema."""
     if node.target is operator.getitem:
@@ -386,7 +403,7 @@ def operator_ns(node: fx.Node, machine: Machine) -> int:
         return 0
     values = [x for y in (node, *node.all_input_nodes) for x in torch.utils._pytree.tree_leaves(y.meta.get("val"))]
     tensors = [x for x in values if isinstance(x, torch.Tensor)]
-    nbytes = sum(x.numel() * x.element_size() for x in tensors)
+    nbytes = sum(sizes(x.nbytes for x in tensors))
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     return roofline_ns(machine, kind_of(node.target, "forward"), _flops(node), nbytes, dtype)
 
@@ -400,8 +417,19 @@ def _flops(node: fx.Node) -> int:
     """Returns the FLOPs of a call; 0 if unknown."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta.get("val"))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: _fixed(x.meta.get("val")))
     try:
-        return flops_of(node.target, args, kwargs, node.meta.get("val"))
+        return flops_of(node.target, args, kwargs, _fixed(node.meta.get("val")))
     except (TypeError, ValueError, KeyError):
         return 0
+
+
+def _fixed(values: Any) -> Any:
+    """Replaces symbolic sizes: comparing them would make Dynamo compile other sizes again."""
+
+    def fix(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and not all(type(s) is int for s in x.size()):
+            return torch.empty(sizes(x.size()), dtype=x.dtype, device="meta")
+        return sizes([x])[0] if isinstance(x, torch.SymInt) else x
+
+    return torch.utils._pytree.tree_map(fix, values)

@@ -59,7 +59,7 @@ def blocks(n: int = 2, drop: float = 0.0) -> Net:
     return Net(*(Block(32, drop) for _ in range(n)))
 
 
-def graphs(model: Any, partitioner: Partitioner) -> Any:
+def graphs(model: Any, partitioner: Partitioner, dynamic: bool = False) -> Any:
     """Returns ``torch.compile(model)`` whose graphs are partitioned by a plan and executed by the interpreter."""
     from torch._guards import detect_fake_mode
     from torch._inductor import config
@@ -73,10 +73,10 @@ def graphs(model: Any, partitioner: Partitioner) -> Any:
         with config.patch(custom_partitioner_fn=partitioner), V.set_fake_mode(mode):
             return partition_fn(gm, inputs, **options)
 
-    return interpreted(model, partition)
+    return interpreted(model, partition, dynamic)
 
 
-def interpreted(model: Any, partition_fn: Any) -> Any:
+def interpreted(model: Any, partition_fn: Any, dynamic: bool = False) -> Any:
     """Returns ``torch.compile(model)`` without Inductor."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -87,7 +87,7 @@ def interpreted(model: Any, partition_fn: Any) -> Any:
         partition_fn=partition_fn,
         decompositions=select_decomp_table(),
     )
-    return torch.compile(model, backend=run, dynamic=False)
+    return torch.compile(model, backend=run, dynamic=dynamic)
 
 
 def step(model: Any, net: nn.Module, x: Tensor) -> list[Tensor]:
