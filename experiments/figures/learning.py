@@ -171,7 +171,7 @@ def summarize(file: Path) -> Row | None:
 
 
 def spread(values: list[float | None]) -> str:
-    """Formats mean, least and largest, and the number of missing values."""
+    """Formats "mean (minimum to maximum)" and the number of None values; "infeasible" if all are None."""
     numbers = [v for v in values if v is not None]
     if not numbers:
         return "infeasible"
