@@ -262,7 +262,7 @@ def checkpoint_of(path: Path | None) -> Path | None:
         return None
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
-        raise cli.UsageError(f"resume: checkpoint {file} does not exist")
+        raise cli.UsageError(f"resume: checkpoint {file} does not exist; give a run folder or its checkpoint.pt")
     return file
 
 

@@ -78,7 +78,7 @@ class Record:
             try:
                 torch.cuda.synchronize()
             except RuntimeError as error:
-                raise Broken(f"CUDA no longer works in this process: {line(error)}") from error
+                raise Broken(f"CUDA no longer works in this process; start another one: {line(error)}") from error
 
     def start(self, **row: Any) -> None:
         """Records the measurement that starts now, so that the next process detects that this one died in it."""
