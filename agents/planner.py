@@ -134,7 +134,7 @@ class RowsPlanner:
         return candidates
 
     def beyond_reach(self, engine: Engine, min_limit: int | None) -> Infeasible:
-        """Returns the exception of ``infeasible`` for the engine's program, limit and calls."""
+        """Returns the Infeasible to raise; ``min_limit``: the smallest reachable limit in bytes, None if unknown."""
         return infeasible(self, engine.program, engine.limit, min_limit, engine.calls)
 
 

@@ -119,7 +119,7 @@ class Walk:
         """
         code = node + self._batch.size * form
         if self.done or code >= len(self._mask) or not self._mask[code]:
-            raise ValueError(f"node {node} is not a valid action now" + (f" in form {form}" if form else ""))
+            raise ValueError(f"node {node} is not a valid action now (form {form}); choose where the action mask is 1")
         self._action[0] = code
         self._batch.step(self._action)
         if self.done or not self._causal:

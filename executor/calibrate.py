@@ -322,7 +322,7 @@ def _fit(times: list[tuple[int, int]]) -> tuple[int, int, float]:
         relative = sizes[large] / ns[large]
         per_byte = float((relative * (1 - latency / ns[large])).sum() / (relative**2).sum())
     if per_byte <= 0:
-        raise BackendError(f"larger copies do not take longer: {times}")
+        raise BackendError(f"larger copies do not take longer: {times}; calibrate again while the device is idle")
     return round(latency), round(1e9 / per_byte), float(np.abs((latency + sizes * per_byte) / ns - 1).max())
 
 

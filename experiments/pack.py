@@ -63,7 +63,7 @@ def main(cfg: DictConfig) -> None:
     buffers = files.load(file, cli.choice(cfg, "iteration", (None, True, False)))
     load = buffers.intervals.peak_bytes
     if not load:
-        raise cli.UsageError(f"{file}: contains no blocks to pack")
+        raise cli.UsageError(f"{file}: contains no blocks to pack; expected a row per block below the header")
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN  # sweep jobs must not overwrite each other
     label = f"pack-{file.name.removesuffix('.gz').rpartition('.')[0] or file.name}"
     with report.RunDirectory(cli.path(cfg, "out"), label, "results.json" if sweep else None) as out:

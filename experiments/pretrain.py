@@ -46,7 +46,7 @@ def main(cfg: DictConfig) -> None:
     held_out = set(cli.values(cfg, "held_out"))
     unknown = held_out - {name for _, networks in sets for network in networks for name in network["family"]}
     if unknown:
-        raise cli.UsageError(f"held_out: no network in sets has family {sorted(unknown)[0]!r}")
+        raise cli.UsageError(f"held_out: no network in sets has family {sorted(unknown)[0]!r}; remove it")
     tasks_each = cli.integer(cfg, "tasks", 1)
     seed = cli.integer(cfg, "data_seed")
     net_seed = cli.integer(cfg, "seed")

@@ -197,7 +197,7 @@ def train_agent(run: Run, cfg: DictConfig, out: Path, log: Console) -> tuple[Tra
 
 
 def controls_of(run: Run, calls: int, train_s: float | None) -> dict[str, agents.Planner]:
-    """Returns the ablations of a training by the name of their rows."""
+    """Returns the searches without the network, by the name of their rows."""
     config = run.config
     options = {"mode": config.mode, "min_bytes": config.min_bytes, "seed": run.seed}
     controls = report.ablations(calls, train_s, **options)
@@ -262,7 +262,7 @@ def checkpoint_of(path: Path | None) -> Path | None:
         return None
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
-        raise cli.UsageError(f"resume: checkpoint {file} does not exist")
+        raise cli.UsageError(f"resume: checkpoint {file} does not exist; give a run folder or its checkpoint.pt")
     return file
 
 
@@ -308,7 +308,7 @@ class Watch:
         return self  # the bar starts with the first episode, so that earlier errors are printed alone
 
     def stop(self, number: int, _: object) -> None:
-        """Handles a signal: training stops after this episode, and the next signal has its previous handler."""
+        """Handles a signal: stops training after this episode and restores the previous handler for the next signal."""
         self.stopping = Terminated if number == signal.SIGTERM else KeyboardInterrupt
         signal.signal(number, self.old_handlers[number])
 

@@ -93,7 +93,9 @@ def main(cfg: DictConfig) -> Path:
             record, train_s = train(model, steps, agent, environment, curve)
         model.save(out / "model.zip")
         if record.best is None:
-            raise agents.Infeasible(f"no feasible plan for {limit:,} bytes in {len(record.history)} episodes")
+            raise agents.Infeasible(
+                f"no feasible plan for {limit:,} bytes in {len(record.history)} episodes; raise limit= or steps="
+            )
 
         controls = report.ablations(record.calls, train_s, mode=mode, min_bytes=min_bytes, seed=seed)
         greedy = sb3.greedy(model, environment, agent)

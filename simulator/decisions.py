@@ -111,22 +111,27 @@ class Evict(Kind):
         before = self.before
         n = len(program.kernels)
         if not 0 <= t < len(program.tensors):
-            raise PlanError(f"{where}: there is no tensor {t}")
+            raise PlanError(f"{where}: there is no tensor {t}; the program has {len(program.tensors)}")
         if not (0 <= after < n and 0 <= before < n):
             raise _missing_kernel(n, where, after=after, before=before)
         uses = program.accesses[t]
         if before not in uses:
-            raise PlanError(f"{where}: kernel {before} does not use tensor {t}")
+            raise PlanError(f"{where}: kernel {before} does not use tensor {t}; a gap ends at a use")
         previous = bisect_right(uses, after) - 1  # the last use at or before `after`
         if after < before:
             if previous < 0 and not program.tensors[t].persistent:
-                raise PlanError(f"{where}: tensor {t} is not born yet when kernel {after} ends")
+                raise PlanError(
+                    f"{where}: tensor {t} is not born yet when kernel {after} ends; its first write is kernel {uses[0]}"
+                )
             # A persistent tensor's wrapping gap may be entered after the boundary.
             opens = previous if previous >= 0 else len(uses) - 1
             closes = uses[previous + 1]
         else:
             if not program.tensors[t].persistent:
-                raise PlanError(f"{where}: the gap wraps over the iteration boundary but tensor {t} is not persistent")
+                raise PlanError(
+                    f"{where}: the gap wraps over the iteration boundary but tensor {t} is not persistent; `before` "
+                    "must be above `after`"
+                )
             if self.no_wrap:
                 raise PlanError(f"{where}: {self.no_wrap}")
             opens = previous
@@ -217,7 +222,7 @@ class Swap(Evict):
         after = self.after
         before = self.before
         if p is not None and not (after <= p < before if after < before else (after <= p < n or 0 <= p < before)):
-            raise PlanError(f"{where}.prefetch: kernel {p} is not from {after} up to {before}")
+            raise PlanError(f"{where}.prefetch: expected a kernel from {after} up to before {before}, got {p}")
 
     def check_conflicts(self, program: Program, i: int, restored_before: Mapping[int, Sequence[int]]) -> None:
         """Raises PlanError unless the copy is issued after the last write and while the tensor is resident."""
@@ -229,14 +234,21 @@ class Swap(Evict):
             return
         where = f"decisions[{i}].copy"
         if not 0 <= copy < n:
-            raise PlanError(f"{where}: there is no kernel {copy}")
+            raise PlanError(f"{where}: there is no kernel {copy}; the program has {n}")
         if not program.tensors[t].persistent and not program.accesses[t][0] <= copy <= after:
-            raise PlanError(f"{where}: kernel {copy} is not from the birth of tensor {t} up to kernel {after}")
+            raise PlanError(
+                f"{where}: expected a kernel from the first write of tensor {t} ({program.accesses[t][0]}) up to "
+                f"{after}, got {copy}"
+            )
         lead = (after - copy) % n
         if any((after - w) % n < lead for w in program.writes[t]):
-            raise PlanError(f"{where}: tensor {t} is written between the end of kernel {copy} and that of {after}")
+            raise PlanError(
+                f"{where}: tensor {t} is written between the end of kernel {copy} and that of {after}; copy it later"
+            )
         if any((after - k) % n < lead for k in restored_before[t]):
-            raise PlanError(f"{where}: tensor {t} is evicted between the end of kernel {copy} and that of {after}")
+            raise PlanError(
+                f"{where}: tensor {t} is evicted between the end of kernel {copy} and that of {after}; copy it later"
+            )
 
     def row(self) -> Row:
         """Returns the row; see ``Kind.row``."""
@@ -285,7 +297,7 @@ class Recompute(Evict):
 
     def _check_optional_kernels(self, n: int, where: str) -> None:
         if not self.after < self.restored_before <= self.before:
-            raise PlanError(f"{where}.at: kernel {self.at} is not after {self.after} and up to {self.before}")
+            raise PlanError(f"{where}.at: expected a kernel after {self.after} and up to {self.before}, got {self.at}")
 
     def check(self, program: Program, where: str) -> None:
         """Raises PlanError if the decision does not lie in one gap, or its chain of kernels cannot be recomputed."""
@@ -324,7 +336,9 @@ class Rerun(Kind):
         if not (0 <= self.kernel < n and 0 <= self.before < n):
             raise _missing_kernel(n, where, kernel=self.kernel, before=self.before)
         if self.kernel >= self.before:
-            raise PlanError(f"{where}: kernel {self.kernel} has not run before kernel {self.before}")
+            raise PlanError(
+                f"{where}: kernel {self.kernel} has not run before kernel {self.before}; `before` must be above it"
+            )
         kernel = program.kernels[self.kernel]
         if not kernel.recomputable:
             raise PlanError(f"{where}: kernel {self.kernel} ({kernel.name}) cannot be run twice")

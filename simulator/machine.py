@@ -216,7 +216,9 @@ class Machine:
         seconds = nbytes / self.memory_bytes_per_s
         if flops:
             if dtype not in self.flops_per_s:
-                raise FormatError(f"machine.flops_per_s: {self.name} has no figure for {dtype}")
+                raise FormatError(
+                    f"machine.flops_per_s: {self.name} has no figure for {dtype}; add it to the machine's file"
+                )
             seconds = max(seconds, flops / self.flops_per_s[dtype])
         return self.launch_ns + round(seconds / efficiency * 1e9)
 

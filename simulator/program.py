@@ -347,7 +347,7 @@ class Program:
         last = -1
         for i, (k, index) in enumerate(variants):
             if not 0 <= k < len(self.kernels):
-                raise ValueError(f"variants[{i}]: there is no kernel {k}")
+                raise ValueError(f"variants[{i}]: there is no kernel {k}; the program has {len(self.kernels)}")
             if k <= last:
                 raise ValueError(f"variants[{i}]: kernel {k} after kernel {last}; each comes once, ascending")
             if not 0 <= index < len(self.kernels[k].variants):
@@ -471,7 +471,9 @@ def _check(program: Program) -> None:
     for i, tensor in enumerate(program.tensors):
         check_amount(tensor.nbytes, f"tensors[{i}].nbytes")
         if tensor.kind not in TENSOR_KINDS:
-            raise FormatError(f"tensors[{i}].kind: unknown kind {tensor.kind!r}")
+            raise FormatError(
+                f"tensors[{i}].kind: unknown kind {tensor.kind!r}; expected one of {', '.join(TENSOR_KINDS)}"
+            )
     if not program.kernels:
         raise FormatError("kernels: a program needs at least one")
     phases = get_args(Phase)
@@ -479,9 +481,9 @@ def _check(program: Program) -> None:
     for i, kernel in enumerate(program.kernels):
         where = f"kernels[{i}]"
         if kernel.kind not in KERNEL_KINDS:
-            raise FormatError(f"{where}.kind: unknown kind {kernel.kind!r}")
+            raise FormatError(f"{where}.kind: unknown kind {kernel.kind!r}; expected one of {', '.join(KERNEL_KINDS)}")
         if kernel.phase not in phases:
-            raise FormatError(f"{where}.phase: unknown phase {kernel.phase!r}")
+            raise FormatError(f"{where}.phase: unknown phase {kernel.phase!r}; expected one of {', '.join(phases)}")
         for name in ("duration_ns", "workspace", "flops", "bytes"):
             check_amount(getattr(kernel, name), f"{where}.{name}", 62 if name in ("flops", "bytes") else 43)
         for j, (duration, workspace) in enumerate(kernel.variants):
@@ -490,7 +492,9 @@ def _check(program: Program) -> None:
         for key in ("inputs", "outputs"):
             for j, t in enumerate(getattr(kernel, key)):
                 if not 0 <= t < len(program.tensors):
-                    raise FormatError(f"{where}.{key}[{j}]: there is no tensor {t}")
+                    raise FormatError(
+                        f"{where}.{key}[{j}]: there is no tensor {t}; the program has {len(program.tensors)}"
+                    )
         for j, t in enumerate(kernel.inputs):
             if t not in written and not program.tensors[t].persistent:
                 raise FormatError(

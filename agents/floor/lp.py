@@ -165,7 +165,9 @@ class Solver:
             raise TimeoutError
         solution = self._highs.getSolution()
         if not solution.dual_valid:
-            raise RuntimeError(f"HiGHS failed on the floor's linear program: {self._highs.modelStatusToString(status)}")
+            raise RuntimeError(
+                f"HiGHS failed on the floor's linear program: {self._highs.modelStatusToString(status)}; report it"
+            )
         return Solution(self.bound(np.array(solution.row_dual)), np.array(solution.col_value))
 
     def _run(self) -> None:

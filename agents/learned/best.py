@@ -65,7 +65,7 @@ OPTIONS = PortfolioOptions()
 
 
 class Share(NamedTuple):
-    """Method, its share of the time (or of the calls), and options of annealing."""
+    """One method of the portfolio, its share of the time (or of the calls), and its options if it is annealing."""
 
     method: str
     fraction: float

@@ -38,9 +38,9 @@ def read_training_state(path: Path) -> dict[str, Any]:
     except FormatError as error:
         raise TrainingStateError(str(error)) from None
     except Exception:  # torch.load raises many types for damaged files
-        raise TrainingStateError(f"{path}: not a checkpoint, or a damaged one") from None
+        raise TrainingStateError(f"{path}: not a checkpoint, or a damaged one; train again without it") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise TrainingStateError(f"{path}: not a checkpoint of this program")
+        raise TrainingStateError(f"{path}: not a checkpoint of train_dqn; pass its run folder or checkpoint.pt")
     return state
 
 
@@ -61,7 +61,9 @@ def must_match(path: Path, state: dict[str, Any], identity: dict[str, Any]) -> N
             continue
         if key == "config" and isinstance(stored, dict):
             key = next((f"agent.{k}" for k in value if stored.get(k) != value[k]), key)
-        raise TrainingStateError(f"{path}: the checkpoint belongs to a run with a different {key}")
+        raise TrainingStateError(
+            f"{path}: the checkpoint belongs to a run with a different {key}; use its value, or start a new run"
+        )
 
 
 @contextmanager
@@ -94,5 +96,7 @@ def read_weights(path: Path, kind: type[Net], description: str) -> Net:
     except FormatError as error:
         raise FormatError(f"weights: {error}") from None
     except Exception:  # torch.load raises many types for damaged files
-        raise FormatError(f"weights: {path} does not contain weights of {description}, or is damaged") from None
+        raise FormatError(
+            f"weights: {path} does not contain weights of {description}, or is damaged; train them again"
+        ) from None
     return net.eval()

@@ -183,7 +183,7 @@ class Trainer(OneTask):
             self.q.load_state_dict(state["q"])
         except (KeyError, TypeError, RuntimeError):
             raise TrainingStateError(
-                f"agent.weights: the network of {path} has other sizes (embedding_size, features, mixing)"
+                f"agent.weights: the network of {path} has other sizes; copy embedding_size, features and mixing"
             ) from None
 
     @property

@@ -29,7 +29,7 @@ EDGES = 4  # kinds of edges: next and previous gap of a tensor, along and agains
 
 
 class EditGraph(NamedTuple):
-    """Static part of a task as network inputs."""
+    """Network inputs of a task that do not depend on the plan."""
 
     static: Tensor  # (G, F)
     bins: Tensor  # (BINS, 12)

@@ -9,7 +9,7 @@ it; between updates edits are ranked as if the plan were still the encoded one (
 Deviations from a greedy policy of the trained network: the encoding may be stale; the pool keeps edits from call to
 call; an edit of a class of alike gaps has more changes than any in training; Q-values are compared without the state's
 value and the mean advantage, which are equal for all edits of a plan. With ``RANDOM`` instead of a head, edits are
-tried as drawn: the no-network ablation.
+tried as drawn: the walk without the network.
 """
 
 from __future__ import annotations
@@ -88,7 +88,16 @@ def make_pool(neighbors: int) -> Pool:
 
 @stage
 def rank(h, base, head, codes, count, ranking):
-    """Returns the score of an edit from the encoding h (G * N_CHANGES, w) and base (w,) of the network."""
+    """Returns the network's score of one edit, without the terms that are equal for all edits.
+
+    Args:
+        h: float32 (G * N_CHANGES, w), encoding of each change.
+        base: float32 (w,), encoding of the plan.
+        head: Weights of the score and its scratch arrays.
+        codes: int32, gap * N_CHANGES + change of the edit's changes.
+        count: Number of codes.
+        ranking: A ``Ranking``: the outputs of the head that form the score.
+    """
     # ``EditNet.score`` of one edit, without the state's value and the mean advantage, which are equal for all edits.
     w = base.shape[0]
     first = head.hidden[0]

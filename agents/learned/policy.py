@@ -2,7 +2,7 @@
 
 ``Policy`` decodes the most likely plan and samples more (policy_net.py), and returns the fastest. ``PolicySearch``
 continues from these plans with the local search of annealing (local_search.py), which chooses gaps and eviction kinds
-by the network's probabilities. ``guide=False`` is its no-network ablation: the same search from the fully emptied
+by the network's probabilities. ``guide=False`` is the same search without the network: from the fully emptied
 plan, with uniform probabilities.
 """
 
@@ -224,7 +224,7 @@ class Policy(RowsPlanner):
     weights: str | Path | None = None
 
     def choose(self, engine: Engine) -> Rows:
-        """Returns the fastest decoded plan; raises Infeasible if no plan fits, FormatError for ``weights``."""
+        """Returns the fastest decoded plan; raises Infeasible if none fits, FormatError if ``weights`` is no policy."""
         return self._start(engine, self.samples).plans[0][1]
 
     def _start(self, engine: Engine, samples: int, guide: bool = True, until: float | None = None) -> GuidedSearch:
@@ -256,7 +256,7 @@ class PolicySearch(Policy):
         hot, cold: first and last temperature, as fractions of the ideal time.
         seconds: wall-clock budget. The plan then depends on the computer.
         jobs: parallel runs, one per core; None: all cores.
-        guide: if False, runs the no-network ablation.
+        guide: if False, searches without the network.
         mode, samples, rounds, weights: see ``Policy``.
     """
 

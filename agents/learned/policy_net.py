@@ -175,7 +175,7 @@ def sample(likely: Probabilities, rng: np.random.Generator) -> Choices:
 
 
 def fit(engine: Engine, graph: GapGraph, kinds: Choices, likely: Probabilities) -> Rows | None:
-    """Returns rows of a plan near ``kinds`` that fits the limit, or None if repair fails.
+    """Returns rows of a plan near ``kinds`` that fits the limit, or None if repair fails or eight fits exceed it.
 
     While the load exceeds the limit, the open gap that is most likely evicted at the fullest kernel is emptied. Then
     gaps that need not be emptied are filled, those most likely to stay first. The memory of recomputation chains, which

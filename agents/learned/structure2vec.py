@@ -132,7 +132,7 @@ class CustomNetwork(nn.Module):
         super().__init__()
         name = f"{getattr(kind, '__module__', '')}:{getattr(kind, '__qualname__', kind)}"
         if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-            raise CustomNetworkError(f"network: {name} is not a subclass of torch.nn.Module")
+            raise CustomNetworkError(f"network: {name} is not a subclass of torch.nn.Module; give a class that is")
         n = len(graph)
         self.register_buffer("codes", codes(graph, forms), persistent=False)
         try:
@@ -150,7 +150,7 @@ class CustomNetwork(nn.Module):
                 f"{tuple(scores.shape)} and {tuple(state.shape)}"
             )
         if not any(True for _ in self.network.parameters()):
-            raise CustomNetworkError(f"network: {name} has no parameters to train")
+            raise CustomNetworkError(f"network: {name} has no parameters to train; register some in its __init__")
         self.state_size = state.shape[1]
 
     def forward(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:

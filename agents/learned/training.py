@@ -191,7 +191,7 @@ def train(
     greedy = trainer.greedy()
     best = greedy if fits else trainer.best
     if best is None:
-        raise Infeasible(f"no feasible plan for {trainer.limit:,} bytes in {trainer.episodes} episodes")
+        raise Infeasible(f"no feasible plan for {trainer.limit:,} bytes in {trainer.episodes} episodes; raise either")
     return DQNResult(best, greedy, trainer.history, trainer.simulator_calls)
 
 

@@ -52,7 +52,9 @@ def budgeted(plan: Search) -> Search:
             if fallback is None and isinstance(error, Infeasible):
                 raise
             if fallback is None:
-                raise Infeasible(f"{self.name}: found no plan of {program.name!r} within {self.seconds} s") from None
+                raise Infeasible(
+                    f"{self.name}: found no plan of {program.name!r} within {self.seconds} s; allow more seconds"
+                ) from None
             return fallback
         finally:
             self.__dict__ |= search.__dict__ | {"seconds": self.seconds}

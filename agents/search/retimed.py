@@ -160,6 +160,7 @@ class ForFaster:
     Args:
         starts: plans for the predicted times; the search starts from the one that is best under the reduced times.
             Only plans of swaps and recomputations of tensors of at least ``min_bytes`` qualify.
+        error: error model of the kernel times.
         calls: simulator calls, including one per start; None: 5,000, or as many as fit into ``seconds``.
         mode: swap, recompute or joint.
         seconds: wall-clock budget. If set, the plan depends on the speed of the computer.

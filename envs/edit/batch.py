@@ -365,5 +365,5 @@ class EditBatch(EnvBatch):
             self.reset(has_ended)
 
     def final_plan(self, i: int) -> Plan:
-        """Returns the best plan of walker i's finished episode."""
+        """Returns the best plan of walker i's finished episode (``best_plan``)."""
         return self.best_plan(i)

@@ -44,7 +44,7 @@ def make_edit_tasks(
 
 @dataclass(frozen=True)
 class EditOptions:
-    """Options of ``MemoryEditEnv``, which describes them, and of its vector form."""
+    """Options of ``MemoryEditEnv`` and its vector form; ``MemoryEditEnv`` documents them."""
 
     program: OneOrMore[ProgramLike] | None = None
     machine: OneOrMore[MachineLike] | None = None

@@ -126,7 +126,7 @@ def capture(
     other_batches = (example_batch,) * (accumulate - 1) if others is None else others
     batch_args = [arguments(batch) for batch in (example_batch, *other_batches)]
     if loss_fn is not None and len(batch_args[0]) == 1 and isinstance(batch_args[0][0], Tensor):
-        raise CaptureError("example_batch is a tensor, not a pair (x, y) or an object that has both")
+        raise CaptureError("example_batch is a tensor: give a pair (x, y), or an object that has both")
     if len(batch_args) != accumulate or len(set(map(structure, batch_args))) > 1:
         raise CaptureError("others: expected accumulate - 1 batches with the structure of example_batch")
     options = StepOptions(accumulate, average, clip_norm, autocast, scaler)
@@ -288,9 +288,11 @@ class _TrainingStep:
         del result
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             description = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise CaptureError(f"the loss is {description}, not a tensor of one element")
+            raise CaptureError(f"the loss is {description}, not a tensor of one element: reduce it, e.g. with mean()")
         if extras and options.accumulate > 1:
-            raise CaptureError("loss_fn returns more than the loss, which a step of micro-batches does not support")
+            raise CaptureError(
+                "loss_fn returns more than the loss, which a step of micro-batches does not support: return only it"
+            )
         if options.average and options.accumulate > 1:
             loss = loss / options.accumulate
         if self.optimizer is not None:
@@ -390,7 +392,7 @@ class _Call:
         traced.effects.clear()
         self.norms.clear()
         if not recorder.ops:
-            raise CaptureError("the step runs no tensor operation")
+            raise CaptureError("the step runs no tensor operation: give a function that computes with its tensors")
         unrepeatable = unrepeatable or next(iter(traced.effects.refusals), "") or recorder.remove_leaks()
         nodes = traced.graph.graph.nodes
         traced.numbers.close({node.target for node in nodes if isinstance(node.target, Option)})

@@ -284,7 +284,7 @@ class Captured:
         return tuple(compute_dtype(kernel, nodes, machine, self.precision) for kernel, nodes in pairs)
 
     def arithmetic(self, machine: Machine) -> str:
-        """Returns sentences about dtypes and estimates of convolutions and products, and copied weights, or ""."""
+        """Returns sentences on compute dtypes, estimated FLOPs and copied weights for reports; "" if none applies."""
         dtypes: dict[str, set[str]] = {}
         for kernel, name in zip(self.program.kernels, self.dtypes(machine), strict=True):
             if kernel.flops and name:

@@ -185,7 +185,9 @@ def compute_dtype(kernel: Kernel, nodes: Sequence[fx.Node], machine: Machine, pr
 
 def _rate(machine: Machine, dtype: str) -> int:
     if not machine.flops_per_s.get(dtype):
-        raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
+        raise FormatError(
+            f"machine.flops_per_s: {machine.name} has no figure for {dtype}; add it to the machine's file"
+        )
     return machine.flops_per_s[dtype]
 
 

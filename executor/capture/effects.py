@@ -235,7 +235,7 @@ def remove_fakes(storages: set[int]) -> str:
         storages: Addresses of storages (``StorageWeakRef.cdata``) that outlive the trace.
 
     Returns:
-        A sentence that names such a container, or "".
+        A sentence that names a container from which fakes were removed; "" if none.
     """
     fakes = [x for x in gc.get_objects() if issubclass(type(x), FakeTensor)]
     leaked = [x for x in fakes if StorageWeakRef(x.untyped_storage()).cdata in storages]

@@ -78,7 +78,7 @@ def measure(
         raise ValueError(f"cache: expected one of {', '.join(get_args(Cache))}, got {cache!r}")
     target = torch.device(device)
     if target.type == "cuda" and not torch.cuda.is_available():
-        raise ProfileError("there is no CUDA GPU to profile on")
+        raise ProfileError("there is no CUDA GPU to profile on; device='cpu' profiles on the CPU")
     deadline = time.monotonic() + seconds
     if target.type == "cuda":
         _wake(target)
@@ -134,7 +134,9 @@ class _Runner:
         key = self._key(node)
         if key not in self.measured:
             if time.monotonic() > self.deadline:
-                raise ProfileError(f"the time for profiling was over at kernel {k} of {len(self.captured.nodes)}")
+                raise ProfileError(
+                    f"the time for profiling was over at kernel {k} of {len(self.captured.nodes)}; allow more seconds"
+                )
             try:
                 args, kwargs = self._inputs(node)
                 self.measured[key] = self._measure(partial(node.target, *args, **kwargs))
@@ -342,7 +344,7 @@ class StepRunner:
                 torch.cuda.synchronize(self.device)
             issue_ns = (time.perf_counter_ns() - begin) * SEGMENT // max(self.count, 1)
         if time.monotonic() >= deadline:
-            raise ProfileError("the time for profiling was over before a step was measured")
+            raise ProfileError("the time for profiling was over before a step was measured; allow more seconds")
         times: list[list[int]] = []
         rows: list[list[int]] = []
         while len(times) < repeats and (time.monotonic() <= deadline or not times):

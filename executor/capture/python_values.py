@@ -120,7 +120,7 @@ def identity(container: Any) -> int:
 
 
 def parts_of(value: Any) -> tuple[Any, ...] | None:
-    """Returns the objects that a tuple, partial or method holds for good, or None for other values."""
+    """Returns the objects that a tuple, partial or method refers to and cannot rebind; None for other values."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, functools.partial):

@@ -168,7 +168,7 @@ class StepState(Reach):
         if kind != "input":
             self._copy_hooks(tensor, fake, name)
         elif hook := first_hook(tensor):
-            raise CaptureError(f"the argument {name} of the step has {hook}")
+            raise CaptureError(f"the argument {name} of the step has {hook}: remove it, or pass a detached tensor")
         kind = "parameter" if isinstance(tensor, nn.Parameter) else kind
         self._fakes[id(tensor)] = fake
         self._kept_alive.append(tensor)

@@ -57,7 +57,7 @@ class Graph:
             ValueError: If the graph was left to PyTorch.
         """
         if self.program is None or self.machine is None:
-            raise ValueError(f"graph {self.name} was left to PyTorch: {self.skip_reason}")
+            raise ValueError(f"graph {self.name} was left to PyTorch and has no plan: {self.skip_reason}")
         held = tuple(Tensor(f"held:{kind}", n, cast(TensorKind, kind), True) for kind, n in self.held.items())
         program = replace(self.program, tensors=(*self.program.tensors, *held))
         plan = replace(self.plan, fingerprint="", structure="") if self.plan else None

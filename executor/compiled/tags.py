@@ -2,8 +2,8 @@
 
     tag(joint_graph, inputs, Partitioner(0.6), num_fwd_outputs=1)
 
-The marks say which values are saved, not where the others are recomputed: the peak is the partitioner's. That of
-PyTorch 2.13 saves nothing that is marked for recomputation, but recomputes some of the values marked to be saved.
+The marks state which values are saved, not where the others are recomputed: the partitioner decides the peak. The
+partitioner of PyTorch 2.13 saves no value marked for recomputation, but recomputes some of those marked to be saved.
 """
 
 from __future__ import annotations

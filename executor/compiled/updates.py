@@ -59,7 +59,7 @@ class Updates:
         return self._keys[id(parameter)]
 
     def run(self, key: int, grad: Tensor) -> None:
-        """Updates a parameter as ``optimizer.step()`` would with no other gradients."""
+        """Applies ``optimizer.step()`` to the parameter with this key alone, with ``grad`` as its gradient."""
         parameter = self.parameters[key]
         group = self.groups[id(parameter)]
         groups, members = self.optimizer.param_groups, group["params"]

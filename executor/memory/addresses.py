@@ -187,7 +187,7 @@ class Driver:
         with torch.cuda.device(self.index):
             status = getattr(self._library, function)(*args)
         if status:
-            raise MemoryError(f"{function} failed with CUDA error {status}")
+            raise MemoryError(f"{function} failed with CUDA error {status}; restart the process, and check nvidia-smi")
 
 
 class Arena:

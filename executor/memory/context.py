@@ -57,7 +57,9 @@ def measure_context(device: str | torch.device = "cuda") -> Context:
             "so allocations of other processes in the meantime are included",
         )
     except EOFError:
-        raise ContextError("the second process failed before it could create a CUDA context") from None
+        raise ContextError(
+            "the second process failed before it could create a CUDA context; free device memory and try again"
+        ) from None
     finally:
         receiver.close()
         process.join()

@@ -160,7 +160,7 @@ class Slabs:
         message = f"{nbytes:,} bytes of host memory cannot be pinned"
         available_bytes, source = available()
         if size > available_bytes:
-            raise MemoryError(f"{message}: {available_bytes:,} are available ({source})")
+            raise MemoryError(f"{message}: {available_bytes:,} are available ({source}); free some, or swap less")
         try:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
@@ -279,7 +279,8 @@ def _register(address: int, nbytes: int) -> None:
     if int(status):
         with contextlib.suppress(RuntimeError):  # the driver reports the error to the next launch, too
             torch.zeros((), device="cuda")
-        raise MemoryError(str(runtime.cudaGetErrorString(status)))
+        reason = runtime.cudaGetErrorString(status)
+        raise MemoryError(f"cudaHostRegister failed ({reason}): raise `ulimit -l`, or plan for more memory")
 
 
 def _unregister(address: int) -> None:

@@ -54,7 +54,9 @@ class HostBackend(Backend):
         if self._arena is not None:
             raise BackendError("an arena exists already; free it first")
         if device_bytes > self.memory_bytes:
-            raise BackendError(f"{self.name} has {self.memory_bytes:,} bytes, too few for {device_bytes:,}")
+            raise BackendError(
+                f"{self.name} has {self.memory_bytes:,} bytes, too few for {device_bytes:,}; lower the limit"
+            )
         if host_bytes > self.machine.host_bytes:
             name = self.machine.name
             available = self.machine.host_bytes

@@ -291,7 +291,14 @@ class Run:
         return [int(log.end[i * count + j]) for i in range(self.rounds) for j in last]
 
     def read(self, log: Log, program: Program, limit: int, skip: int) -> Timeline:
-        """Returns the timeline that starts (time 0) at the end of iteration ``skip``, with indices of ``program``."""
+        """Returns the measured timeline from the end of iteration ``skip`` on, which is its time 0.
+
+        Args:
+            log: Times of the run.
+            program: Program whose kernel and tensor indices the spans get.
+            limit: Memory limit in bytes.
+            skip: Number of warm-up iterations, at least 1.
+        """
         n = self.kernels
         jobs = self.order.jobs
         count = len(jobs)

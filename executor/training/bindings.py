@@ -133,7 +133,7 @@ def compare(name: str, tensor: Any, node: fx.Node, layout: Layout) -> None:
     """Raises StepError if a tensor's shape, dtype, strides or layout differ from its placeholder's."""
     meta = node.meta["tensor_meta"]
     if not isinstance(tensor, Tensor):
-        raise StepError(f"{name} is a {type(tensor).__name__}, not a tensor")
+        raise StepError(f"{name} is a {type(tensor).__name__}, not a tensor: pass a tensor as at the capture")
     for field, actual, expected in (
         ("shape", tuple(tensor.shape), tuple(meta.shape)),
         ("type", tensor.dtype, meta.dtype),
@@ -143,7 +143,9 @@ def compare(name: str, tensor: Any, node: fx.Node, layout: Layout) -> None:
         ("is_inference()", tensor.is_inference(), layout.is_inference),
     ):
         if actual != expected:
-            raise StepError(f"{name} has {field} {actual}, but had {expected} at the capture")
+            raise StepError(
+                f"{name} has {field} {actual}, but had {expected} at the capture: restore it, or capture again"
+            )
 
 
 def check_model(captured: Captured, parameters: list[Binding]) -> None:
@@ -155,7 +157,10 @@ def check_model(captured: Captured, parameters: list[Binding]) -> None:
             )
         if module.training is not training:
             now, was = ("train" if mode else "eval" for mode in (module.training, training))
-            raise StepError(f"module {type(module).__name__} is in {now} mode, but was in {was} mode at the capture")
+            raise StepError(
+                f"module {type(module).__name__} is in {now} mode, but was in {was} mode at the capture: call {was}() "
+                "on the model, or capture the step again"
+            )
     if change := captured.hooks.change():
         raise StepError(f"{change} after the capture; capture the step again (recapture() of a step of all shapes)")
     for b in parameters:

@@ -146,7 +146,7 @@ class Blocks:
             if (nbytes := value.untyped_storage().nbytes()) != block.nbytes:
                 raise TransferError(
                     f"{block.name} has {nbytes:,} bytes, but {block.nbytes:,} in the program: the operator's output "
-                    "differs from its trace"
+                    "differs from its trace; capture the step again"
                 )
 
     def start_swap_out(self, target: tuple[Block, Sequence[int]]) -> None:

@@ -159,7 +159,9 @@ class StepState:
         bound = {b.tensor for b in self.bindings} | self.inputs
         for t in swapped:
             if t not in bound or t in self.calls.read_first:
-                raise StepError(f"the plan swaps {tensors[t].name}, which the step reads on the host")
+                raise StepError(
+                    f"the plan swaps {tensors[t].name}, which the step reads on the host: plan this capture again"
+                )
         return places, pinned
 
     def swapped_inputs(self) -> list[Block]:
@@ -210,9 +212,12 @@ class StepState:
                     "at the capture"
                 )
             if hook := first_hook(leaf):
-                raise StepError(f"tensor {i} of the batch has {hook}")
+                raise StepError(f"tensor {i} of the batch has {hook}: remove it, or pass a detached tensor")
             if seen.setdefault(expected, leaf) is not leaf:
-                raise StepError(f"tensor {i} of the batch was the same as another one at the capture and now differs")
+                raise StepError(
+                    f"tensor {i} of the batch was the same as another one at the capture and now differs: capture the "
+                    "step with two tensors"
+                )
             block = self.blocks.blocks.get(captured.values.get(expected, -1))
             if block is not None and expected not in batch:
                 leaf = self._movable(leaf, captured.values[expected], copies)

@@ -77,8 +77,9 @@ ROW_KEYS = (
 
 Row = dict[str, Any]
 Workspace = Literal["least"] | bool
-ABLATION = "uniform edits"  # no-network ablation: the DQN's walk with uniformly drawn edits
-MB = 1e6
+ABLATION = "without the network"  # the DQN's walk with uniformly drawn edits
+MIB = 2**20
+MB = 1e6  # unit of the papers' tables
 
 
 def row(
@@ -213,7 +214,7 @@ def make(name: str, **options: Any) -> agents.Planner:
 
 
 def ablations(calls: int, seconds: float | None, **options: Any) -> dict[str, agents.Planner]:
-    """Returns the no-network ablations of a training by name: with equal simulator calls, and with equal seconds.
+    """Returns the DQN's walk without the network, by name: with equal simulator calls, and with equal seconds.
 
     ``seconds`` is None for a resumed run, whose total time is unknown; the second ablation is then left out.
     """
@@ -300,7 +301,7 @@ def headline(program: Program, machine: Machine, limit: int) -> str:
     fraction = limit / program.peak_bytes
     return (
         f"{program.name} on {machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:.1f} ms an "
-        f"iteration, peak {peak / MB:,.0f} MB; limit {limit / MB:,.0f} MB ({fraction:.0%})"
+        f"iteration, peak {peak / MIB:,.0f} MiB; limit {limit / MIB:,.0f} MiB ({fraction:.0%})"
     )
 
 
@@ -329,7 +330,7 @@ def _floor_cells(r: Row) -> list[str]:
     name = "floor" if r["mode"] == "joint" else f"floor ({r['mode']})"
     if r["bound_overhead"] is not None:
         return [name, percent(r["bound_overhead"])]
-    return [name, "–", "", "", "", "", "", f"no plan fits: the smallest limit is {r['bound_bytes'] / MB:,.0f} MB"]
+    return [name, "–", "", "", "", "", "", f"no plan fits: the smallest limit is {r['bound_bytes'] / MIB:,.0f} MiB"]
 
 
 def _cells(r: Row) -> list[str]:
@@ -338,7 +339,7 @@ def _cells(r: Row) -> list[str]:
         percent(r["overhead"]),
         _optional(r["gap"], lambda gap: f"{100 * gap:.2f}"),
         _optional(r["iteration_ns"], lambda ns: f"{ns / 1e6:.1f} ms"),
-        _optional(r["peak_bytes"], lambda nbytes: f"{nbytes / MB:,.0f} MB"),
+        _optional(r["peak_bytes"], lambda nbytes: f"{nbytes / MIB:,.0f} MiB"),
         _optional(r["plan_ms"], lambda ms: duration(ms / 1000)),
         _optional(r["simulator_calls"], "{:,}".format),
         "yes" if r["feasible"] else f"no: {reason(r)}",
@@ -354,7 +355,7 @@ def _optional(value: Any, text: Callable[[Any], str]) -> str:
     return "–" if value is None else text(value)
 
 
-def reason(r: Row, format_bytes: Callable[[int], str] = lambda nbytes: f"{nbytes / MB:,.0f} MB") -> str:
+def reason(r: Row, format_bytes: Callable[[int], str] = lambda nbytes: f"{nbytes / MIB:,.0f} MiB") -> str:
     """Returns why a row is infeasible, without facts in other columns; ``format_bytes`` formats bytes."""
     if r["bound_overhead"] is None:
         return "no plan fits (the floor)"

@@ -31,7 +31,9 @@ class Checkmate(Figure):
 
     def tasks(self, settings: DictConfig) -> Rows:
         if not (DATA / "answers.json").exists():
-            raise cli.UsageError(f"{DATA} not found: the graphs come with the repository and the source distribution")
+            raise cli.UsageError(
+                f"{DATA} not found: the graphs come with the repository and the source distribution; run there"
+            )
         valid = {network: sorted(published(network)) for network in self.labels}
         planners: dict[str, Any] = cli.to_dict(settings)["planners"]
         tasks: Rows = []

@@ -63,7 +63,7 @@ class Core(Figure):
         for name, task in config["tasks"].items():
             if set(task) != _TASK or task["split"] not in self.splits:
                 raise cli.UsageError(
-                    f"figure.tasks.{name}: expected {', '.join(sorted(_TASK))}, of split train or test"
+                    f"figure.tasks.{name}: expected {', '.join(sorted(_TASK))}, split train or test, got {dict(task)}"
                 )
             network(task["workload"], f"tasks.{name}.workload")
             share_of_peak(task["limit"], f"tasks.{name}.limit")

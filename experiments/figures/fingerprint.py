@@ -2,8 +2,8 @@
 
 The code part covers the modules that the figure's module imports, directly or through others, and those of the planners
 that it, its settings or its paper's module names; not all planners, although importing ``agents`` imports them all. A
-module counts by its syntax tree without docstrings, so that comments and layout do not matter, and without methods of
-a figure that only present rows.
+module counts by its syntax tree without docstrings, annotations of functions and messages of exceptions, so that
+comments and layout do not matter either, and without methods of a figure that only present rows.
 """
 
 from __future__ import annotations
@@ -105,9 +105,15 @@ def module_digest(name: str) -> str:
 
 
 def source_digest(source: str) -> str:
-    """Returns the digest of a module's syntax tree without docstrings and methods of PRESENTING."""
+    """Returns the digest of a module's syntax tree without docstrings, annotations, messages and PRESENTING methods."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            node.exc.args = [value for value in node.exc.args if not isinstance(value, ast.Constant | ast.JoinedStr)]
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
         if isinstance(node, ast.ClassDef):
             node.body = [part for part in node.body if getattr(part, "name", "") not in PRESENTING]
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:

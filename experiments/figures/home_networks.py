@@ -128,8 +128,10 @@ class Sizes:
         step = batches[1] - batches[0]
         for small, large in zip(*map(_numbers, captures), strict=True):
             if (large - small) % step:
-                text = f"{small:,} and {large:,}"
-                raise ValueError(f"{text} differ by no multiple of {step} images; cannot interpolate")
+                raise ValueError(
+                    f"batches {batches}: {small:,} and {large:,} differ by no multiple of {step}, so others cannot be "
+                    "interpolated; capture two other batches"
+                )
         self.machine = machine
         self.factor = 1.0
         if scale is not None:

@@ -50,7 +50,7 @@ class Learning(Figure):
         runs = [summary for file in files if (summary := summarize(file)) is not None]
         curves = [learning_curve(file) for file in sorted(folder.rglob("curve.json"))]
         if not curves:
-            raise cli.UsageError(f"figure.runs: no training with a curve.json under {folder}")
+            raise cli.UsageError(f"figure.runs: no training with a curve.json under {folder}; run train_dqn first")
         if len(runs) < len(files):
             reason = "they are not of train_dqn, were resumed, or compared too few planners"
             count = f"{len(files) - len(runs)} of {len(files)} runs"
@@ -123,9 +123,9 @@ def learning_curve(file: Path) -> Row:
         points = stored["points"]
         columns = {key: [point[key] for point in points] for key in ("calls", *MEANT)}
         if not points or not all(isinstance(v, (int, float)) for v in [*columns["calls"], stored["floor"]]):
-            raise TypeError("no points")
+            raise TypeError("expected points with numbers of calls, and a floor")
         if not all(re.fullmatch(r"[\w ,.:+-]+", str(stored[key])) for key in (*CASE, "reward", "agent", "seed")):
-            raise TypeError("a name that is none")  # they are drawn and printed
+            raise TypeError("names may hold letters, digits, spaces and ,.:+- only")  # they are drawn and printed
         return {**{key: stored[key] for key in (*CASE, "reward", "agent", "seed", "floor")}, **columns}
     except (KeyError, TypeError) as error:
         raise FormatError(f"{file}: not the curve of a training ({json.dumps(str(error))})") from None
@@ -171,7 +171,7 @@ def summarize(file: Path) -> Row | None:
 
 
 def spread(values: list[float | None]) -> str:
-    """Formats mean, least and largest, and the number of missing values."""
+    """Formats "mean (minimum to maximum)" and the number of None values; "infeasible" if all are None."""
     numbers = [v for v in values if v is not None]
     if not numbers:
         return "infeasible"

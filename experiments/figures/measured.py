@@ -65,7 +65,7 @@ class Measured(Figure):
     def tasks(self, settings: DictConfig) -> Rows:
         parts = figures.choices(settings, "parts", ("steps", "fit", "peaks", "plans"), "part ")
         if not (DATA / STEPS).exists():
-            raise cli.UsageError(f"{DATA} not found: the measurements come with the repository")
+            raise cli.UsageError(f"{DATA} not found: the measurements come with the repository; run in a clone of it")
         tasks: Rows = []
         if "steps" in parts:
             tasks += [{"part": "steps", "file": path.name, "sha256": _digest(path)} for path in _files()]

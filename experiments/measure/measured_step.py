@@ -96,7 +96,7 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
         FormatError: the profile is of another program.
     """
     if len(profile.durations_ns) != len(captured.nodes):
-        raise FormatError(f"the profile is of another program ({profile.program!r})")
+        raise FormatError(f"the profile is of another program ({profile.program!r}); profile this step")
     indices: dict[str, int] = {}
     operators: list[Operator] = []
     kernels: list[tuple[int, Phase, int, int | None]] = []

@@ -78,10 +78,10 @@ class Record:
             try:
                 torch.cuda.synchronize()
             except RuntimeError as error:
-                raise Broken(f"CUDA no longer works in this process: {line(error)}") from error
+                raise Broken(f"CUDA no longer works in this process; start another one: {line(error)}") from error
 
     def start(self, **row: Any) -> None:
-        """Notes the measurement that starts now, so that the next process detects that this one died in it."""
+        """Records the measurement that starts now, so that the next process detects that this one died in it."""
         deaths = [earlier["deaths"] for earlier in _lines(self._under_way) if _matches(earlier, row)]
         self._under_way.write_text(json.dumps({**row, "deaths": 1 + sum(deaths)}) + "\n")
 

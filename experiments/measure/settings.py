@@ -145,7 +145,7 @@ def parse(words: Sequence[str]) -> Settings:
         if not getattr(settings, key):
             raise UsageError(f"{key}: expected at least one value")
     if not all(0 < f <= 1 for f in settings.limits):
-        raise UsageError("limits: expected numbers above 0 and at most 1")
+        raise UsageError(f"limits: expected numbers above 0 and at most 1, got {settings.limits}")
     if settings.steps < 1 or settings.workers < 0 or settings.seconds <= 0:
-        raise UsageError("expected steps >= 1, seconds > 0 and workers >= 0")
+        raise UsageError("steps, seconds, workers: expected steps >= 1, seconds > 0 and workers >= 0")
     return replace(settings, stages=tuple(stage for stage in STAGES if stage in settings.stages))

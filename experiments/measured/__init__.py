@@ -1,1 +1,1 @@
-"""Command that fits the kernel-time model and measures steps; its parts: experiments/measure."""
+"""Command that fits the kernel-time model and measures steps; experiments/measure implements it."""

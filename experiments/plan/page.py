@@ -19,7 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from experiments.common.report import MB, duration
+from experiments.common.report import MIB, duration
 from experiments.plan import words
 from experiments.plan.answer import Answer
 from experiments.plotting.palette import DARK, LIGHT, label
@@ -258,7 +258,7 @@ def _picture(a: Answer) -> str:
     after = a.after
     curves = [steady_memory(t) for t in (before, after) if t is not None]
     end = max(x[-1] for x, _ in curves) or 1.0
-    top = 1.05 * max(limit / MB, *(y.max() for _, y in curves))
+    top = 1.05 * max(limit / MIB, *(y.max() for _, y in curves))
     keys = [("b0", f"without a plan, at most {size(before.peak_bytes)}")]
     if after is not None:
         keys.append(("b1", f"under the plan, at most {size(after.peak_bytes)}"))
@@ -269,7 +269,7 @@ def _picture(a: Answer) -> str:
         f'<path d="{d}" fill="none" stroke="var(--{name})" stroke-width="1.5"/>'
         for d, name in zip(paths, ("before", "after"), strict=False)
     )
-    y = HEIGHT - limit / MB * HEIGHT / top
+    y = HEIGHT - limit / MIB * HEIGHT / top
     lines = (
         f'<line x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--limit)" stroke-width="1.5" '
         'stroke-dasharray="6 4"/>'
@@ -283,7 +283,7 @@ def _picture(a: Answer) -> str:
     legend = "".join(f'<span class="key"><i class="{kind}"></i>{escape(text)}</span>' for kind, text in keys)
     caption = f"Memory in use over one step: {'; '.join(text for _, text in keys)}"
     return (
-        f'<div>{legend}</div><div class="plot"><div class="y"><span>{size(round(top * MB))}</span><span>0</span></div>'
+        f'<div>{legend}</div><div class="plot"><div class="y"><span>{size(round(top * MIB))}</span><span>0</span></div>'
         '<div class="canvas">'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(caption)}">'
         f"{fill}{strokes}{lines}</svg>{labels}</div>"

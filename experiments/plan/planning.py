@@ -63,8 +63,8 @@ class Effort:
         kind_share: all published methods of one kind.
         method_share: one published method.
         search_share: the planner ``best``.
-        faster_share: search for faster kernels.
-        tighter_share: search for a plan that PyTorch's allocator serves.
+        faster_share: search for a plan that stays good if kernels are faster than predicted.
+        tighter_share: search for a plan that PyTorch's allocator serves within the memory.
         tighter_limits: fractions of the limit at which that search plans, until a plan is served.
         batch_share: plans at other batches.
         batch_plans: planner calls that the search for the largest batch usually needs.
@@ -305,17 +305,21 @@ def largest_batch(
     in_backward: bool = False,
     what: str = "batch",
 ) -> tuple[Largest, Program | None]:
-    """Searches for the largest batch without a plan and with one; see ``Largest``.
-
-    Returns:
-        The results, and the step at half its batch (None: unknown).
+    """Searches for the largest batch without a plan and with one.
 
     Args:
+        workload: settings of the workload.
+        task: program, machine and limit.
+        mode: swap, recompute or joint.
+        most_overhead: largest overhead of a plan that counts.
         seconds: planning time; the largest batch is also captured, unless ``timeout_factor`` times as long has passed.
         memory: device memory in bytes, for tensors and everything else; None: the limit applies to tensors only.
         other_bytes: bytes of device memory not used by tensors, at the original batch.
         in_backward: whether the optimizer's update is in the backward pass, as in the task.
         what: "batch" or "sequence length": the size that is searched for.
+
+    Returns:
+        The results, and the step at half its batch (None: unknown).
     """
     program, machine, limit = task
     limit = memory or limit

@@ -318,7 +318,7 @@ def what_if(a: Answer) -> tuple[list[str], list[list[str]]]:
 
 
 def how(a: Answer) -> str:
-    """Returns a sentence on what makes each change of the table."""
+    """Returns a sentence that states how to make each change in the "What if" table."""
     named = [name for name in HOW if any(change.name.endswith(name) for change in a.what_if)]
     return f"How: {'; '.join(f'{name}: {HOW[name]}' for name in named)}."
 

@@ -308,7 +308,14 @@ def groups(
     thick: float = 0.8,
     hollow: Sequence[str] = (),
 ) -> list[Mark]:
-    """Returns grouped bars at positions 0, 1, …; an entry of ``series`` is (label, color, values, texts)."""
+    """Returns grouped bars at positions 0, 1, ….
+
+    Args:
+        series: (label, color, values, texts) of each bar in a group.
+        horizontal: Whether bars are horizontal.
+        thick: Width of a group, where groups are 1 apart.
+        hollow: Labels of the series that are drawn as outlines.
+    """
     width = thick / len(series)
     return [
         Bars(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import agents
 from agents.planner import Family, PlannerInfo
-from experiments.common.report import ABLATION as UNIFORM_EDITS
+from experiments.common.report import ABLATION as WITHOUT_NETWORK
 
 INK = "#222222"
 FAINT = "#9a9a9a"
@@ -58,8 +58,8 @@ def spare_look(planner: str, text: str) -> Look:
 
 
 def _entries() -> Iterator[PlannerInfo]:
-    """Yields the facts of every planner, of the trainings' greedy policies, and of the no-network ablation."""
-    yield PlannerInfo(UNIFORM_EDITS, UNIFORM_EDITS, family="search", slot=6)
+    """Yields the facts of every planner, of the trainings' greedy policies, and of the walk without the network."""
+    yield PlannerInfo(WITHOUT_NETWORK, WITHOUT_NETWORK, family="search", slot=6)
     for facts in agents.PLANNERS.values():
         yield facts
         if facts.key in ("dqn", "dqn_paper"):  # train_dqn writes a row of the greedy policy

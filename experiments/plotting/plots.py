@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 from scipy.optimize import isotonic_regression
 
 from experiments.common import report
-from experiments.common.report import MB, Row
+from experiments.common.report import ABLATION, MIB, Row
 from experiments.plotting import palette
 from experiments.plotting.palette import FAINT, FLOOR, INK, LIMIT, Look, color, label, look
 from simulator import simulate
@@ -70,7 +70,7 @@ def steady_memory(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
     """Returns the memory curve of the last simulated iteration, as steps.
 
     Returns:
-        float64[n], time in ms since the start of the iteration; float64[n], MB in use from that time on.
+        float64[n], time in ms since the start of the iteration; float64[n], MiB in use from that time on.
     """
     end = timeline.boundaries[-1]
     begin = timeline.last_start_ns
@@ -79,39 +79,39 @@ def steady_memory(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
     last = int(np.searchsorted(times, end, side="right")) - 1
     x = np.append(np.clip(times[first : last + 1], begin, end), end)
     y = np.append(used[first : last + 1], used[last])
-    return (x - begin) / 1e6, y / MB
+    return (x - begin) / 1e6, y / MIB
 
 
 def memory_curve(
     path: Path, before: Timeline, after: Timeline | None, machine: str, planner: str, limit: int | None = None
 ) -> None:
     """Plots memory over one iteration, unplanned and (if given) planned, with the limit (default: the plan's)."""
-    limit_mb = (after.limit if limit is None and after is not None else limit or 0) / MB
+    limit_mib = (after.limit if limit is None and after is not None else limit or 0) / MIB
     with figure(path) as axes:
         x0, y0 = steady_memory(before)
         right = x0[-1]
-        top = max(y0.max(), limit_mb)
+        top = max(y0.max(), limit_mib)
         axes.fill_between(x0, y0, step="post", color="#e9e9e9", linewidth=0)
-        axes.step(x0, y0, where="post", color=FAINT, linewidth=1.3, label=f"no plan: peak {y0.max():,.0f} MB")
+        axes.step(x0, y0, where="post", color=FAINT, linewidth=1.3, label=f"no plan: peak {y0.max():,.0f} MiB")
         if after is not None:
             x1, y1 = steady_memory(after)
             right = max(right, x1[-1])
             top = max(top, y1.max())
-            name = f"{label(planner)} plan: peak {y1.max():,.0f} MB, {after.overhead:+.1%} time"
+            name = f"{label(planner)} plan: peak {y1.max():,.0f} MiB, {after.overhead:+.1%} time"
             axes.step(x1, y1, where="post", color=color(planner), linewidth=1.5, label=name)
-        percent = limit_mb * MB / before.peak_bytes
+        percent = limit_mib * MIB / before.peak_bytes
         axes.axhline(
-            limit_mb,
+            limit_mib,
             color=LIMIT,
             linewidth=1.3,
             linestyle=(0, (5, 3)),
-            label=f"limit: {limit_mb:,.0f} MB, {percent:.0%} of the peak",
+            label=f"limit: {limit_mib:,.0f} MiB, {percent:.0%} of the peak",
         )
         axes.set(
             xlim=(0, right),
             ylim=(0, 1.28 * top),
             xlabel="time in the iteration (ms)",
-            ylabel="GPU memory in use (MB)",
+            ylabel="GPU memory in use (MiB)",
             title=f"{before.program} on {machine}: one training iteration",
         )
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
@@ -207,7 +207,7 @@ def edit_learning(
             label="greedy policy",
         )
         for row, style in zip(
-            (r for r in rows if r["feasible"] and r["planner"].startswith(("uniform", "dqn, before"))),
+            (r for r in rows if r["feasible"] and r["planner"].startswith((ABLATION, "dqn, before"))),
             ((0, (5, 3)), (0, (1, 1.5)), "-.", (0, (3, 1, 1, 1))),
             strict=False,
         ):

@@ -121,7 +121,9 @@ def load(
     if not isinstance(algorithms, bool):
         raise WorkloadError(f"workload.algorithms: expected true or false, got {algorithms!r}")
     if (dtype := workload.get("dtype", "float32")) not in machine.flops_per_s and dtype in _DTYPES:
-        raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
+        raise FormatError(
+            f"machine.flops_per_s: {machine.name} has no figure for {dtype}; choose another workload.dtype"
+        )
     name = str(workload.get("name") or (type(parts[0]).__name__ if _is_custom(workload) else _family(workload)))
     buckets = BUCKET_BYTES if as_cuda else None
     # Benchmark tasks pin the programs of bundled networks, whose gradients live until the next step as in the papers.
@@ -197,7 +199,7 @@ def length_of_workload(workload: Mapping[str, Any], parts: Parts) -> tuple[int, 
         return length_of(parts), longest_of(parts)
     parameter = inspect.signature(_maker(workload)).parameters.get("length")
     if parameter is None:
-        raise WorkloadError(f"{_family(workload)} has no sequence length")
+        raise WorkloadError(f"{_family(workload)} has no sequence length: choose a transformer")
     length = int(workload.get("length", parameter.default))
     # A table of positions that is as long as the sequences is built with them.
     longest = longest_of(parts)

@@ -135,10 +135,10 @@ def length_of(parts: Parts) -> int:
     """
     tensors = [t for t in flatten(parts[-1])[0] if isinstance(t, Tensor)]
     if not any(t.dim() == 2 and not t.is_floating_point() for t in tensors):
-        raise WorkloadError("the example batch has no token ids, which are integers of two dimensions")
+        raise WorkloadError("the example batch has no token ids: expected integers of two dimensions")
     lengths = {t.shape[1] for t in tensors if t.dim() > 1}
     if len(lengths) != 1 or any(t.dim() > 2 for t in tensors):
-        raise WorkloadError("the tensors of the example batch do not share a second dimension, the sequence")
+        raise WorkloadError("example batch: expected tensors that share a second dimension, the sequence")
     return int(lengths.pop())
 
 

@@ -27,7 +27,7 @@ def meld(keys, child, sibling, left, right):
 
 @stage
 def push(keys, child, sibling, root, row):
-    """Adds a row and returns the root."""
+    """Adds ``row`` to the heap with this root (-1: empty) and returns the new root."""
     child[row] = -1
     return meld(keys, child, sibling, root, row)
 

@@ -93,7 +93,7 @@ def start_host(host, queue, rows, gaps, compute_ns):
 
 @stage
 def complete(queue, host, timed, now):
-    """Completes a step, which makes room in the queue if it took time."""
+    """Removes a completed step from the launch queue at time ``now``, if it is ``timed`` (takes time)."""
     issue(queue, host, now)
     if timed:
         host.queued -= 1

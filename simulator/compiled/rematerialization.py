@@ -37,7 +37,7 @@ CHAIN = 10_000  # most kernels of a chain whose times are summed
 
 
 class Case(NamedTuple):
-    """Arguments of ``lower_recomputations``. A stage names what it needs, because calls copy all their arguments."""
+    """Arguments of ``lower_recomputations``. Stages take single fields, because a call copies every argument."""
 
     kernels: Ints
     tensors: Ints

@@ -48,7 +48,7 @@ def _passes(rows, n, steps):
 
 
 class Walk(NamedTuple):
-    """State of ``_build``."""
+    """Arrays that ``_build`` reads and updates while it lowers one pass after the other."""
 
     graph: Graph
     tensors: Tensors

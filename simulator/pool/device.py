@@ -143,7 +143,7 @@ class Device:
         self.native_bytes += block.nbytes
         self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
         if self.limit is not None and self.reserved_bytes > self.limit:
-            raise MemoryError(f"limit: {self.limit:,} bytes are exceeded by the blocks of one call")
+            raise MemoryError(f"limit: {self.limit:,} bytes are exceeded by the blocks of one call; raise it")
 
     def _is_served(self, kind: str, operand: int) -> bool:
         """Returns whether the pool serves a request: bytes of a malloc, or requests since the malloc of a free."""

@@ -63,7 +63,7 @@ class DevicePeak:
             ValueError: ``memory_bytes`` was not given.
         """
         if self.memory_bytes is None:
-            raise ValueError("memory_bytes: not given, so the limit is unknown")
+            raise ValueError("memory_bytes: not given, so the limit is unknown; give the size of device memory")
         used = self.reserved - self.allocator
         tensor_bytes = (self.memory_bytes - self.context) * used // max(self.reserved, 1) - self.loop - self.workspaces
         return max(tensor_bytes, self.tensors if self.fits else 1)

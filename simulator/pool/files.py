@@ -60,7 +60,7 @@ def load(path: str | Path, iteration: bool | None = None) -> Buffers:
         lines = [line.strip() for line in text.splitlines()]
         first = next((i for i, line in enumerate(lines) if line and not line.startswith("#")), None)
         if first is None:
-            raise FormatError("holds no line")
+            raise FormatError("holds no line; expected a CSV of buffers, or one operation per line")
         return _csv(lines, iteration) if "," in lines[first] else _log(lines, iteration)
     except (FormatError, csv.Error) as error:
         raise FormatError(f"{path}: {error}") from None
@@ -95,7 +95,7 @@ def _program(program: Program, iteration: bool | None) -> Buffers:
 
 def _csv(lines: list[str], iteration: bool | None) -> Buffers:
     if iteration:
-        raise FormatError("no iteration: a CSV of buffers holds no stream of operations")
+        raise FormatError("no iteration: a CSV of buffers holds no stream of operations; pass iteration=None")
     rows = csv.reader(lines, skipinitialspace=True)
     columns = {
         "id": "id",
@@ -162,7 +162,9 @@ def _stream(lines: _Lines, place: Callable[[int], str], name: Callable[[int], st
         stream = Stream.from_operations(lines)
     except StreamError as error:
         i = error.operation
-        raise FormatError(f"{place(i)}: {error.reason}, {name(lines[i][1])}") from None
+        raise FormatError(
+            f"{place(i)}: {error.reason}, {name(lines[i][1])}: a block has one malloc, then accesses, then one free"
+        ) from None
     intervals, source = stream.intervals()
     if iteration is not False:
         try:

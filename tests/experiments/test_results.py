@@ -118,11 +118,14 @@ def test_unstamped_results_are_listed() -> None:
     assert {name for name in NAMES if "fingerprint" not in committed(name)} == UNSTAMPED
 
 
-def test_docstrings_and_comments_do_not_make_a_result_stale() -> None:
+def test_docstrings_comments_messages_and_annotations_do_not_make_a_result_stale() -> None:
     source = 'def f(x):\n    """Doubles."""\n    return 2 * x\n'
     digest = fingerprint.source_digest(source)
     assert digest == fingerprint.source_digest("def f(x):  # twice\n\n    return (2 * x)\n")
     assert digest != fingerprint.source_digest(source.replace("2", "3"))
+    raises = 'def f(x: int) -> int:\n    raise ValueError(f"x: got {x}")\n'
+    assert fingerprint.source_digest(raises) == fingerprint.source_digest("def f(x):\n    raise ValueError('x: {x}')\n")
+    assert fingerprint.source_digest(raises) != fingerprint.source_digest(raises.replace("Value", "Type"))
     picture = "class F:\n    x = 1\n    def chart(self):\n        return 1\n"
     assert fingerprint.source_digest(picture) == fingerprint.source_digest(picture.replace("return 1", "return 2"))
 

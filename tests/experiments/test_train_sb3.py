@@ -172,7 +172,13 @@ def test_the_command_writes_its_run_directory(run: Run, tmp_path: Path, algorith
     rows = rows_in(out)
     agent = f"sb3_{algorithm}"
     check_rows(rows)
-    names = ["autoswap_doa", "uniform edits, equal calls", "uniform edits, equal seconds", agent, f"{agent}_greedy"]
+    names = [
+        "autoswap_doa",
+        "without the network, equal calls",
+        "without the network, equal seconds",
+        agent,
+        f"{agent}_greedy",
+    ]
     assert [row["planner"] for row in rows] == names
     steps = rows[3]["simulator_calls"]
     assert 600 <= steps < 600 + 8 * 64 and rows[1]["simulator_calls"] <= steps

@@ -19,7 +19,7 @@ LINE = straight(  # a, b of a, a pause, b is read, a is read
     ("swap", "reason"),
     [
         (Swap(0, 1, 4, copy=9), "there is no kernel 9"),
-        (Swap(0, 1, 4, copy=2), "not from the birth of tensor 0 up to kernel 1"),
+        (Swap(0, 1, 4, copy=2), "expected a kernel from the first write of tensor 0 .0. up to 1, got 2"),
         (Swap(1, 3, 5, copy=1), "tensor 1 is written between the end of kernel 1 and that of 3"),
         (Swap(1, 3, 5, copy=2), None),
         (Swap(1, 3, 5, copy=3), None),
@@ -54,7 +54,7 @@ def test_an_early_copy_needs_a_resident_tensor():
 
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_not_before_it_is_dropped_and_not_after_its_use(at):
-    with pytest.raises(PlanError, match=rf"decisions\[0\].at: kernel {at} is not after 1 and up to 4"):
+    with pytest.raises(PlanError, match=rf"decisions\[0\].at: expected a kernel after 1 and up to 4, got {at}"):
         Plan((Recompute(0, 1, 4, at=at),)).check(LINE)
 
 

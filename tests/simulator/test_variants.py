@@ -65,8 +65,8 @@ def test_a_plan_is_simulated_as_the_program_that_it_runs(data: st.DataObject) ->
 @pytest.mark.parametrize(
     ("variants", "message"),
     [
-        (((8, 0),), "variants[0]: there is no kernel 8"),
-        (((-1, 0),), "variants[0]: there is no kernel -1"),
+        (((8, 0),), "variants[0]: there is no kernel 8; the program has 8"),
+        (((-1, 0),), "variants[0]: there is no kernel -1; the program has 8"),
         (((F1, 2),), "variants[0]: kernel 0 has no variant 2; it has 2"),
         (((F1, -1),), "variants[0]: kernel 0 has no variant -1; it has 2"),
         (((F1, 0), (1, 0)), "variants[1]: kernel 1 has no variant 0; it has 0"),

@@ -1,4 +1,4 @@
-"""Bars of the 15 minutes on a GPU: which quotient of a row's entries must be at most, or at least, a number."""
+"""Acceptance bounds of the GPU measurements: each limits an entry of a row, or the quotient of two, from one side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a section.
+    """One acceptance bound of a section.
 
     Attributes:
         section: section of the probe.
@@ -30,7 +30,7 @@ class Bar:
         return f"{self.entry} {self.sign} {self.bound:g}{f' x {self.per}' if self.per else ''}"
 
     def holds_for(self, row: dict[str, Any]) -> bool:
-        """Returns whether this bar is about the row."""
+        """Returns whether this bound applies to the row."""
         named = row.get("section") == self.section and str(row.get("what", "")).endswith(self.row)
         return named and all(row.get(key) is not None for key in (self.entry, self.per) if key)
 

@@ -109,7 +109,7 @@ def limit_at(f: float, eager: Trial) -> int:
 def eager_row(name: str, device: str, eager: Trial | None) -> dict[str, Any]:
     """Returns the row of eager steps, measured unless ``eager`` is given; raises Unreachable without blocks."""
     if not block_count(name):
-        raise Unreachable("the network has no blocks to checkpoint")
+        raise Unreachable("the network has no blocks to checkpoint; choose one of transformer or residual blocks")
     warm_up(name, device)
     eager = eager or trial(name, device)
     return {

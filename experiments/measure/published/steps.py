@@ -223,7 +223,9 @@ def paired(captured: Captured, trace: Sequence[Operator]) -> list[tuple[Operator
         elif row.name in KERNELS:
             alternatives = KERNELS[row.name]
         elif row.us:
-            raise ValueError(f"line {line}: operator {row.name!r} is unknown")
+            raise ValueError(
+                f"line {line}: operator {row.name!r} is unknown; add it to the operators of the trace format"
+            )
         else:  # a view
             alternatives = ((),)
         stage = "backward" if row.name == "aten::ones_like" else row.stage

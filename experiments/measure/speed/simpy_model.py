@@ -131,7 +131,7 @@ class Model:
         return self.round
 
     def sleep(self, priority: int) -> simpy.Event:
-        """Returns an event that fires at the next completion."""
+        """Returns an event that ``wake_all`` triggers, ordered by ``priority``; one process sleeps per priority."""
         event = self.sleeping[priority] = simpy.Event(self.env)
         return event
 

@@ -117,8 +117,8 @@ def test_the_plan_does_not_depend_on_the_cores() -> None:
     assert len({p.plan(program, MACHINE, limit).decisions for p in cores}) == 1
 
 
-def test_shipped_weights_beat_the_no_network_ablation() -> None:
-    """Compares with the ablation at equal calls on MobileNet and an H100, neither in the training data, over seeds."""
+def test_shipped_weights_beat_the_search_without_the_network() -> None:
+    """Compares at equal calls on MobileNet and an H100, neither in the training data, over seeds."""
     machine = Machine.load("h100")
     program = bundled("mobilenet", machine)
     limit = program.peak_bytes // 2

@@ -184,9 +184,9 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
     names = [
         "autoswap_doa",
         "annealing",
-        "uniform edits, equal calls",
-        "uniform edits, equal seconds",
-        "uniform edits, 300 calls",
+        "without the network, equal calls",
+        "without the network, equal seconds",
+        "without the network, 300 calls",
         "dqn, before training",
         "dqn",
         "dqn_greedy",

@@ -36,9 +36,9 @@ def test_the_table_has_the_floor_of_each_limit(program: Program) -> None:
     assert cells[0] == ["50%", "floor", f"{rows[0]['bound_overhead']:.2%}"]
     gap = f"{100 * rows[0]['gap']:.2f}"
     assert cells[1][:3] == ["autoswap_swdoa", f"{rows[0]['overhead']:.2%}", gap] and cells[1][-1] == "yes"
-    assert cells[2][0] == "none" and f"{program.peak_bytes / 1e6:,.0f} MB" in " ".join(cells[2])
+    assert cells[2][0] == "none" and f"{program.peak_bytes / 2**20:,.0f} MiB" in " ".join(cells[2])
     assert cells[3][:3] == ["1%", "floor", "–"]
-    assert f"{rows[2]['bound_bytes'] / 1e6:,.0f} MB" in " ".join(cells[3])
+    assert f"{rows[2]['bound_bytes'] / 2**20:,.0f} MiB" in " ".join(cells[3])
 
 
 def test_options_go_to_the_planners_that_have_them() -> None:

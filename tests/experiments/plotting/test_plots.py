@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 import agents
 from agents.planner import Family
 from experiments.common.curves import GREEDY
-from experiments.common.report import MB
+from experiments.common.report import MIB
 from experiments.plotting import charts, palette, plots
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Panel, Rule, Words, groups, pairs
 from simulator import Machine, Plan, Program, Swap, simulate
@@ -49,7 +49,7 @@ def test_the_memory_curve_is_that_of_the_last_iteration(program: Program) -> Non
     ms, used = plots.steady_memory(timeline)
     assert ms[0] == 0 and np.isclose(ms[-1], timeline.iteration_ns / 1e6)
     assert (np.diff(ms) >= 0).all()
-    assert used.max() * MB <= required
+    assert used.max() * MIB <= required
     # The byte-seconds under the curve equal those of the timeline's intervals.
     begin, end = timeline.boundaries[-2:]
     area = 0
@@ -57,7 +57,7 @@ def test_the_memory_curve_is_that_of_the_last_iteration(program: Program) -> Non
     for time, level in (*timeline.memory, (end, 0)):
         area += max(0, min(time, end) - max(last[0], begin)) * last[1]
         last = (time, level)
-    assert np.isclose((np.diff(ms) * used[:-1]).sum() * 1e6 * MB, area)
+    assert np.isclose((np.diff(ms) * used[:-1]).sum() * 1e6 * MIB, area)
 
 
 def test_pictures_of_nothing_feasible(tmp_path: Path, program: Program) -> None:
@@ -80,13 +80,13 @@ def test_a_training_of_the_dqn(tmp_path: Path, saved: list[Figure]) -> None:
     points = [{"calls": 0, GREEDY: 0.05}, {"calls": 120, GREEDY: None}, {"calls": 200, GREEDY: 0.03}]
     rows = [
         result(name, 0.5, overhead, 0.0)
-        for name, overhead in (("annealing", 0.01), ("uniform edits, equal calls", 0.035), ("dqn", 0.03))
+        for name, overhead in (("annealing", 0.01), ("without the network, equal calls", 0.035), ("dqn", 0.03))
     ]
     plots.edit_learning(tmp_path / "p.png", history, points, rows, "title")
     overhead, hits, error = saved[0].axes
     greedy, control = overhead.lines
     assert greedy.get_xydata().tolist() == [[0, 0.05], [200, 0.03]]
-    assert (control.get_label(), control.get_ydata()[0]) == ("uniform edits, equal calls", 0.035)
+    assert (control.get_label(), control.get_ydata()[0]) == ("without the network, equal calls", 0.035)
     assert overhead.collections[0].get_offsets().tolist() == [[200, 0.04]]
     assert [line.get_xydata().tolist() for line in hits.lines] == [[[100, 0.1], [200, 0.2]], [[100, 0.05], [200, 0.05]]]
     assert [line.get_xydata().tolist() for line in error.lines] == [[[200, 0.3]], [[200, 0.2]]]
