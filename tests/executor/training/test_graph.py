@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import agents
-from executor import Captured, PlannedStep, StepError, capture_step, fit
+from executor import Captured, CaptureError, PlannedStep, StepError, capture, capture_step, fit
 from executor.capture.optimizers import capturable, rates_as_tensors
-from executor.training import graph, node_calls, planned_step
+from executor.training import check, graph, node_calls, planned_step
 from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap, simulate
 from simulator.pool.intervals import Intervals
@@ -24,6 +24,7 @@ from tests.executor.networks import adamw, sgd
 from tests.executor.training import programs
 from tests.executor.training.programs import GPU, Loop, Twins, network, random_plan, required
 from tests.executor.training.test_faults import break_kernel
+from tests.fake_device.graphs import Graph
 from tests.fake_device.memory import BASE
 
 fit_module = sys.modules["executor.fit"]
@@ -348,6 +349,26 @@ def test_repeated_captures_disable_the_graph(by_default):
         twins.train(step)
     assert step.graph is None and "fit(tensor_lr=True)" in step.issued and not by_default.arenas
     twins.train(step, 2)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_differential_check_replays_a_graph(is_broken, by_default, monkeypatch):
+    """The check replays a graph as on CUDA, where two eager runs may differ, and refuses one that leaves a kernel out."""
+    monkeypatch.setattr(check, "repeats", lambda device: False)
+    replays = list[int]()
+    replay = Graph.replay
+
+    def watched(captured_graph: Graph) -> None:
+        replays.append(len(captured_graph.log))
+        if is_broken:
+            del captured_graph.log[-1]
+        replay(captured_graph)
+
+    monkeypatch.setattr(Graph, "replay", watched)
+    loop = loop_of("mlp", sgd)
+    with pytest.raises(CaptureError, match="differently from the eager step") if is_broken else contextlib.nullcontext():
+        capture(*loop.capture_args, (torch.randn(8, 16), torch.randint(4, (8,))), check=True)
+    assert len(replays) == 1 and replays[0] > 10
 
 
 def test_a_schedule_keeps_the_graph(by_default):
