@@ -39,6 +39,7 @@ from executor.training.bindings import device_of
 from executor.training.graph import NoGraph, OverLimit, beside_bytes, not_by_default
 from executor.training.planned_step import PlannedStep
 from executor.training.planned_steps import PlannedSteps
+from executor.training.replay_time import replay_ns
 from simulator.compiled.engine import simulate
 from simulator.files import FormatError
 from simulator.limits import check_limit, is_fraction, limit_bytes, size_bytes
@@ -125,12 +126,20 @@ class FittedStep(PlannedStep):
     def _executing_machine(self) -> Machine:
         return self.machine if self.not_graph else self.machine.in_graph()
 
+    def _replay_ns(self) -> int:
+        machine = self._executing_machine()
+        schedule = self.order.schedule
+        timeline = simulate(self.captured.program, self.plan, machine, self.order.limit, schedule=schedule)
+        return replay_ns(self.order, timeline, machine)[0]
+
     def _falls_back(self, error: NoGraph) -> bool:
         return not (isinstance(error, OverLimit) and self.replans < REPLANS) and super()._falls_back(error)
 
     def report(self) -> Report:
         """Returns the report: memory peak, moved tensors and predicted time; ``str`` renders it as a page."""
         issued = ("with its update in the backward pass, " if self.captured.early_update else "") + self.issued
+        if self.graph is not None:
+            issued += f", and {self._replay_ns() / 1e6:.2f} ms with its copies joined at the end"
         return report(self.captured, self._executing_machine(), self.limit, self.plan, self.floor_ns, issued)
 
 

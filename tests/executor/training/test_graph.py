@@ -366,7 +366,9 @@ def test_the_differential_check_replays_a_graph(is_broken, by_default, monkeypat
 
     monkeypatch.setattr(Graph, "replay", watched)
     loop = loop_of("mlp", sgd)
-    with pytest.raises(CaptureError, match="differently from the eager step") if is_broken else contextlib.nullcontext():
+    with (
+        pytest.raises(CaptureError, match="differently from the eager step") if is_broken else contextlib.nullcontext()
+    ):
         capture(*loop.capture_args, (torch.randn(8, 16), torch.randint(4, (8,))), check=True)
     assert len(replays) == 1 and replays[0] > 10
 
