@@ -29,7 +29,7 @@ from executor.capture.ambient import default_modes
 from executor.capture.batches import Loss, arguments
 from executor.capture.captured import Captured
 from executor.capture.early_update import InBackward, with_early_update
-from executor.capture.optimizers import BUCKET_BYTES
+from executor.capture.optimizers import BUCKET_BYTES, rates_as_tensors
 from executor.capture.profile import Profile, ProfileError, with_profile
 from executor.capture.profiler import measure
 from executor.capture.python_values import preserve_random_states
@@ -39,6 +39,7 @@ from executor.training.bindings import device_of
 from executor.training.graph import NoGraph, OverLimit, beside_bytes, not_by_default
 from executor.training.planned_step import PlannedStep
 from executor.training.planned_steps import PlannedSteps
+from executor.training.replay_time import replay_ns
 from simulator.compiled.engine import simulate
 from simulator.files import FormatError
 from simulator.limits import check_limit, is_fraction, limit_bytes, size_bytes
@@ -125,12 +126,20 @@ class FittedStep(PlannedStep):
     def _executing_machine(self) -> Machine:
         return self.machine if self.not_graph else self.machine.in_graph()
 
+    def _replay_ns(self) -> int:
+        machine = self._executing_machine()
+        schedule = self.order.schedule
+        timeline = simulate(self.captured.program, self.plan, machine, self.order.limit, schedule=schedule)
+        return replay_ns(self.order, timeline, machine)[0]
+
     def _falls_back(self, error: NoGraph) -> bool:
         return not (isinstance(error, OverLimit) and self.replans < REPLANS) and super()._falls_back(error)
 
     def report(self) -> Report:
         """Returns the report: memory peak, moved tensors and predicted time; ``str`` renders it as a page."""
         issued = ("with its update in the backward pass, " if self.captured.early_update else "") + self.issued
+        if self.graph is not None:
+            issued += f", and {self._replay_ns() / 1e6:.2f} ms with its copies joined at the end"
         return report(self.captured, self._executing_machine(), self.limit, self.plan, self.floor_ns, issued)
 
 
@@ -371,6 +380,7 @@ def fit(
     bucket_bytes: int | None = BUCKET_BYTES,
     optimizer_in_backward: InBackward = "auto",
     link_margin: float = LINK_MARGIN,
+    tensor_lr: bool = False,
     check: bool = True,
 ) -> FittedSteps:
     """Returns the training step of ``loss_fn(model(x), y)`` within ``memory``, bit-identical to the eager step.
@@ -416,6 +426,9 @@ def fit(
         link_margin: part of the link's speed that the plan uses, in (0, 1]: the step loses no time while copies reach
             it, whatever slows them (a CUDA graph, a distant NUMA node, another process). Predictions are for the whole
             link.
+        tensor_lr: replaces the optimizer's learning rates by float32 tensors, so that a schedule changes them without
+            another CUDA graph (a Python number is a constant of a graph). It needs ``fused`` or ``capturable``; results
+            are bit-identical to those of the optimizer with tensors.
         check: compares the step with its capture on a few examples of the first batch, which must then hold valid
             values, and rejects a step that differs (executor/training/check.py).
 
@@ -437,7 +450,11 @@ def fit(
         raise ValueError("memory: missing; pass a size such as '24GiB', or a fraction of the step's peak (0.6)")
     if not 0 < link_margin <= 1:
         raise ValueError(f"link_margin: expected a number in (0, 1], got {link_margin!r}")
+    if tensor_lr and optimizer is None:
+        raise ValueError("tensor_lr: requires an optimizer")
     check_limit(memory, "memory")
+    if tensor_lr:
+        rates_as_tensors(cast(Optimizer, optimizer))
     if isinstance(planner, str):  # fail before the capture
         import agents
 

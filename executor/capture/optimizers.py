@@ -67,6 +67,25 @@ def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
     return bool(_default_to_fused_or_foreach(trainable, group.get("differentiable", False), False)[1])
 
 
+def rates_as_tensors(optimizer: Optimizer) -> None:
+    """Replaces learning rates by float32 tensors beside the parameters, which CUDA graphs read at each replay.
+
+    PyTorch's schedulers then write into them.
+
+    Raises:
+        ValueError: the optimizer reads its learning rate on the host.
+    """
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    for i, group in enumerate(groups):
+        if not (group.get("fused") or group.get("capturable")):
+            raise ValueError(
+                f"tensor_lr: group {i} of {type(optimizer).__name__} reads its learning rate on the host; create the "
+                "optimizer with fused=True or capturable=True"
+            )
+    for group in groups:
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
+
+
 @contextmanager
 def split_groups(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
     """Splits every parameter group into groups of at most ``nbytes`` of parameters (or of one parameter)."""

@@ -3,7 +3,8 @@
 The user's step runs twice eagerly, then the captured step under a plan with some swaps and recomputations (on CUDA the
 second time as a graph), from equal states and on a small part of the batch. All reachable tensors and Python values,
 results, batches and random states must then be bit-identical. The captured step runs once if the second eager step has
-exactly its operators (operator_match.py), else twice. The check runs on the user's own objects, because functions
+exactly its operators (operator_match.py), else twice. Kernels of CUDA that add in any order do not repeat their bits: the
+tolerance there is four times the difference of two eager runs (``_judge``), and 0 if these are equal. The check runs on the user's own objects, because functions
 cannot be copied, and restores them afterwards.
 """
 
@@ -33,6 +34,7 @@ from executor.capture.python_values import is_scalar, preserve_random_states
 from executor.capture.reach import CaptureError, Reach, Snapshot
 from executor.capture.state import copy_batch
 from executor.training.bindings import StepError, device_of
+from executor.training.graph import beside_bytes
 from executor.training.operator_match import OperatorMatch
 from executor.training.planned_step import PlannedStep
 from simulator.decisions import Recompute, Swap
@@ -376,7 +378,9 @@ class _Comparison:
             nonlocal step
             if step is None or step.captured.is_first:
                 captured = self.captured if step is None else self.captured.source.recapture(self.args)
-                step = PlannedStep(captured, evicting(captured))
+                # A graph's holes and slots are beyond the peak, for which the plan is.
+                limit = 2 * captured.program.peak_bytes + beside_bytes(captured)
+                step = PlannedStep(captured, evicting(captured), limit=limit)
             return step(*args)
 
         try:

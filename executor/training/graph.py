@@ -311,8 +311,8 @@ class GraphStep:
         if not self.always_recapture and self.captures >= CAPTURES + self._replays // REPLAYS_PER_CAPTURE:
             raise NoGraph(
                 f"it was captured {self.captures} times for {self._replays} replays, because the optimizer's numbers, "
-                "the user's tensors or the batch's shape change (a learning rate that is a tensor on the device is "
-                "read by replays): PlannedStep(graph=True) captures every time"
+                "the user's tensors or the batch's shape change: fit(tensor_lr=True) makes learning rates tensors, "
+                "which replays read; PlannedStep(graph=True) captures every time"
             )
 
     def _table(self) -> list[Any]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import agents
-from executor import Captured, PlannedStep, StepError, capture_step, fit
-from executor.capture.optimizers import capturable
-from executor.training import graph, node_calls, planned_step
+from executor import Captured, CaptureError, PlannedStep, StepError, capture, capture_step, fit
+from executor.capture.optimizers import capturable, rates_as_tensors
+from executor.training import check, graph, node_calls, planned_step
 from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap, simulate
 from simulator.pool.intervals import Intervals
@@ -24,6 +24,7 @@ from tests.executor.networks import adamw, sgd
 from tests.executor.training import programs
 from tests.executor.training.programs import GPU, Loop, Twins, network, random_plan, required
 from tests.executor.training.test_faults import break_kernel
+from tests.fake_device.graphs import Graph
 from tests.fake_device.memory import BASE
 
 fit_module = sys.modules["executor.fit"]
@@ -346,8 +347,57 @@ def test_repeated_captures_disable_the_graph(by_default):
     set_rate(twins, 0.07)
     with pytest.warns(UserWarning, match="it was captured 3 times for 3 replays"):
         twins.train(step)
-    assert step.graph is None and "learning rate that is a tensor" in step.issued and not by_default.arenas
+    assert step.graph is None and "fit(tensor_lr=True)" in step.issued and not by_default.arenas
     twins.train(step, 2)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_differential_check_replays_a_graph(is_broken, by_default, monkeypatch):
+    """The check replays a graph as on CUDA, where two eager runs may differ, and refuses one that leaves a kernel out."""
+    monkeypatch.setattr(check, "repeats", lambda device: False)
+    replays = list[int]()
+    replay = Graph.replay
+
+    def watched(captured_graph: Graph) -> None:
+        replays.append(len(captured_graph.log))
+        if is_broken:
+            del captured_graph.log[-1]
+        replay(captured_graph)
+
+    monkeypatch.setattr(Graph, "replay", watched)
+    loop = loop_of("mlp", sgd)
+    with (
+        pytest.raises(CaptureError, match="differently from the eager step") if is_broken else contextlib.nullcontext()
+    ):
+        capture(*loop.capture_args, (torch.randn(8, 16), torch.randint(4, (8,))), check=True)
+    assert len(replays) == 1 and replays[0] > 10
+
+
+def test_a_schedule_keeps_the_graph(by_default):
+    """With tensor_lr PyTorch's schedulers write into the tensors that replays read."""
+
+    def with_schedule(*args: Any) -> Loop:
+        loop = loop_of("small", lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True), *args)
+        loop.schedule = torch.optim.lr_scheduler.LinearLR(loop.optimizer, 0.1, 1.0, 10)
+        return loop
+
+    twins = Twins(with_schedule)
+    rates_as_tensors(twins.eager.optimizer)
+    steps = fit(*twins.ours.capture_args, twins.next_batch(), "64MiB", machine=GPU, tensor_lr=True)
+    for _ in range(6):
+        twins.train(steps)
+        for loop in (twins.ours, twins.eager):
+            loop.schedule.step()
+    (group,) = twins.ours.optimizer.param_groups
+    assert steps.current.graph.captures == 1 and float(group["lr"]) == pytest.approx(0.01 * 0.64)
+
+
+def test_a_learning_rate_that_the_host_reads_stays_a_number():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="tensor_lr: group 0 of SGD .* fused=True or capturable=True"):
+        fit(model, nn.MSELoss(), optimizer, (torch.ones(1, 2), torch.ones(1, 2)), 1.0, tensor_lr=True)
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_steps_of_several_shapes_have_one_graph_at_a_time(by_default):
