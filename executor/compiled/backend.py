@@ -32,15 +32,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from executor.capture.batches import Loss, compute_loss
 from executor.capture.optimizers import STEP_HOOKS, step_without_hooks
-from executor.compiled.graph_report import CompiledReport, Graph, describe
-from executor.compiled.held import Held, Update, captured_update, frame_of
+from executor.compiled.graph_report import CompiledReport, Graph, describe, frame_of
+from executor.compiled.held import Held, Update, captured_update
 from executor.compiled.host_copies import register_cpu_copies
 from executor.compiled.joint import Joint, donatable
 from executor.compiled.launches import choices, in_order, launches_of, sizes
 from executor.compiled.partition import partition
+from executor.compiled.regions import Region, regions
 from executor.compiled.search import Candidate, Search
 from executor.compiled.updates import Updates, updated_early
-from executor.fit import machine_of, planned_in_mode
+from executor.fit import FitError, machine_of, planned_in_mode
 from executor.training.issue_order import order
 from simulator.compiled.engine import simulate
 from simulator.limits import is_fraction, size_bytes
@@ -83,6 +84,7 @@ class Partitioner(CustomPartitionerFn):
             ``compile`` does.
         held: Tensors that the caller holds throughout a step; set by ``compile``.
         updates: Updates to make in the backward pass; set by ``compile_step``.
+        region: Modules that the graph compiled next is for; set by ``compile``.
 
     Raises:
         FormatError: If memory or machine is invalid.
@@ -114,6 +116,7 @@ class Partitioner(CustomPartitionerFn):
         self.graphs: list[Graph] = []
         self.held = Held()
         self.updates: Updates | None = None
+        self.region: Region | None = None
         self.keys: list[int | None] = []  # of the parameters among the inputs of the graph that is compiled now
         self._key = planner if isinstance(planner, str) else uuid4().hex  # a function may be another one next time
 
@@ -150,22 +153,27 @@ class Partitioner(CustomPartitionerFn):
         begin = time.process_time()
         self._scheduling_s = 0.0
         _serve_up_to(gm)
-        joint = self._schedule(forward, backward, kwargs["num_fwd_outputs"])
+        region, copies = (self.region.name, len(self.region.modules)) if self.region else ("", 1)
+        frame = region or frame_of(name)
+        joint = self._schedule(forward, backward, kwargs["num_fwd_outputs"], copies)
         peak = joint.peak_bytes()
         device = _device(joint_inputs)
         machine = self._machine(device)
-        held = {} if is_fraction(self.memory) else self.held.beside(name)
-        limit = self._limit(name, peak, held)
+        held = {} if is_fraction(self.memory) else self.held.beside(frame, copies)
+        limit = self._limit(frame, peak, held)
         program = joint.program(machine, f"graph {name}", self.mode != "recompute")
-        graph = Graph(name, limit, peak, peak, program=program, machine=machine, held=held)
+        graph = Graph(
+            name, limit, peak, peak, program=program, machine=machine, held=held, region=region, copies=copies
+        )
         # 1 % of the limit is left for scratch memory of convolutions (oneDNN), which no graph shows. A memory of 1.0
         # needs no plan all the same.
         aim = int(limit * 0.99) if joint.convolves else limit
         if peak > (limit if is_fraction(self.memory) else aim):
             joint, graph = self._planned(joint, graph, aim, device)
-        self.held.add(name, joint.between_bytes())
+        self.held.add(frame, joint.between_bytes(), copies)
         seconds = time.process_time() - begin - self._scheduling_s
-        self.graphs.append(replace(graph, seconds=seconds, looking_s=self._scheduling_s))
+        graph = replace(graph, seconds=seconds, looking_s=self._scheduling_s, other_bytes=joint.other_bytes())
+        self.graphs.append(graph)
         return joint.forward, joint.backward
 
     def _planned(self, joint: Joint, graph: Graph, aim: int, device: torch.device) -> tuple[Joint, Graph]:
@@ -177,9 +185,11 @@ class Partitioner(CustomPartitionerFn):
             register_cpu_copies()
         best, reason = Search(
             plan=lambda limit: self._candidate(joint, program, machine, limit),
-            schedule=lambda chosen: self._schedule(*partition(joint, program, chosen.items), joint.outputs),
+            schedule=lambda chosen: self._schedule(
+                *partition(joint, program, chosen.items), joint.outputs, joint.copies
+            ),
             aim=aim,
-            enough=program.peak_bytes,
+            enough=program.peak_bytes + joint.other_bytes(),
         ).run()
         if best is None:
             beside = f" beside {describe(graph.held)}" if graph.held else ""
@@ -196,7 +206,11 @@ class Partitioner(CustomPartitionerFn):
 
     def _candidate(self, joint: Joint, program: Program, machine: Machine, limit: int) -> Candidate:
         """Returns a plan for ``limit`` bytes with its issue order and estimated peak; raises FitError."""
-        plan, floor_ns = planned_in_mode(program, machine, limit, self.planner, self.seconds, self.mode)
+        if joint.copies == 1:
+            plan, floor_ns = planned_in_mode(program, machine, limit, self.planner, self.seconds, self.mode)
+        else:
+            plan, limit = self._for_copies(joint, program, machine, limit)
+            floor_ns = None  # the planner's is one for the limit on saved tensors
         kept = (d for d in plan.decisions if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)
         plan = replace(plan, decisions=tuple(kept))
         schedule = lower(program, plan)
@@ -205,13 +219,39 @@ class Partitioner(CustomPartitionerFn):
         items = order(schedule, timeline).items
         return Candidate(plan, floor_ns, timeline, items, joint.planned_bytes(schedule, items))
 
-    def _schedule(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Joint:
+    def _for_copies(self, joint: Joint, program: Program, machine: Machine, limit: int) -> tuple[Plan, int]:
+        """Returns a plan of one copy for a limit on all, and the copy's own limit; raises FitError.
+
+        While one copy runs, each other one holds what it saved. The more they may hold, the less is left to that copy
+        beside its own saved tensors: at first as much as without a plan, in the end enough to recompute all of them.
+        """
+        others = joint.copies - 1
+        saved = joint.between_bytes()
+        most = (limit - program.peak_bytes + saved) // joint.copies
+        fewest = (limit - program.peak_bytes) // others
+        reason: FitError | None = None
+        for allowed in dict.fromkeys(min(max(n, joint.gradients), saved) for n in (most, (most + fewest) // 2, fewest)):
+            own = limit - others * allowed
+            kernels = list(program.kernels)
+            position = next(i for i, kernel in enumerate(joint.kernels) if kernel[0] == joint.between)
+            kernels[position] = replace(kernels[position], workspace=max(0, own - allowed))
+            capped = replace(program, kernels=tuple(kernels))
+            try:
+                plan, _ = planned_in_mode(capped, machine, own, self.planner, self.seconds, self.mode)
+            except FitError as error:
+                reason = error
+            else:
+                return replace(plan, fingerprint="", structure=""), own
+        assert reason is not None
+        raise reason
+
+    def _schedule(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, copies: int) -> Joint:
         begin = time.process_time()
         first = launches_of(forward, False)
         names = [x.name if isinstance(x, fx.Node) else "" for x in forward.graph.output_node().args[0]]
         strides = {name: s for name, s in list(zip(names, first.strides, strict=True))[outputs:] if s is not None}
         second = launches_of(backward, True, donatable(forward, backward, outputs), strides)
-        joint = Joint(forward, backward, first, second, outputs)
+        joint = Joint(forward, backward, first, second, outputs, copies, self.held.inputs.trained)
         self._scheduling_s += time.process_time() - begin
         return joint
 
@@ -219,7 +259,7 @@ class Partitioner(CustomPartitionerFn):
         machine = self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
         return machine if self.mode == "recompute" else machine.with_one_copy_stream()
 
-    def _limit(self, name: str, peak: int, held: dict[str, int]) -> int:
+    def _limit(self, frame: str, peak: int, held: dict[str, int]) -> int:
         """Returns the bytes that a graph with this peak may allocate beside ``held``; raises CompileError if none."""
         if not is_fraction(self.memory):
             limit = size_bytes(self.memory, "memory") - sum(held.values())
@@ -230,24 +270,25 @@ class Partitioner(CustomPartitionerFn):
                 )
             return limit
         # A graph that is compiled again may need less, but then its smallest peak is a larger fraction of it.
-        previous = (graph.limit for graph in self.graphs if frame_of(graph.name) == frame_of(name))
-        return max(int(peak * _fraction(self.memory)), *previous, 0)
+        previous = (graph.limit for graph in self.graphs if graph.frame == frame)
+        is_single = self.region is not None and len(self.region.modules) == 1
+        return max(peak if is_single else int(peak * _fraction(self.memory)), *previous, 0)
 
     def announce(self, seconds: float) -> None:
         """Warns if the graph that was compiled last had been compiled before for other inputs."""
         *earlier, graph = self.graphs or [None]
         name = str(torch._guards.CompileContext.current_compile_id())
-        if graph is None or graph.name != name or frame_of(name) not in {frame_of(g.name) for g in earlier}:
+        if graph is None or graph.name != name or graph.frame not in {g.frame for g in earlier}:
             return
         warnings.warn(
             f"graph {name} was planned and compiled again in {seconds:.1f} s of CPU time, for inputs of "
-            f"{', '.join(map(str, self.held.shapes))}: with dynamic=True one plan for the largest batch, passed first, "
-            "serves the smaller ones, and torch.compiler.set_stance('fail_on_recompile') refuses such calls",
+            f"{', '.join(map(str, self.held.inputs.shapes))}: with dynamic=True one plan for the largest batch, passed "
+            "first, serves the smaller ones, and torch.compiler.set_stance('fail_on_recompile') refuses such calls",
             stacklevel=2,
         )
 
     def _skip(self, name: str, reason: str) -> None:
-        graph = Graph(name, skip_reason=reason)
+        graph = Graph(name, skip_reason=reason, region=self.region.name if self.region else "")
         self.graphs.append(graph)
         warnings.warn(str(graph), stacklevel=2)
 
@@ -320,6 +361,7 @@ def compile(
     seconds: float | None = 3.0,
     mode: str = "recompute",
     dynamic: bool = False,
+    regional: bool = False,
     fullgraph: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Any:
@@ -339,6 +381,10 @@ def compile(
         machine, planner, seconds, mode: As in ``Partitioner``.
         dynamic: Whether one plan serves all shapes: start with the largest batch, as each graph and its plan then serve
             all smaller sizes above 1, in less memory. Otherwise each shape is compiled and planned at its first call.
+        regional: Whether equal blocks of a ``ModuleList`` or ``Sequential`` are planned and compiled once, so that the
+            time to compile does not grow with their number. A fraction is of what all blocks need. The model is
+            compiled in place (``nn.Module.compile``), and what it computes between its submodules and ``loss_fn`` is
+            neither planned nor counted. Without swaps.
         fullgraph, options: As in torch.compile.
 
     Raises:
@@ -346,13 +392,25 @@ def compile(
         CompileError: If the mode copies and this PyTorch lacks the operators. At the first call with gradients: if no
             C++ compiler is found (on the CPU), or no plan fits.
         FormatError: If memory or machine is invalid.
-        ValueError: If the mode is unknown.
+        ValueError: If the mode is unknown, or the model has no equal blocks or would swap them.
     """
     partitioner = Partitioner(memory, machine, planner, seconds, mode)
     partitioner.held = Held(model, None if is_fraction(memory) else optimizer)
-    return _compiled(
-        WithLoss(model, loss_fn) if loss_fn is not None else model, partitioner, dynamic, fullgraph, options
-    )
+    if not regional:
+        target = WithLoss(model, loss_fn) if loss_fn is not None else model
+        return _compiled(target, partitioner, dynamic, fullgraph, options)
+    if mode != "recompute":
+        raise ValueError(f"regional: expected mode 'recompute', got {mode!r}")
+    for region in regions(model):
+        backend = _backend(partitioner, options, region)
+        for module in region.modules:
+            module.compile(backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    target = model
+    if loss_fn is not None:
+        backend = _backend(partitioner, options, Region("loss_fn", (nn.Identity(),)))
+        target = WithLoss(model, torch.compile(loss_fn, backend=backend, dynamic=dynamic, fullgraph=fullgraph))
+    _PARTITIONERS[target] = partitioner
+    return target
 
 
 class CompiledStep:
@@ -423,6 +481,16 @@ def compile_step(
 def _compiled(
     model: Any, partitioner: Partitioner, dynamic: bool, fullgraph: bool, options: dict[str, Any] | None
 ) -> Any:
+    backend = _backend(partitioner, options)
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    _PARTITIONERS[compiled] = partitioner
+    return compiled
+
+
+def _backend(
+    partitioner: Partitioner, options: dict[str, Any] | None, region: Region | None = None
+) -> Callable[..., Any]:
+    """Returns a backend of torch.compile: Inductor with this partitioner."""
     partitioner.in_order = True
     updates = partitioner.updates
 
@@ -437,6 +505,7 @@ def _compiled(
         if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in inputs):
             require_compiler()
         partitioner.held.add_inputs(gm, inputs)
+        partitioner.region = region
         if updates is not None:
             partitioner.keys = [updates.key_of(x) if isinstance(x, nn.Parameter) else None for x in inputs]
         # Buffer reuse would keep memory allocated that the plan counts as free.
@@ -448,9 +517,7 @@ def _compiled(
         partitioner.announce(time.process_time() - begin)
         return run
 
-    compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
-    _PARTITIONERS[compiled] = partitioner
-    return compiled
+    return backend
 
 
 _PARTITIONERS: weakref.WeakKeyDictionary[Any, Partitioner] = weakref.WeakKeyDictionary()

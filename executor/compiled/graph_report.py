@@ -31,6 +31,9 @@ class Graph:
         iteration_ns, ideal_ns, floor_ns: Simulated times; the floor is None if the planner does not compute one.
         seconds: CPU time of planning and partitioning.
         looking_s: CPU time of Inductor's scheduling of candidate graphs.
+        region: The modules that the graph is compiled for, if the model is compiled by regions.
+        copies: Number of these modules; the limit and peaks are those of all of them.
+        other_bytes: Bytes that the others hold while one of them runs.
     """
 
     name: str
@@ -47,6 +50,14 @@ class Graph:
     seconds: float = 0.0
     looking_s: float = 0.0
     held: Mapping[str, int] = field(default_factory=dict)
+    region: str = ""
+    copies: int = 1
+    other_bytes: int = 0
+
+    @property
+    def frame(self) -> str:
+        """Part of the name that compilations for other shapes share."""
+        return self.region or frame_of(self.name)
 
     def report(self) -> Report:
         """Returns the report of ``fit``: peaks by kind of tensor, moved tensors and predicted time.
@@ -58,11 +69,13 @@ class Graph:
         """
         if self.program is None or self.machine is None:
             raise ValueError(f"graph {self.name} was left to PyTorch and has no plan: {self.skip_reason}")
-        held = tuple(Tensor(f"held:{kind}", n, cast(TensorKind, kind), True) for kind, n in self.held.items())
+        counted = {**self.held, "activation": self.held.get("activation", 0) + self.other_bytes}
+        kinds = {kind: n for kind, n in counted.items() if n}
+        held = tuple(Tensor(f"held:{kind}", n, cast(TensorKind, kind), True) for kind, n in kinds.items())
         program = replace(self.program, tensors=(*self.program.tensors, *held))
         plan = replace(self.plan, fingerprint="", structure="") if self.plan else None
-        limit = max(self.limit, lower(self.program, self.plan).required_bytes if self.plan else 0)
-        limit += sum(self.held.values())
+        required = lower(self.program, self.plan).required_bytes if self.plan else 0
+        limit = max(self.limit - self.other_bytes, required) + sum(kinds.values())
         unplanned = simulate(program, Plan(), self.machine, program.peak_bytes)
         planned = simulate(program, plan, self.machine, limit) if plan and plan.decisions else None
         packed = packed_bytes(planned or unplanned, limit, self.machine.alignment)
@@ -72,7 +85,8 @@ class Graph:
         if self.skip_reason:
             return f"graph {self.name}: left as PyTorch partitions it, because {self.skip_reason}"
         beside = f" beside {describe(self.held)}" if self.held else ""
-        line = f"graph {self.name}: limit {size(self.limit)}{beside}, peak {size(self.peak_bytes)}"
+        region = f" ({self.copies} x {self.region})" if self.region else ""
+        line = f"graph {self.name}{region}: limit {size(self.limit)}{beside}, peak {size(self.peak_bytes)}"
         if self.plan is None or self.program is None or self.machine is None:
             return f"{line}, which needs no plan"
         reruns = [s.kernel for s in lower(self.program, self.plan).steps if s.is_recomputation]
@@ -92,6 +106,11 @@ class Graph:
         if self.floor_ns is not None:
             lines.append(f"  floor: no plan takes less than {self.floor_ns / 1e6:.2f} ms")
         return "\n".join(lines)
+
+
+def frame_of(name: str) -> str:
+    """Returns the part of a graph's name that its compilations for other shapes share."""
+    return name.split("/")[0]
 
 
 def describe(held: Mapping[str, int]) -> str:

@@ -25,6 +25,7 @@ class _Inputs(NamedTuple):
     parameters: int = 0
     trained: int = 0  # those of the parameters that have gradients
     others: int = 0  # neither parameters nor buffers
+    shapes: tuple[tuple[int, ...], ...] = ()  # of these
 
 
 class Update(NamedTuple):
@@ -77,7 +78,7 @@ class Held:
 
     Attributes:
         update: Memory of the optimizer's ordinary update.
-        shapes: Of the inputs, without parameters and buffers, of the graph that is compiled now.
+        inputs: Those of the graph that is compiled now.
 
     Raises:
         CaptureError: If the update cannot be traced.
@@ -86,8 +87,7 @@ class Held:
     def __init__(self, model: Any = None, optimizer: Optimizer | None = None) -> None:
         self.model = model if isinstance(model, nn.Module) else nn.Module()
         self.update = Update(0, 0) if optimizer is None else Update.of(captured_update(self.model, optimizer))
-        self.shapes: list[tuple[int, ...]] = []
-        self._inputs = _Inputs()  # of the graph that is compiled now
+        self.inputs = _Inputs()
         self._trained: dict[str, int] = {}  # frame -> bytes of its parameters that have gradients
         self._saved: dict[str, int] = {}  # frame -> bytes between its forward and its backward
 
@@ -98,19 +98,19 @@ class Held:
         parameters = [x for _, x in tensors if isinstance(x, nn.Parameter)]
         others = [x for name, x in tensors if not isinstance(x, nn.Parameter) and "_buffers_" not in name]
         trained = [p for p in parameters if p.requires_grad]
-        self.shapes = [sizes(x.size()) for x in others]
-        self._inputs = _Inputs(_nbytes(parameters), _nbytes(trained), _nbytes(others))
+        self.inputs = _Inputs(
+            _nbytes(parameters), _nbytes(trained), _nbytes(others), tuple(sizes(x.size()) for x in others)
+        )
 
-    def beside(self, name: str) -> dict[str, int]:
+    def beside(self, frame: str, copies: int = 1) -> dict[str, int]:
         """Returns the bytes beside the allocations of the graph that is compiled now, by kind of tensor."""
-        frame = frame_of(name)
         trained = _nbytes(p for p in self.model.parameters() if p.requires_grad)
-        counted = self._inputs.trained + sum(n for other, n in self._trained.items() if other != frame)
+        counted = self.inputs.trained * copies + sum(n for other, n in self._trained.items() if other != frame)
         found = {
-            "parameter": _nbytes(self.model.parameters()) or self._inputs.parameters,
+            "parameter": _nbytes(self.model.parameters()) or self.inputs.parameters,
             "buffer": _nbytes(self.model.buffers()),
             "optimizer_state": self.update.state,
-            "input": self._inputs.others,
+            "input": self.inputs.others,
             "gradient": max(0, trained - counted),
             "activation": sum(n for other, n in self._saved.items() if other != frame),
         }
@@ -118,13 +118,13 @@ class Held:
 
     def in_update(self) -> int:
         """Returns the bytes of gradients and temporary tensors during the optimizer's ordinary update."""
-        trained = _nbytes(p for p in self.model.parameters() if p.requires_grad) or self._inputs.trained
+        trained = _nbytes(p for p in self.model.parameters() if p.requires_grad) or self.inputs.trained
         return trained + self.update.temporary
 
-    def add(self, name: str, saved: int) -> None:
-        """Records the bytes that a graph holds while later graphs run."""
-        self._saved[frame_of(name)] = saved
-        self._trained[frame_of(name)] = self._inputs.trained
+    def add(self, frame: str, saved: int, copies: int = 1) -> None:
+        """Records the bytes that the copies of a graph hold while later graphs run."""
+        self._saved[frame] = saved * copies
+        self._trained[frame] = self.inputs.trained * copies
 
 
 def captured_update(
@@ -147,11 +147,6 @@ def captured_update(
         bucket_bytes=bucket_bytes,
         optimizer_in_backward=early,
     )
-
-
-def frame_of(name: str) -> str:
-    """Returns the part of a graph's name that its compilations for other shapes share."""
-    return name.split("/")[0]
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

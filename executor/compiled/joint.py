@@ -47,6 +47,8 @@ class Joint:
 
     Attributes:
         outputs: Number of the forward's outputs that are the model's.
+        copies: Number of equal modules that the graphs are compiled for.
+        gradients: Bytes of the gradients of one module's parameters.
     """
 
     forward: fx.GraphModule
@@ -54,6 +56,8 @@ class Joint:
     first: Launches
     second: Launches
     outputs: int
+    copies: int = 1
+    gradients: int = 0
 
     @cached_property
     def tangents(self) -> tuple[str, ...]:
@@ -259,8 +263,18 @@ class Joint:
         born = {s for call in self.calls[: self.between] for s in call.writes}
         return sum(self.storages[s] for s in born if self._last[s] >= self.between)
 
+    def other_bytes(self, saved: int | None = None) -> int:
+        """Returns the bytes that the other copies hold while one runs: what they saved, or their gradients.
+
+        Args:
+            saved: Bytes of one copy between forward and backward (default: ``between_bytes``).
+        """
+        return (self.copies - 1) * max(self.between_bytes() if saved is None else saved, self.gradients)
+
     def peak_bytes(self) -> int:
         """Returns the peak in bytes of Inductor's code, which is the Program's peak without in-place results.
+
+        With several copies it includes what the others hold.
 
         A result that overwrites a dying input (``Launch.reuses``) allocates nothing. Storages that die in a
         ``Launch.joined`` kernel are freed after the last of consecutive joined kernels.
@@ -275,7 +289,7 @@ class Joint:
             ledger.run(launch, sum(live[s] for s in new if s not in reused), sum(live.pop(s) for s in dying))
             for source in reused.values():
                 live.pop(source)
-        return ledger.peak
+        return ledger.peak + self.other_bytes()
 
     def planned_bytes(self, schedule: Schedule, items: Iterable[Item]) -> int:
         """Estimates ``peak_bytes`` of a plan's graphs.
@@ -285,6 +299,7 @@ class Joint:
         names = [t.name for t in schedule.program.tensors]
         size = [b.nbytes for b in schedule.blocks]
         ledger = _Ledger()
+        saved = 0
         overwritten: dict[str, int] = {}  # inputs that the next launch overwrites
         for item in items:
             step = item.step
@@ -301,9 +316,10 @@ class Joint:
                 reused = {blocks[w]: dead[r] for w, r in reuses if blocks.get(w) in step.allocates and r in dead}
                 allocated = sum(size[b] for b in step.allocates if b not in reused)
                 freed = {*step.frees, *dead.values()} - {*reused.values()}
+                saved = ledger.in_use() if k == self.between else saved
                 ledger.run(launch, allocated, sum(size[b] for b in freed))
             ledger.move(item.after, size)
-        return ledger.peak
+        return ledger.peak + self.other_bytes(saved)
 
 
 class _Ledger:
@@ -329,6 +345,11 @@ class _Ledger:
             self._end()
         self.now += sum(size[block] for kind, block in moves if kind == "in")
         self.now -= sum(size[block] for kind, block in moves if kind in ("reclaim", "release"))
+
+    def in_use(self) -> int:
+        """Returns the bytes in use between two calls."""
+        self._end()
+        return self.now
 
     def _end(self) -> None:
         self.now = self.now - self.late
