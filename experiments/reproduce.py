@@ -330,9 +330,10 @@ def pages(out: Path) -> dict[str, str]:
     texts["README.md"] = "\n\n".join(
         [
             "# What the papers claim, and what comes out here",
-            f"{GENERATED} `python -m experiments.reproduce figure=all out=experiments/results` makes all results "
-            f"({minutes:,.0f} minutes of one core). Verdicts follow from the numbers "
-            "(rules: experiments/figures/verdicts.py). Capuchin, GeePS, memonger, TFLMS and vDNN are reconstructions "
+            f"{GENERATED} `python -m experiments.reproduce figure=all out=experiments/results` makes the "
+            f"results that need no GPU and less than hours; all rows took {minutes:,.0f} minutes in sum. "
+            "Verdicts follow from the numbers (rules: experiments/figures/verdicts.py). Capuchin, GeePS, memonger, "
+            "TFLMS and vDNN are reconstructions "
             "from descriptions in other papers.",
             _table(["paper", *VERDICTS], counts),
             _table(["claim", "paper", "ours", "verdict"], claims, "---"),

@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 
+import agents
 from agents.heuristics.home import HOME, UPDATES, Evaluator, placements
 from agents.heuristics.layers import feature_maps
 from experiments import figures
+from experiments.common import cli
 from experiments.common.report import Row, warm_up
 from experiments.figures import home_networks as home
 from experiments.figures.figure import Figure, Rows, span
@@ -25,6 +27,81 @@ from experiments.plotting.charts import DASHED, DOTTED, Axis, Chart, Line, Mark,
 from experiments.plotting.palette import FAINT, INK, look
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+
+
+class Search(Figure):
+    """Section 2.3: HOME's particle swarm beside simulated annealing with fewer simulations, over seeds."""
+
+    name = "home_search"
+
+    def tasks(self, settings: DictConfig) -> Rows:
+        limits = figures.numbers(settings, "limits", lambda value: 0 < value < 1, "shares of the peak")
+        calls = cli.integer(settings, "calls", least=1)
+        options = home.search_options(settings)
+        return [
+            {"network": name, "limit": limit, "seed": seed, "calls": calls, **options}
+            for name, limit, seed in product(figures.networks(settings), limits, figures.integers(settings, "seeds", 0))
+        ]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        program = figures.program(task["network"], machine)
+        limit = int(task["limit"] * program.peak_bytes)
+        options = {key: task[key] for key in home.SEARCH}
+        planners = {
+            "home": HOME(**options, seed=task["seed"], jobs=1),
+            "annealing": agents.make("annealing", calls=task["calls"], seed=task["seed"], jobs=1),
+        }
+        found = {name: figures.overhead(planner, program, machine, limit) for name, planner in planners.items()}
+        return {"found": found, "used": {name: planner.simulator_calls for name, planner in planners.items()}}
+
+    def template_values(self, rows: Rows) -> Row:
+        pairs_found = [(row["found"]["home"], row["found"]["annealing"]) for row in rows]
+        swarm, annealing = (
+            [float("inf") if value is None else value for value in values] for values in zip(*pairs_found, strict=True)
+        )
+        lines = [
+            {"label": figures.label(network), "limit": limit, **{name: _spread(runs, name) for name in LABELS}}
+            for network, of_network in figures.group_by(rows).items()
+            for limit, runs in figures.group_by(of_network, "limit").items()
+        ]
+        return {
+            "lines": lines,
+            "ahead": sum(a < b for a, b in zip(swarm, annealing, strict=True)),
+            "behind": sum(a > b for a, b in zip(swarm, annealing, strict=True)),
+            "used": {name: span(row["used"][name] for row in rows) for name in LABELS},
+        }
+
+    def chart(self, rows: Rows) -> Chart:
+        groups = figures.group_by(rows, "limit")
+        marks: list[Mark] = [
+            Line(
+                [row["found"][name] for lines in groups.values() for row in lines],
+                [y + shift for y, lines in enumerate(groups.values()) for _ in lines],
+                look(name).color,
+                look(name).label,
+                look(name).marker,
+                "",
+                size=8,
+            )
+            for name, shift in (("home", -0.15), ("annealing", 0.15))
+        ]
+        values = self.template_values(rows)
+        title = f"HOME's swarm beats annealing in {values['ahead']} of {len(rows)} runs"
+        names = [f"{limit:.0%} of the peak" for limit in groups]
+        label = f"overhead, each of {len({row['seed'] for row in rows})} seeds"
+        panel = Panel(figures.label(rows[0]["network"]), marks, Axis(label, "%", (0, None)), Axis(names=names))
+        return Chart(title, [panel], size=(8.0, 2.2))
+
+
+LABELS = ("home", "annealing")
+
+
+def _spread(runs: Rows, name: str) -> str:
+    """Formats mean and range of a planner's overheads, or "no plan" if a run has none."""
+    values = [row["found"][name] for row in runs]
+    if None in values:
+        return "no plan"
+    return f"{fmean(values):.2%} ({min(values):.2%} to {max(values):.2%})"
 
 
 class Fig8(Figure):

@@ -61,6 +61,71 @@ class Fig2(Figure):
         return Chart(f"Simulated memory of a step, batch {self.batch}", [panel], size=(7.5, 0.55 * len(rows) + 1.0))
 
 
+class Fig13(Figure):
+    """Fig. 13: the sum of all tensors at the largest batches of Table 5, by framework."""
+
+    name = "superneurons_fig13"
+    paper_networks = published("superneurons_table5")
+    batches = (32, 64)  # captured; sums are affine in the batch
+    frameworks: ClassVar = {
+        "Caffe": ("#9a9a9a", "s"),
+        "MXNet": ("#1f5fa8", "^"),
+        "Torch": ("#f16913", "v"),
+        "TensorFlow": ("#8e5bd0", "D"),
+        "SuperNeurons": ("#238b45", "o"),
+    }
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        name = task["network"]
+        small, large = (
+            sum(t.nbytes for t in figures.program(name, machine, batch_size=batch, algorithms=False).tensors)
+            for batch in self.batches
+        )
+        slope = (large - small) // (self.batches[1] - self.batches[0])
+        batches = {key: batch for key, batch in self.paper_networks[name].items() if batch is not None}
+        return {"sums": {key: small + slope * (batch - self.batches[0]) for key, batch in batches.items()}}
+
+    def template_values(self, rows: Rows) -> Row:
+        networks = [
+            {
+                **row,
+                "cells": [f"{row['sums'][key] / 1e9:,.1f}" if key in row["sums"] else "N/A" for key in self.frameworks],
+                "times": row["sums"]["SuperNeurons"] / row["sums"]["Caffe"],
+            }
+            for row in rows
+        ]
+        return {
+            "networks": networks,
+            "heads": list(self.frameworks),
+            "most": max(net["times"] for net in networks),
+            "batches": max(
+                batches["SuperNeurons"] / batches["Caffe"]
+                for batches in (self.paper_networks[row["network"]] for row in rows)
+            ),
+            "paper": self.published["times"],
+            "ahead": sum(max(row["sums"].values()) == row["sums"]["SuperNeurons"] for row in rows),
+        }
+
+    def chart(self, rows: Rows) -> Chart:
+        names = [figures.label(row["network"]) for row in rows]
+        marks = [
+            Line(
+                [row["sums"].get(key, 0) / 1e9 or None for row in rows],
+                range(len(rows)),
+                color,
+                key,
+                marker,
+                "",
+                size=7,
+            )
+            for key, (color, marker) in self.frameworks.items()
+        ]
+        most = self.template_values(rows)["most"]
+        title = f"SuperNeurons' largest model is up to {most:.1f} times Caffe's"
+        axis = Axis("all tensors of a step (GB)", scale="log", ticks=[5, 10, 20, 50, 100, 200])
+        return Chart(title, [Panel("", marks, axis, Axis(names=names))], size=(8.5, 3.4), keys=5)
+
+
 class Fig8(Figure):
     """Fig. 8: time and memory by type of layer."""
 
