@@ -1,6 +1,6 @@
 """Compilation of the environments' code: an announcement, and ``python -m envs``, which fills the cache.
 
-Numba stores compiled code beside the modules, or in ``NUMBA_CACHE_DIR``. Until it is there, the first episode takes as
+Numba stores compiled code beside the modules, or in $NUMBA_CACHE_DIR. Until it is there, the first episode takes as
 long as the compiler.
 """
 

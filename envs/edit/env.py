@@ -122,7 +122,7 @@ class MemoryEditEnv(BatchEnv):
         accept: "metropolis" (the temperature falls from ``hot`` to ``cold``, as fractions of the ideal time), "better"
             (no slower than the current plan) or "always".
         reward: "best": decrease of the best plan's overhead, so that the rewards sum to the overhead of the start minus
-            that of the best plan, in fractions of the ideal time as in ``GpuMemory``; "log": log((best + 0.3) /
+            that of the best plan, in fractions of the ideal time as in ``GpuMemory-v1``; "log": log((best + 0.3) /
             (new best + 0.3)) of percentage points above ``reference``, without unit.
         shaping: weight of an additional reward for the current plan.
         reference: reference of reward="log": "floor" (certified lower bound) or "ideal" (ideal time).

@@ -1,8 +1,8 @@
-"""Observation of ``GpuMemoryEdit``: the columns of edit walkers, scaled to [-1, 1].
+"""Observation of ``GpuMemoryEdit-v1``: the columns of edit walkers, scaled to [-1, 1].
 
 ``EditBatch`` computes the columns in the units of columns.py and of simulator/moves/gap_graph.py, which the shipped
 networks read. The environments observe each divided by its entry in ``RANGES`` or ``static_ranges`` and clipped.
-README.md has the resulting table.
+gpu_memory_edit.md has the resulting tables.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ObservedEdits(EditBatch):
         scale_columns(raw, self._factors[name], members, out)
 
     def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
-        """Returns the action and observation spaces of one walker (README.md)."""
+        """Returns the action and observation spaces of one walker (gpu_memory_edit.md)."""
         gaps, static = self.static.shape[1:]
         shapes = {
             "static": (gaps, static),

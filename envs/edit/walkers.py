@@ -369,7 +369,7 @@ def show_trials(walkers, members, ages, out):
 
 
 class Times(NamedTuple):
-    """Kernel times of a task, and scratch arrays for ``show_plan``; all but the first five are of one iteration."""
+    """Kernel times of a task, and scratch arrays for ``show_plans``; all but the first five are of one iteration."""
 
     bin_of: NDArray[np.int64]  # (n,)
     duration: NDArray[np.float64]  # (n,) ns
