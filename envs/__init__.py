@@ -2,7 +2,7 @@
 
 In an episode of ``GpuMemory-v1`` the agent walks through one training iteration. In ``GpuMemoryEdit-v1`` it edits
 complete plans. Both exist for every named task of tasks.py (``GpuMemory/vgg16-45-v1``,
-``GpuMemoryEdit/vgg16-45-v1``, …). ``GpuMemoryEdit-v1`` is VGG16 at 40 %. README.md has their version history.
+``GpuMemoryEdit/vgg16-45-v1``, …). ``GpuMemoryEdit-v1`` is VGG16 at 40 %. Pages: gpu_memory.md, gpu_memory_edit.md.
 """
 
 import gymnasium

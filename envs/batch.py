@@ -17,7 +17,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs import columns
-from envs.batch_env import EnvBatch, Observation
+from envs.batch_env import EnvBatch, Observation, SpareArrays
 from envs.columns import BatchTables, Outputs, WalkArrays, WorkArrays
 from envs.compiled_walk import step_walks
 from envs.graph import OBSERVED, SIGNED, observed_static
@@ -83,19 +83,6 @@ class _Thread:
         self.arrays = self.arrays._replace(steps=np.empty(count, encoding.STEP).view(np.int64))
 
 
-class _Loan:
-    """Lends an array: once no view of ``numpy.asarray(loan)`` is left, the array is added to ``spare``."""
-
-    def __init__(self, array: NDArray[Any], spare: list[NDArray[Any]]):
-        self._array = array
-        self._spare = spare
-        self.__array_interface__ = array.__array_interface__  # views of views, too, refer to the loan
-
-    def __del__(self) -> None:
-        if len(self._spare) < 3:  # a caller that held very many at once will not do so again soon
-            self._spare.append(self._array)
-
-
 class Batch(EnvBatch):
     """Batch of walks that are stepped in one call.
 
@@ -116,6 +103,7 @@ class Batch(EnvBatch):
         ValueError: if ``reward``, ``invalid`` or ``actions`` is unknown.
     """
 
+    KIND = "GpuMemory"
     INFOS = "overhead", "iteration_ns", "feasible", "invalid"
     _engine_lock = Lock()  # of all batches, which may share tasks: engines are not thread-safe
 
@@ -180,7 +168,7 @@ class Batch(EnvBatch):
         pieces = min(4 * threads, walks // MIN_WALKS) if threads > 1 else 1
         self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
         self._threads = [_Thread(n_work, max(kernels + 1, self.size, gaps), gaps) for _ in range(threads)]
-        self._spare: list[NDArray[np.float32]] = []  # for copies of ``nodes``
+        self._spare = SpareArrays(self.nodes)  # for copies of ``nodes``
 
     def _make_tables(self, shared: int) -> tuple[BatchTables, int]:
         """Returns the tables, and the size of a thread's work array; ``shared``: of its task-independent part."""
@@ -352,7 +340,7 @@ class Batch(EnvBatch):
         The copy of ``nodes`` reuses the memory of an earlier one of which no view is left, because allocation costs as
         much as copying.
         """
-        nodes = np.asarray(_Loan(self._spare.pop() if self._spare else np.empty_like(self.nodes), self._spare))
+        nodes = self._spare.lend()
 
         def run(begin: int, end: int, thread: _Thread) -> None:
             np.copyto(nodes[begin:end], self.nodes[begin:end])

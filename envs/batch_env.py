@@ -11,11 +11,37 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from envs.compilation import announce
 from envs.options import one_of
 from envs.render import MODES, Frame, picture, text
 from simulator import Plan
 
 Observation = dict[str, NDArray[Any]]
+
+
+class _Loan:
+    """Lends an array: once no view of ``numpy.asarray(loan)`` is left, the array is added to ``spare``."""
+
+    def __init__(self, array: NDArray[Any], spare: list[NDArray[Any]]):
+        self._array = array
+        self._spare = spare
+        self.__array_interface__ = array.__array_interface__  # views of views, too, refer to the loan
+
+    def __del__(self) -> None:
+        if len(self._spare) < 3:  # a caller that held very many at once will not do so again soon
+            self._spare.append(self._array)
+
+
+class SpareArrays:
+    """Arrays like ``example``, reused when no view of them is left: allocation costs as much as copying."""
+
+    def __init__(self, example: NDArray[Any]):
+        self._example = example
+        self._spare: list[NDArray[Any]] = []
+
+    def lend(self) -> NDArray[Any]:
+        """Returns an array of any content."""
+        return np.asarray(_Loan(self._spare.pop() if self._spare else np.empty_like(self._example), self._spare))
 
 
 class EnvBatch:
@@ -28,6 +54,7 @@ class EnvBatch:
     """
 
     mask: NDArray[np.int8]
+    KIND: ClassVar[str]  # family of the environment, a key of compilation.ENTRIES
     INFOS: ClassVar[tuple[str, ...]]  # names of arrays (M,)
 
     def __init__(self, tasks: Sequence[Any], count: int):
@@ -158,6 +185,7 @@ class BatchEnv(_BatchEnvBase, gymnasium.Env[Observation, np.int64]):
             ValueError: if an option or its value is unknown.
         """
         task = task_option(options, len(self.tasks), self._options)
+        announce(self._batch.KIND)
         super().reset(seed=seed)
         if seed is not None:
             self._batch.seed(0, seed)
@@ -240,6 +268,7 @@ class BatchVectorEnv(_BatchEnvBase, gymnasium.vector.VectorEnv[Observation, NDAr
             ValueError: if the mask or the list of seeds has the wrong length, or an option or task is unknown.
         """
         task = task_option(options, len(self.tasks), ("task", "reset_mask"))
+        announce(self._batch.KIND)
         seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
         if seeds is not None:
             if len(seeds) != self.num_envs:
@@ -313,9 +342,10 @@ class BatchVectorEnv(_BatchEnvBase, gymnasium.vector.VectorEnv[Observation, NDAr
 
     def _final(self, done: NDArray[np.bool_], infos: dict[str, Any]) -> dict[str, Any]:
         """Returns the last observations and infos of ended episodes in Gymnasium's format."""
+        last = self._observations()
         observations = np.full(self.num_envs, None, object)
         for i in np.flatnonzero(done):
-            observations[i] = {key: view[i].copy("K") for key, view in self._views.items()}
+            observations[i] = {key: view[i].copy("K") for key, view in last.items()}
         info: dict[str, Any] = {}
         for key in [key for key in infos if not key.startswith("_")]:
             is_set = infos.get(f"_{key}", done)

@@ -2,7 +2,7 @@
 
 Observation (N nodes; programs are padded to the largest):
 
-- ``nodes`` (N, 11) float32: the paper's six features (section 4.4.1) and five dynamic ones (README.md).
+- ``nodes`` (N, 11) float32: the paper's six features (section 4.4.1) and five dynamic ones (gpu_memory.md).
 - ``action_mask`` (N,) int8: valid actions. ``current`` int64: the current node.
 - ``program`` int64: index into ``env.unwrapped.tasks``, which hold the static graph (edges, weights).
 

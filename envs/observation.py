@@ -167,7 +167,7 @@ def _show_relief(task, need, work, nodes):
 
 @stage
 def _show_pressure(task, need, first, last, shares, nodes):
-    """Updates the pressure at the nodes of kernels ``first`` to ``last`` - 1 (README.md)."""
+    """Updates the pressure at the nodes of kernels ``first`` to ``last`` - 1 (gpu_memory.md)."""
     limit = task.limit
     node_at = task.node_at
     planned = need[first:last]

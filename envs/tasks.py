@@ -2,7 +2,7 @@
 
 ``gymnasium.make("GpuMemory/vgg16-45-v1")`` is ``GpuMemory-v1`` with ``program="vgg16", limit=0.45`` on the machine
 stored in the file. A capture depends on the PyTorch version, so programs are files, and loading checks each file's
-fingerprint. README.md says when ``v0`` becomes ``v1``.
+fingerprint. README.md says when a version ends.
 """
 
 from __future__ import annotations

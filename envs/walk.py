@@ -5,7 +5,7 @@ kernel cannot start. "Offload" swaps out a tensor whose gap is open; the agent w
 kernel. "Remove" drops a tensor, which is recomputed later. After both the agent stays at p while kernel p cannot
 start. The episode ends when the rest of the iteration fits, or in a dead end: kernel p cannot start and no action is
 valid. The rules are in compiled_walk.py, their readable reference in tests/oracle/walk.py, and rewards and deviations
-from the paper in README.md.
+from the paper in gpu_memory.md.
 
 Source: "GPU memory management for neural networks using deep Q-network" (2020), sections 4.5 to 4.8.
 """

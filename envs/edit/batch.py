@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from envs.batch_env import EnvBatch
 from envs.edit import walkers as compiled
-from envs.edit.columns import BIN, BOUND, GAP, MAX_CHANGES, N_CHANGES, PLAN, by_name, n_columns
+from envs.edit.columns import BIN, BOUND, GAP, MAX_CHANGES, N_CHANGES, NEVER_TRIED, PLAN, by_name, n_columns
 from envs.edit.task import EditTask, Start
 from envs.edit.walkers import Accept
 from envs.options import one_of
-from simulator.compiled.encoding import NEVER, decisions_of
+from simulator.compiled.encoding import LOG, NEVER, decisions_of
 from simulator.moves.gap_graph import BINS
 from simulator.plan import Plan
 
@@ -47,6 +47,7 @@ class EditBatch(EnvBatch):
         max_changes: changes of a candidate edit; a longer one is replaced.
     """
 
+    KIND = "GpuMemoryEdit"
     INFOS = "overhead", "best_overhead", "effect_ns", "accepted", "feasible", "invalid", "calls", "temperature"
 
     def __init__(
@@ -101,6 +102,7 @@ class EditBatch(EnvBatch):
         self.has_ended = np.ones(count, np.bool_)
         self._state = np.zeros(count, compiled.STATE)  # copies of the walkers' current records
         self._random = [np.random.default_rng() for _ in range(count)]
+        self._logs = [np.empty(4096, LOG) for _ in self.tasks]
         self._ages = np.log1p(np.arange(2**14))  # larger ages are observed as the last
         self._ideal = np.array([task.ideal_ns for task in self.tasks], np.float64)
 
@@ -160,6 +162,8 @@ class EditBatch(EnvBatch):
         walkers.changed_at[i] = -1
         self.static[i] = 0
         self.gaps[i] = 0
+        for name in ("change_age", "trial_age", "accepted_since"):
+            by_name(self.gaps, GAP)[name][i, : len(task.graph)] = NEVER_TRIED
         self.static[i, : len(task.graph)] = task.static
         self.bins[i, :, : task.static_bins.shape[1]] = task.static_bins
         self._show_plan(i)
@@ -174,8 +178,7 @@ class EditBatch(EnvBatch):
         """Redraws all neighbors of the walkers in ``mask``."""
         for t, members in self._by_task(mask):
             compiled.draw_all(self._walkers[t], members, *self._trial_arrays(t))
-            self.edits[members] = self._walkers[t].codes[members]
-            self.mask[members] = self._walkers[t].counts[members] > 0
+            compiled.show_edits(self._walkers[t], members, self.edits, self.mask)
 
     def effects(self) -> NDArray[np.float32]:
         """Returns the effects of the last trials, (W,), scaled as in the observation (walkers.effect_of)."""
@@ -225,8 +228,7 @@ class EditBatch(EnvBatch):
                 if position < len(members):
                     rows = moves.proposed(int(walkers.state["time_ns"][members[position]]))
                     answer_ns = task.engine.score(rows).iteration_ns
-            for i in members[walkers.state["accept"][members] > 0].tolist():
-                self._show_plan(i)
+            self._show_plans(t, members[walkers.state["accept"][members] > 0])
         self._finish(mask)
         self._reward(mask, old_times)
 
@@ -251,26 +253,40 @@ class EditBatch(EnvBatch):
 
     def _show_plan(self, i: int) -> None:
         """Updates the observation of walker i from the simulation log of its plan."""
-        t = int(self.task[i])
+        self._show_plans(int(self.task[i]), np.array([i]))
+
+    def _show_plans(self, t: int, members: NDArray[np.int64]) -> None:
+        """Updates the observations of walkers of task t from the simulation logs of their plans."""
         task = self.tasks[t]
-        walkers = self._walkers[t]
-        moves = self._moves[t]
-        # The plan is simulated again, because trials are not logged: a log takes 2 to 6 times as long as a simulation
-        # without one, and most trials are rejected.
-        log = task.engine.log(self.plan_rows(i))
-        compiled.show_plan(
-            log,
-            task.times,
-            walkers,
-            i,
-            task.limit,
-            float(task.graph.excess),
-            moves.arrays[2],
-            float(task.ideal_ns),
-            by_name(self.gaps, GAP)[i],
-            by_name(self.bin_state, BIN)[i],
-        )
-        np.clip(self.gaps[i], -BOUND, BOUND, out=self.gaps[i])
+        _, limit, gaps, _, _, scratch = self._moves[t].arrays
+        position = 0
+        entries = -1
+        while position < len(members):
+            log = self._logs[t].view(np.int64)
+            *engine, arrays = task.engine.direct(len(task.graph) + 8)
+            position = compiled.show_plans(
+                self._walkers[t],
+                members,
+                position,
+                entries,
+                log,
+                task.times,
+                limit,
+                float(task.graph.excess),
+                gaps,
+                float(task.ideal_ns),
+                scratch,
+                (*engine, (*arrays[:-1], log)),
+                BOUND,
+                self.gaps,
+                (by_name(self.gaps, GAP), by_name(self.bin_state, BIN)),
+            )
+            if position < len(members):  # the log is too short, or compiled code cannot simulate the plan
+                found = task.engine.log(self.plan_rows(members[position]))
+                entries = len(found)
+                if entries >= len(self._logs[t]):
+                    self._logs[t] = np.empty(entries + entries // 8 + 1, LOG)
+                self._logs[t][:entries] = found
 
     def _finish(self, mask: NDArray[np.bool_]) -> None:
         """Updates trial columns, masks, edits and plan columns of the walkers in ``mask``."""
@@ -283,8 +299,7 @@ class EditBatch(EnvBatch):
                 self.mask[members] = 0
                 compiled.write_mask(walkers, members, moves.arrays[2], self.mask)
             else:
-                self.edits[members] = walkers.codes[members]
-                self.mask[members] = walkers.counts[members] > 0
+                compiled.show_edits(walkers, members, self.edits, self.mask)
         self.mask[mask & ~self.mask.any(1), 0] = 1  # no neighbors: the episode ends with the next step
         state = self._state[mask]
         ideal = self._ideal[self.task[mask]]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from simulator.modes import Choice
 
 BOUND = 10.0
+NEVER_TRIED = 3.0  # age of what was never tried or changed
 MAX_CHANGES = 10  # changes of one edit, including its repair
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 from gymnasium.vector import AutoresetMode
 
 from envs.batch_env import BatchEnv, BatchVectorEnv
+from envs.compilation import announce
 from envs.edit.observation import ObservedEdits
 from envs.edit.start_cache import cached
 from envs.edit.starts import STARTS, floor_of
@@ -64,8 +65,9 @@ class EditOptions:
     reference: str = "floor"
     copy: bool = True
 
-    def batch(self, count: int) -> ObservedEdits:
-        """Returns a batch of ``count`` walkers; raises ValueError if an option is invalid."""
+    def batch(self, count: int, only_copies: bool = False) -> ObservedEdits:
+        """Returns a batch of ``count`` walkers (observation.py); raises ValueError if an option is invalid."""
+        announce(ObservedEdits.KIND)  # start plans are simulated
         tasks = make_edit_tasks(
             self.program, self.machine, self.limit, self.min_bytes, self.mode, self.start, self.by_class
         )
@@ -84,6 +86,7 @@ class EditOptions:
             self.reward,
             self.shaping,
             references,
+            only_copies=only_copies,
         )
 
 
@@ -119,7 +122,7 @@ class MemoryEditEnv(BatchEnv):
         accept: "metropolis" (the temperature falls from ``hot`` to ``cold``, as fractions of the ideal time), "better"
             (no slower than the current plan) or "always".
         reward: "best": decrease of the best plan's overhead, so that the rewards sum to the overhead of the start minus
-            that of the best plan, in fractions of the ideal time as in ``GpuMemory``; "log": log((best + 0.3) /
+            that of the best plan, in fractions of the ideal time as in ``GpuMemory-v1``; "log": log((best + 0.3) /
             (new best + 0.3)) of percentage points above ``reference``, without unit.
         shaping: weight of an additional reward for the current plan.
         reference: reference of reward="log": "floor" (certified lower bound) or "ideal" (ideal time).
@@ -160,7 +163,8 @@ class MemoryEditVectorEnv(BatchVectorEnv):
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         max_episode_steps: int | None = None,
     ) -> None:
-        super().__init__(num_envs, options.batch(num_envs), options.copy, autoreset_mode, max_episode_steps)
+        batch = options.batch(num_envs, only_copies=options.copy)
+        super().__init__(num_envs, batch, options.copy, autoreset_mode, max_episode_steps)
 
     def best_plan(self, i: int) -> Plan:
         """Returns the best plan of environment i's episode."""

@@ -1,8 +1,8 @@
-"""Observation of ``GpuMemoryEdit``: the columns of edit walkers, scaled to [-1, 1].
+"""Observation of ``GpuMemoryEdit-v1``: the columns of edit walkers, scaled to [-1, 1].
 
 ``EditBatch`` computes the columns in the units of columns.py and of simulator/moves/gap_graph.py, which the shipped
 networks read. The environments observe each divided by its entry in ``RANGES`` or ``static_ranges`` and clipped.
-README.md has the resulting table.
+gpu_memory_edit.md has the resulting tables.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.batch_env import Observation
+from envs.batch_env import Observation, SpareArrays
 from envs.edit.batch import EditBatch
 from envs.edit.columns import BIN, GAP, MAX_CHANGES, N_CHANGES, PLAN, n_columns
 from envs.edit.task import Start
@@ -51,6 +51,7 @@ RANGES = {
     },
     PLAN: {"overhead": 3.0, "distance_to_best": 6.0, "temperature": 2.0, "since_best": 3.0, "accepted": 3.0},
 }
+DYNAMIC = ("gaps", "bins", "plan")  # observations that steps change
 STATIC_RANGES = {"log_size_by_limit": 2.5, "log_gaps": 2.0, "lost_inputs": 8.0, "chained_gaps": 8.0, "load": 4.0}
 
 
@@ -68,10 +69,15 @@ def static_ranges(names: Iterable[str]) -> NDArray[np.float32]:
 
 
 class ObservedEdits(EditBatch):
-    """Edit walkers of an environment; see ``EditBatch`` for arguments and attributes."""
+    """Edit walkers of an environment; see ``EditBatch`` for attributes and further arguments.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        only_copies: whether only ``copies`` of the observations are read, so that ``views`` need not be updated.
+    """
+
+    def __init__(self, *args: Any, only_copies: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._only_copies = only_copies
         bins = (*BinColumns._fields, *BinState._fields)
         priors = np.full(len(Choice), 3.0, np.float32)
         divisors = {
@@ -82,27 +88,32 @@ class ObservedEdits(EditBatch):
         }
         self._factors = {name: 1.0 / divisor for name, divisor in divisors.items()}
         self._scaled: Observation = {name: np.zeros_like(getattr(self, name)) for name in divisors}
+        self._spare = {name: SpareArrays(self._scaled[name]) for name in DYNAMIC}
+        if len(self.tasks) == 1:  # equal for all walkers and never changed
+            static = (self.tasks[0].static * self._factors["static"]).clip(-1.0, 1.0)
+            self._scaled["static"] = np.broadcast_to(static, self.static.shape)
 
     def _begin(self, i: int, t: int, start: Start) -> None:
         super()._begin(i, t, start)
-        self._scale("static", np.array([i]))
+        if len(self.tasks) > 1:
+            self._scale("static", np.array([i]), self._scaled["static"])
 
     def _finish(self, mask: NDArray[np.bool_]) -> None:
         super()._finish(mask)
-        for name in ("gaps", "bins", "plan"):
-            self._scale(name, np.flatnonzero(mask))
+        if not self._only_copies:
+            for name in DYNAMIC:
+                self._scale(name, np.flatnonzero(mask), self._scaled[name])
 
-    def _scale(self, name: str, members: NDArray[np.int64]) -> None:
-        """Updates a scaled observation."""
+    def _scale(self, name: str, members: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        """Writes the scaled observations of ``members`` to ``out``."""
         raw = getattr(self, name)
-        out = self._scaled[name]
         if raw.ndim == 2:
             raw = raw[:, None]
             out = out[:, None]
         scale_columns(raw, self._factors[name], members, out)
 
     def spaces(self) -> tuple[spaces.Discrete, spaces.Dict]:
-        """Returns the action and observation spaces of one walker (README.md)."""
+        """Returns the action and observation spaces of one walker (gpu_memory_edit.md)."""
         gaps, static = self.static.shape[1:]
         shapes = {
             "static": (gaps, static),
@@ -126,3 +137,13 @@ class ObservedEdits(EditBatch):
     def views(self) -> Observation:
         """Returns the observations of all walkers as views."""
         return {**self._scaled, "edits": self.edits, "action_mask": self.mask, "task": self.task}
+
+    def copies(self, views: Observation) -> Observation:
+        """Returns copies of ``views``; of static columns that never change, a read-only view."""
+        copies = {
+            key: view.copy() if view.flags.writeable else view for key, view in views.items() if key not in DYNAMIC
+        }
+        for name in DYNAMIC:
+            copies[name] = self._spare[name].lend()
+            self._scale(name, np.arange(self.count), copies[name])
+        return {key: copies[key] for key in views}

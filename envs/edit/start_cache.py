@@ -58,7 +58,7 @@ def cached(name: str, make: StartMaker) -> StartMaker:
             try:
                 starts = load_json(path, lambda data: _read(data, task))
             except FormatError as error:
-                gymnasium.logger.warn(f"{error}; the start plans are made again")
+                gymnasium.logger.warn(f"{error}; the start plans are replaced")
             else:
                 task.engine.calls += starts.calls
                 task.moves.weights = starts.weights

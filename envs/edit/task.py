@@ -106,15 +106,17 @@ class EditTask:
         m = len(self.graph)
         begins = np.array(self.program.start_ns[:n], np.float64)
         bins = np.minimum((begins / self.ideal_ns * BINS).astype(np.int64), BINS - 1)
-        duration = np.array([kernel.duration_ns for kernel in self.program.kernels], np.float64)
+        duration_ns = np.array([kernel.duration_ns for kernel in self.program.kernels], np.int64)
+        duration = duration_ns.astype(np.float64)
         return Times(
             bin_of=bins,
             duration=duration,
+            duration_ns=duration_ns,
             duration_until=np.concatenate([[0.0], duration.cumsum()]),
             by_size=np.argsort(self.graph.nbytes, kind="stable"),
             data_until=np.zeros(n + 1),
             memory_until=np.zeros(n + 1),
-            tight_until=np.zeros(n + 1),
+            tight_until=np.zeros(n + 1, np.int64),
             least_slack=np.zeros((n.bit_length(), n)),
             gap_of=np.zeros(m, np.int64),
             start=np.zeros(n),

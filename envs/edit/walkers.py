@@ -18,11 +18,14 @@ from envs.edit.columns import N_CHANGES, Change
 from simulator.compiled.encoding import (
     AFTER,
     BEFORE,
+    LOG,
     NEVER,
+    RESULT,
     Cause,
     Event,
+    Status,
 )
-from simulator.compiled.jit import stage
+from simulator.compiled.jit import call, stage
 from simulator.compiled.scoring import score_one
 from simulator.modes import Choice
 from simulator.moves.gap_graph import BINS
@@ -70,14 +73,16 @@ class Walkers(NamedTuple):
     changed_rows: NDArray[np.int64]  # (W, M, C, 6)
     counts: NDArray[np.int64]  # (W, M) changes of each neighbor; 0: no neighbor found
     effect: NDArray[np.float32]  # (W, m, N_CHANGES) effect of the last trial of each change
-    tried_at: NDArray[np.int64]  # (W, m, N_CHANGES) state.steps at that trial, or -1
-    accepted_at: NDArray[np.int64]  # (W, m, N_CHANGES) state.accepted at that trial
+    tried_at: NDArray[np.int32]  # (W, m, N_CHANGES) state.steps at that trial, or -1
+    accepted_at: NDArray[np.int32]  # (W, m, N_CHANGES) state.accepted at that trial
     changed_at: NDArray[np.int64]  # (W, m) state.steps at the gap's last change, or -1
 
 
 @stage
 def _log(x, scale):
     """Returns sign(x) log(1 + scale |x|)."""
+    if x == 0.0:  # most columns of an idle gap
+        return x
     return math.log1p(x * scale) if x >= 0 else -math.log1p(-x * scale)
 
 
@@ -348,29 +353,32 @@ def show_trials(walkers, members, ages, out):
     for i in members:
         step_no = walkers.state[i].steps
         accepted = walkers.state[i].accepted
+        # Columns of what was never tried or changed keep the value of the episode's begin.
         for g in range(walkers.on.shape[1]):
-            # 3.0 stands for never.
             gap = out[i, g]
             changed_step = walkers.changed_at[i, g]
-            gap.change_age = 3.0 if changed_step < 0 else ages[min(step_no - changed_step, max_age)] / 4
+            if changed_step >= 0:
+                gap.change_age = ages[min(step_no - changed_step, max_age)] / 4
             for change in range(N_CHANGES):
                 tried_step = walkers.tried_at[i, g, change]
-                accepted_since = accepted - walkers.accepted_at[i, g, change]
-                gap.effect[change] = walkers.effect[i, g, change]
-                gap.trial_age[change] = 3.0 if tried_step < 0 else ages[min(step_no - tried_step, max_age)] / 4
-                gap.accepted_since[change] = 3.0 if tried_step < 0 else ages[min(accepted_since, max_age)] / 3
+                if tried_step >= 0:
+                    accepted_since = accepted - walkers.accepted_at[i, g, change]
+                    gap.effect[change] = walkers.effect[i, g, change]
+                    gap.trial_age[change] = ages[min(step_no - tried_step, max_age)] / 4
+                    gap.accepted_since[change] = ages[min(accepted_since, max_age)] / 3
 
 
 class Times(NamedTuple):
-    """Kernel times of a task, and scratch arrays for ``show_plan``; all but the first four are of one iteration."""
+    """Kernel times of a task, and scratch arrays for ``show_plans``; all but the first five are of one iteration."""
 
     bin_of: NDArray[np.int64]  # (n,)
     duration: NDArray[np.float64]  # (n,) ns
+    duration_ns: NDArray[np.int64]  # (n,)
     duration_until: NDArray[np.float64]  # (n + 1,) ns of all kernels before; the next ..._until likewise
     by_size: NDArray[np.int64]  # (m,) gaps, sorted by the size of their tensors
     data_until: NDArray[np.float64]  # (n + 1,) ns
     memory_until: NDArray[np.float64]  # (n + 1,) ns
-    tight_until: NDArray[np.float64]  # (n + 1,) ns of kernels with less free memory than a tensor takes
+    tight_until: NDArray[np.int64]  # (n + 1,) ns of kernels with less free memory than a tensor takes
     least_slack: NDArray[np.float64]  # (levels, n) free bytes, least of 2**level kernels from each on
     gap_of: NDArray[np.int64]  # (m,) gap of each row in use
     start: NDArray[np.float64]  # (n,) ns
@@ -559,20 +567,9 @@ def _show_gap(times, plan, gaps, g, stall, ideal, out):
         out.recomputation = _log(times.rerun[closing] / ideal, 1000.0)
 
 
-@stage(entry=True)
-def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_out):
-    """Writes a plan's columns of gaps and bins from the log of its simulation.
-
-    Args:
-        log: LOG (entries,), ``Engine.log``.
-        times: see ``Times``.
-        walkers, i: arrays of all walkers, and the index of the walker.
-        limit: memory limit in bytes.
-        excess: maximum load above the limit without a plan, bytes.
-        ideal: ideal iteration time, ns.
-        gap_out: columns.GAP (>= m,) output.
-        bin_out: columns.BIN (BINS,) output.
-    """
+@stage
+def _show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_out):
+    """Writes a plan's columns of gaps and bins from the log of its simulation (see ``show_plans``)."""
     plan = plan_of(walkers, i)
     for b in range(BINS):
         bin_out[b].out_load = bin_out[b].in_load = 0.0
@@ -583,10 +580,80 @@ def show_plan(log, times, walkers, i, limit, excess, gaps, ideal, gap_out, bin_o
     for g in times.by_size:
         if gaps.nbytes[g] != nbytes:
             nbytes = gaps.nbytes[g]
+            tight_ns = 0
             for k in range(plan.load.shape[0]):
-                is_tight = times.slack[k] < nbytes
-                times.tight_until[k + 1] = times.tight_until[k] + (times.duration[k] if is_tight else 0.0)
+                tight_ns += times.duration_ns[k] if times.slack[k] < nbytes else 0
+                times.tight_until[k + 1] = tight_ns
         _show_gap(times, plan, gaps, g, stall, ideal, gap_out[g])
+
+
+@stage
+def _log_one(engine, plan, rows, log):
+    """Simulates the first ``rows`` of ``plan`` like ``Engine.log``; returns the entries, -1 if only it can tell.
+
+    The last array of ``engine`` is the log.
+    """
+    entry, swaps_only, n, ends, results, arrays = engine
+    ends[1] = rows
+    entries = 0
+    if swaps_only:
+        entries = call(entry, (0, 0), (plan, 0, None, n, NEVER, 1, ends) + arrays)[1]
+    else:
+        entries = call(entry, (0, 0), (plan, 0, -1, n, NEVER, 1, ends) + arrays)[1]
+    is_done = results.view(RESULT)[0].status == Status.DONE
+    return entries if is_done and entries < log.view(LOG).shape[0] else -1
+
+
+@stage(entry=True)
+def show_plans(
+    walkers, members, begin, entries, log, times, limit, excess, gaps, ideal, scratch, engine, bound, columns, outputs
+):
+    """Writes the columns of gaps and bins of the plans of the walkers ``members[begin:]``.
+
+    Plans are simulated again, because trials are not logged: a log takes 2 to 6 times as long as a simulation without
+    one, and most trials are rejected.
+
+    Args:
+        walkers, members: see ``step``.
+        begin: first position in ``members``.
+        entries: number of entries of ``log`` if it is the log of the first walker's plan, else -1.
+        log: LOG, as int64.
+        times: see ``Times``.
+        limit: memory limit in bytes.
+        excess: maximum load above the limit without a plan, bytes.
+        gaps, scratch: arrays of ``Moves``.
+        ideal: ideal iteration time, ns.
+        engine: ``Engine.direct`` with ``log`` as its last array.
+        bound: largest absolute value of a column of gaps.
+        columns: float32 (walkers, >= m, columns of columns.GAP), ``outputs[0]`` as an array.
+        outputs: columns.GAP (walkers, >= m) and columns.BIN (walkers, BINS), output.
+
+    Returns:
+        The position in ``members`` of a walker whose plan needs ``Engine.log``, or len(members) when all are done.
+    """
+    gap_out, bin_out = outputs
+    for position in range(begin, members.shape[0]):
+        i = members[position]
+        if position > begin or entries < 0:
+            rows = rows_in_use(plan_of(walkers, i), scratch.plan)
+            entries = _log_one(engine, scratch.plan, rows, log)
+            if entries < 0:
+                return position
+        _show_plan(log.view(LOG)[:entries], times, walkers, i, limit, excess, gaps, ideal, gap_out[i], bin_out[i])
+        for g in range(gaps.nbytes.shape[0]):
+            for c in range(columns.shape[2]):
+                columns[i, g, c] = min(max(columns[i, g, c], np.float32(-bound)), np.float32(bound))
+    return members.shape[0]
+
+
+@stage(entry=True)
+def show_edits(walkers, members, edits, mask):
+    """Writes the neighbors to ``edits``, int32 (walkers, M, C), and whether each slot has one to ``mask``."""
+    for i in members:
+        for slot in range(edits.shape[1]):
+            mask[i, slot] = walkers.counts[i, slot] > 0
+            for c in range(edits.shape[2]):
+                edits[i, slot, c] = walkers.codes[i, slot, c]
 
 
 @stage(entry=True)
@@ -612,7 +679,7 @@ def make_walkers(walkers: int, gaps: int, kernels: int, neighbors: int, changes:
         changed_rows=np.zeros((walkers, neighbors, changes, 6), np.int64),
         counts=np.zeros((walkers, neighbors), np.int64),
         effect=np.zeros((*shape, N_CHANGES), np.float32),
-        tried_at=np.full((*shape, N_CHANGES), -1, np.int64),
-        accepted_at=np.zeros((*shape, N_CHANGES), np.int64),
+        tried_at=np.full((*shape, N_CHANGES), -1, np.int32),
+        accepted_at=np.zeros((*shape, N_CHANGES), np.int32),
         changed_at=np.full(shape, -1, np.int64),
     )

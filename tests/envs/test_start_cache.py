@@ -90,7 +90,7 @@ def test_a_damaged_file_is_replaced(damage: str, made: list[str], tmp_path: Path
     content = path.read_bytes()
     damaged = DAMAGES[damage](json.loads(gzip.decompress(content)))
     path.write_bytes(damaged if isinstance(damaged, bytes) else gzip.compress(json.dumps(damaged).encode()))
-    with pytest.warns(UserWarning, match=f"{path.name}.*the start plans are made again"):
+    with pytest.warns(UserWarning, match=f"{path.name}.*the start plans are replaced"):
         env = make()
     np.testing.assert_equal(episode(env), expected)
     assert made == ["heuristic"] * 2 and path.read_bytes() == content
