@@ -111,7 +111,7 @@ def train_unseen(cfg: DictConfig) -> Path:
 
 def read_several(cfg: DictConfig) -> Several:
     """Returns the settings ``several``; raises UsageError that names the key."""
-    lists = {}
+    lists: dict[str, Any] = {}
     for key in ("train", "test", "links"):
         value = cli.to_dict(cfg.several)[key]
         if not isinstance(value, list) or not value:
@@ -127,16 +127,16 @@ def read_several(cfg: DictConfig) -> Several:
         raise cli.UsageError(
             f"several.test: {min(shared)!r} is in several.train, too, and would not be unseen; remove it"
         )
-    counts = {key: cli.integer(cfg, f"several.{key}", least=1) for key in ("calls", "seeds", "every")}
+    counts: dict[str, Any] = {key: cli.integer(cfg, f"several.{key}", least=1) for key in ("calls", "seeds", "every")}
     return Several(**lists, **counts)
 
 
-def program_of(key: str, name: object) -> tuple[str, float]:
+def program_of(key: str, name: object, prefix: str = "several.") -> tuple[str, float]:
     """Returns program and limit (fraction) of a task's name such as vgg16-45; raises UsageError naming the key."""
     program, _, percent = str(name).rpartition("-")
     if program not in FINGERPRINTS or not percent.isdigit() or not 0 < int(percent) <= 100:
         raise cli.UsageError(
-            f"several.{key}: {name!r} is not PROGRAM-PERCENT, such as vgg16-45; programs are {', '.join(FINGERPRINTS)}"
+            f"{prefix}{key}: {name!r} is not PROGRAM-PERCENT, such as vgg16-45; programs are {', '.join(FINGERPRINTS)}"
         )
     return program, int(percent) / 100
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from agents.learned.dqn_config import Args
 from agents.learned.edit_net import EditNet, trained
@@ -49,7 +49,9 @@ def test_invalid_tasks_are_refused(run: Run, words: list[str], named: list[str])
 
 
 def test_the_default_copies_the_target_network_more_than_once() -> None:
-    args: Args = cli.dataclass_from_config(Args, OmegaConf.load(cli.CONFIGS / "agent" / "dqn_scratch.yaml"), "agent")
+    config = OmegaConf.load(cli.CONFIGS / "agent" / "dqn_scratch.yaml")
+    assert isinstance(config, DictConfig)
+    args: Args = cli.dataclass_from_config(Args, config, "agent")
     assert (args.iterations - args.learning_starts + 1) * args.updates // args.target_every > 1
 
 

@@ -72,6 +72,7 @@ SMOKE = {
     "benchmark": "--help",
     "pretrain": "--help",
     "measured": "--help",
+    "verify": "--help",
     "validate_gpu": "--help",
 }
 
