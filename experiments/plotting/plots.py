@@ -266,8 +266,10 @@ def unseen_learning(
             axes.axhline(level, color=INK, linewidth=1.2, linestyle=style)
             labels.append((level, f"{name} {level:.1%}", INK))
         _overhead_axis(axes, max(overheads.max(), *(np.max(values) for values in levels.values())))
-        axes.axhspan(BOTTOM, floor, color=FLOOR, linewidth=0, label=f"mean floor {floor:.1%}")
+        axes.axhline(floor, color=FAINT, linewidth=1.2)
+        labels.append((floor, f"mean floor {floor:.1%}", FAINT))
         axes.set_xlim(0, max(calls[-1], 1))
+        axes.set_ylim(bottom=0.7 * min(overheads.min(), floor))
         labels_at_right(axes, labels)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
         axes.set(
