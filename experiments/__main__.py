@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "plan",
     "train": "train_dqn",
     "evaluate": "evaluate",
+    "verify": "verify",
     "pack": "pack",
     "reproduce": "reproduce",
     "benchmark": "benchmark",

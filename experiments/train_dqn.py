@@ -1,12 +1,15 @@
-"""Captures one training step, trains the DQN to plan it, and compares the planners.
+"""Trains the DQN from scratch on several programs and tests it on unseen ones; or plans one training step with it.
 
+    python -m experiments.train_dqn                                    # from scratch, three minutes (train_unseen.py)
+    python -m experiments.train_dqn workload=vgg16                     # fine-tunes the shipped DQN, compares planners
     python -m experiments.train_dqn workload=resnet50 machine=gtx1080ti limit=0.6 seed=1
     python -m experiments.train_dqn workload=my_net.yaml machine=my_machine.yaml limit=24GiB
     python -m experiments.train_dqn resume=RUN agent.iterations=100
 
-The run directory contains summary.json, results.jsonl (a row per planner), program.json, plan.json (the DQN's best
-plan), checkpoint.pt, weights.pt (for ``agents.make("dqn", weights=...)``), tb/ (TensorBoard; see ``tracker=``),
-learning_curve.png, memory_curve.png and timeline.json (for Perfetto). The last line printed is its path.
+With a key of one task (``ONE_TASK``) the run directory contains summary.json, results.jsonl (a row per planner),
+program.json, plan.json (the DQN's best plan), checkpoint.pt, weights.pt (for ``agents.make("dqn", weights=...)``), tb/
+(TensorBoard; see ``tracker=``), learning_curve.png, memory_curve.png and timeline.json (for Perfetto). The last line
+printed is its path.
 """
 
 from __future__ import annotations
@@ -45,6 +48,19 @@ if TYPE_CHECKING:
     from agents.learned.training import DQNResult, Episode, Trainer
 
 SETTINGS = "settings.json"  # settings of an unfinished run
+EDIT_AGENTS = "dqn", "dqn_scratch"  # options of the config group ``agent`` that edit whole plans
+# Keys that select the training on one task.
+ONE_TASK = "workload program machine limit agent reward actions network planners greedy_every resume".split()
+
+
+def complete(words: list[str]) -> list[str]:
+    """Returns the command line's words with those that a training on one task needs: an agent and a workload."""
+    words = settings_of(words)
+    assigned = {word.lstrip("+~").partition("=")[0] for word in words if word != "agent=dqn_scratch"}
+    if not {key.partition(".")[0] for key in assigned if not key.startswith("agent.")} & {*ONE_TASK}:
+        return words
+    defaults = [] if "agent" in assigned or "agent=dqn_scratch" in words else ["agent=dqn"]
+    return [*defaults, *([] if {"workload", "program"} & assigned else ["workload=vgg16"]), *words]
 
 
 def settings_of(words: list[str]) -> list[str]:
@@ -65,9 +81,13 @@ def american(word: str) -> str:
     return word.replace("agent.neighbours=", "agent.neighbors=")
 
 
-@cli.entry("train_dqn", prepare=settings_of)
+@cli.entry("train_dqn", prepare=complete)
 def main(cfg: DictConfig) -> Path:
-    """Trains the DQN, compares it with the planners, and returns the run directory."""
+    """Trains the DQN on several programs, or on one and compares the planners; returns the run directory."""
+    if cfg.get("workload") is None and cfg.program is None:
+        from experiments.train_unseen import train_unseen
+
+        return train_unseen(cfg)
     from agents.learned.checkpoint import save_weights  # PyTorch is slow to import
     from agents.learned.dqn import FineTuning
 
@@ -125,12 +145,12 @@ class Run:
     @property
     def edits(self) -> bool:
         """Whether the agent edits whole plans."""
-        return self.choice == "dqn"
+        return self.choice in EDIT_AGENTS
 
     @property
     def agent(self) -> str:
         """Name of the agent's rows."""
-        return self.choice.removesuffix("_tuned")
+        return self.choice.removesuffix("_tuned").removesuffix("_scratch")
 
 
 def read_run(cfg: DictConfig) -> Run:
@@ -144,10 +164,10 @@ def read_run(cfg: DictConfig) -> Run:
     every = cli.integer(cfg, "greedy_every", least=1)
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     choice = HydraConfig.get().runtime.choices["agent"]
-    config: Any = cli.dataclass_from_config(Args if choice == "dqn" else PaperConfig, cfg.agent, "agent")
+    config: Any = cli.dataclass_from_config(Args if choice in EDIT_AGENTS else PaperConfig, cfg.agent, "agent")
     variant = Variant(*variant_of(cfg))
     for key in ("reward", "actions", "network"):
-        if choice == "dqn" and cfg[key] is not None:
+        if choice in EDIT_AGENTS and cfg[key] is not None:
             raise cli.UsageError(f"{key}: only agent=dqn_paper has this option; remove it or select that agent")
     resume = checkpoint_of(cli.path(cfg, "resume"))
     program = cli.program(cfg, machine, "limit")

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import reproduce
-from experiments.common import cli
+from experiments.common import cli, report
 
 
 @cli.entry("benchmark")
@@ -49,7 +49,7 @@ def speed(cfg: DictConfig) -> dict[str, Any]:
 
 
 def requested_agents(cfg: DictConfig, suite: str, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the agents of ``agents=`` (names of the suite or "module:Class"), or None; raises UsageError."""
+    """Returns the agents of ``agents=`` (names of the suite, "module:Class" or a .zip), or None; raises UsageError."""
     if cfg.agents is None:
         return None
     if suite != "core":
@@ -57,9 +57,10 @@ def requested_agents(cfg: DictConfig, suite: str, settings: dict[str, Any]) -> d
     requested = [str(name) for name in (cli.values(cfg, "agents") if OmegaConf.is_list(cfg.agents) else [cfg.agents])]
     options = settings["agents"]
     for name in requested:
-        if name not in options and ":" not in name:
+        if name not in options and not report.is_external(name):
             raise cli.UsageError(
-                f"agents: {name!r} is neither 'module:Class' nor an agent of the suite{cli.nearest(name, set(options))}"
+                f"agents: {name!r} is neither 'module:Class', an archive (.zip), nor an agent of the suite"
+                f"{cli.nearest(name, set(options))}"
             )
     return {name: options.get(name, {"target": name}) for name in requested}
 

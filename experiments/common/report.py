@@ -13,6 +13,7 @@ smallest workspace; true: under that plan the fastest that fit the free memory.
 
 from __future__ import annotations
 
+import inspect
 import json
 import platform
 import re
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import metadata
 from itertools import count, groupby
 from pathlib import Path
@@ -207,8 +209,53 @@ def score_plan(
     return row(program, machine, limit, name, seed, timeline, reason=reason, mode=mode or "joint", workspace=workspace)
 
 
+def is_external(name: str) -> bool:
+    """Returns whether a planner's name is ``module:Class``, ``module:function`` or an archive (.zip)."""
+    return ":" in name or name.endswith(".zip")
+
+
+def external_factory(name: str) -> Callable[..., agents.Planner]:
+    """Returns what makes the planner of an external name (``is_external``).
+
+    Raises:
+        UsageError: the name cannot be imported.
+        FormatError: the archive is malformed.
+    """
+    if name.endswith(".zip"):
+        from agents.learned.external import ArchivePlanner
+
+        ArchivePlanner(Path(name).expanduser())  # checks the file
+        return partial(ArchivePlanner, Path(name).expanduser())
+    from experiments.workloads.module import WorkloadError, import_target  # PyTorch
+
+    try:
+        target = import_target(name)
+    except WorkloadError as error:
+        raise UsageError(f"cannot import {name!r} as 'module:Class' ({error})") from None
+    if callable(getattr(target, "plan", None)):
+        return target
+    if inspect.isclass(target):
+        raise UsageError(f"{name} must have a method plan(program, machine, limit), or be a function of an observation")
+    from agents.learned.external import FunctionPlanner
+
+    return partial(FunctionPlanner, target)
+
+
 def make(name: str, **options: Any) -> agents.Planner:
-    """Makes a planner with those ``options`` that it has and that are not None; raises as in ``agents.make``."""
+    """Makes a planner with those ``options`` that it has and that are not None.
+
+    Raises:
+        ValueError: as in ``agents.make``.
+        UsageError, FormatError: as in ``external_factory``.
+    """
+    if is_external(name):
+        factory = external_factory(name)
+        accepted = inspect.signature(factory).parameters
+        planner = factory(**{k: v for k, v in options.items() if k in accepted and v is not None})
+        for attribute in ("name", "simulator_calls"):
+            if not hasattr(planner, attribute):
+                raise UsageError(f"{name}: its planner has no attribute {attribute!r}; see agents.Planner")
+        return planner
     known = agents.options(name)
     return agents.make(name, **{k: v for k, v in options.items() if k in known and v is not None})
 
@@ -243,6 +290,9 @@ def mode_mismatch(plan: Plan, mode: str | None) -> str:
 def warm_up(machine: Machine, name: str, mode: str | None = None) -> None:
     """Compiles a planner's Numba functions on a program of four kernels, to keep compilation out of timings."""
     tiny = warm.TINY
+    if is_external(name):
+        simulator.simulate(tiny, warm.SWAPPED, machine, 2 * tiny.peak_bytes)
+        return
     if "swap" not in (mode, agents.PLANNERS[name].moves):  # first, since that also covers plans of swaps
         plan = Plan((Recompute(0, 1, 3),))
         simulator.simulate(tiny, plan, machine, 2 * tiny.peak_bytes)
@@ -269,7 +319,7 @@ def planner_names(requested: list[Any], **options: Any) -> list[str]:
     for name in names:
         try:
             make(name, **options)
-        except ValueError as error:
+        except ValueError as error:  # also UsageError and FormatError
             raise UsageError(f"planners: {name}: {error}") from None
     return list(dict.fromkeys(names))
 

@@ -26,7 +26,7 @@ import agents
 from agents.floor import floor
 from agents.planner import Planner
 from experiments.common import cli
-from experiments.common.report import Row, heuristics, warm_up
+from experiments.common.report import Row, external_factory, heuristics, warm_up
 from experiments.figures import network, program, share_of_peak
 from experiments.figures.figure import Figure, Range, Rows
 from experiments.plotting import palette
@@ -169,15 +169,11 @@ def planner_factory(agent: Mapping[str, Any], entry: str) -> tuple[Callable[...,
         except ValueError as error:
             raise cli.UsageError(f"{entry}: {error}") from None
         return partial(agents.make, agent["planner"], **options), BUDGETS & set(accepted)
-    from experiments.workloads.module import WorkloadError, import_target  # PyTorch
-
     try:
-        agent_class = import_target(agent["target"])
-    except WorkloadError as error:
-        raise cli.UsageError(f"{entry}: cannot import {agent['target']!r} as 'module:Class' ({error})") from None
-    if not callable(getattr(agent_class, "plan", None)):
-        raise cli.UsageError(f"{entry}: {agent['target']} must be a class with a method plan(program, machine, limit)")
-    return partial(agent_class, **options), BUDGETS & set(inspect.signature(agent_class).parameters)
+        factory = external_factory(str(agent["target"]))
+    except ValueError as error:  # UsageError or FormatError
+        raise cli.UsageError(f"{entry}: {error}") from None
+    return partial(factory, **options), BUDGETS & set(inspect.signature(factory).parameters)
 
 
 def run_agent(

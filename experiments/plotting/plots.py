@@ -235,6 +235,51 @@ def edit_learning(
                 axes.legend(fontsize=8.5)
 
 
+def unseen_learning(
+    path: Path,
+    points: Sequence[Mapping[str, Any]],
+    levels: Mapping[str, Sequence[Sequence[float]]],
+    names: Sequence[str],
+    floor: float,
+) -> None:
+    """Plots the greedy policy's overhead on unseen tasks during a training from scratch, above its controls.
+
+    Args:
+        points: ``calls`` and ``overheads`` (by task and seed) of each test.
+        levels: overheads (by task and seed) of the controls.
+        names: the tasks.
+        floor: mean certified lower bound.
+    """
+    with figure(path, 9.0, 4.8) as axes:
+        calls = [point["calls"] for point in points]
+        overheads = np.array([point["overheads"] for point in points])  # (points, tasks, seeds)
+        ink = color("dqn")
+        for k, name in enumerate(names):
+            axes.plot(
+                calls, overheads[:, k].mean(1), color=ink, linewidth=1, alpha=0.4, marker="os^DvP"[k % 6], label=name
+            )
+        means = overheads.mean((1, 2))
+        axes.plot(calls, means, color=ink, linewidth=2.6, label="mean")
+        labels: Levels = [(means[-1], f"greedy policy {means[-1]:.1%}", ink)]
+        for (name, values), style in zip(levels.items(), ("--", ":", "-."), strict=False):
+            level = float(np.mean(values))
+            axes.axhline(level, color=INK, linewidth=1.2, linestyle=style)
+            labels.append((level, f"{name} {level:.1%}", INK))
+        _overhead_axis(axes, max(overheads.max(), *(np.max(values) for values in levels.values())))
+        axes.axhline(floor, color=FAINT, linewidth=1.2)
+        labels.append((floor, f"mean floor {floor:.1%}", FAINT))
+        axes.set_xlim(0, max(calls[-1], 1))
+        axes.set_ylim(bottom=0.7 * min(overheads.min(), floor))
+        labels_at_right(axes, labels)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+        axes.set(
+            xlabel="simulator calls of the training, on other programs",
+            ylabel="overhead on unseen programs",
+            title="DQN from scratch: greedy policy on programs that it was not trained on",
+        )
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=5, fontsize=9.5)
+
+
 def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = "log") -> None:
     """Plots overhead against the limit: one line per planner above the certified lower bound.
 

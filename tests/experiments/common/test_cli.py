@@ -30,6 +30,7 @@ ONE_TASK = {  # values of agent=dqn for one task; the defaults are for many task
 }
 
 
+SCRATCH = ONE_TASK | {"iterations": 180, "init": "scratch", "learning_rate": 1e-3, "gamma": 0.5, "most_calls": 2000}
 TUNED = {
     "episodes": 60,
     "pool": "mean",
@@ -43,7 +44,12 @@ TUNED = {
 
 @pytest.mark.parametrize(
     ("agent", "kind", "other"),
-    [("dqn", Args, ONE_TASK), ("dqn_paper", PaperConfig, {}), ("dqn_paper_tuned", PaperConfig, TUNED)],
+    [
+        ("dqn", Args, ONE_TASK),
+        ("dqn_scratch", Args, SCRATCH),
+        ("dqn_paper", PaperConfig, {}),
+        ("dqn_paper_tuned", PaperConfig, TUNED),
+    ],
 )
 def test_agent_configs_list_every_key_of_the_agent_with_its_default(
     agent: str, kind: Any, other: dict[str, Any]
@@ -66,6 +72,7 @@ SMOKE = {
     "benchmark": "--help",
     "pretrain": "--help",
     "measured": "--help",
+    "verify": "--help",
     "validate_gpu": "--help",
 }
 

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.common.cli import UsageError
 from experiments.common.resume import resume_args
-from experiments.train_dqn import settings_of
+from experiments.train_dqn import complete, settings_of
 from simulator.files import write_json
 from tests.tiny import PROGRAM
 
@@ -66,3 +66,19 @@ def test_the_former_spelling_of_a_key_is_read_with_a_note(tmp_path: Path, capsys
     (note, same) = capsys.readouterr().err.splitlines()
     assert note == same and "agent.neighbours" in note and "agent.neighbors" in note
     assert settings_of(["agent.neighbors=8"]) == ["agent.neighbors=8"] and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "added"),
+    [
+        ("seed=1 tracker=none agent.iterations=3 several.calls=9", []),
+        ("agent=dqn_scratch agent.width=16", []),
+        ("limit=0.6", ["agent=dqn", "workload=vgg16"]),
+        ("agent=dqn_paper agent.episodes=2", ["workload=vgg16"]),
+        ("machine.copy_engines=1 agent=dqn_scratch", ["workload=vgg16"]),
+        ("workload=vgg16", ["agent=dqn"]),
+        ("program=step.json agent=dqn", []),
+    ],
+)
+def test_a_key_of_one_task_selects_the_agent_and_the_workload_of_one(typed: str, added: list[str]) -> None:
+    assert complete(typed.split()) == [*added, *typed.split()]
