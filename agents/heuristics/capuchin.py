@@ -344,6 +344,10 @@ def evict(evaluator: Evaluator, allowed: Sequence[Sequence[int]], x: Placements)
     Args:
         allowed: Placements of the feature maps from the first to the current layer.
         x: Placements of all feature maps, (feature maps,).
+        evaluator: Evaluates placements.
+
+    Returns:
+        The changed placements and their cost.
     """
     cost = evaluator.evaluate(x[None])[0]
     while cost[0]:

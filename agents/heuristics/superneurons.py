@@ -160,6 +160,8 @@ def tensor_cache(program: Program, kinds: Mapping[Gap, int], limit: int, forced:
     Args:
         limit: memory limit in bytes.
         forced: gaps of ``kinds`` that are emptied in any case.
+        program: Program to plan.
+        kinds: eviction kind of each gap that may be emptied.
     """
     emptied = list(forced)
     nbytes = [tensor.nbytes for tensor in program.tensors]

@@ -56,6 +56,11 @@ def plan_with_variants(
     Args:
         fill: False: keep the minimal workspaces.
         include_default: if workspaces are filled, also plan with the kernels' default algorithms (choice 8).
+        planner: makes the plan of evictions.
+        program, machine, limit: the task; the limit is in bytes.
+
+    Returns:
+        The plan with its variants.
 
     Raises:
         Infeasible: the planner finds no plan.
