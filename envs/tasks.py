@@ -107,6 +107,9 @@ def program_and_machine(program: Program | str | Path, machine: Machine | str | 
         program: a Program, a name or the path of a .json or .json.gz.
         machine: a Machine, a preset or a path; None: the named program's machine.
 
+    Returns:
+        The program and the machine.
+
     Raises:
         FormatError: if the program or machine does not exist.
         ValueError: if no machine is given and the program is not named.

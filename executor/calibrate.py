@@ -127,6 +127,9 @@ def calibrate(
         name: name of the new machine; default: the name of ``base``.
         seconds: time after which no larger copy is measured; the two smallest sizes are always measured.
 
+    Returns:
+        The machine with the measured figures, and the measurements.
+
     Raises:
         ValueError: if memory or ``max_bytes`` allows fewer than two sizes.
         BackendError: if the device refused or failed.
@@ -199,6 +202,9 @@ def with_process_figures(calibration: Calibration, device: str) -> Calibration:
     Args:
         calibration: result of ``calibrate``.
         device: "cuda" or "cpu".
+
+    Returns:
+        The calibration with both figures in its machine.
 
     Raises:
         ContextError: if the context cannot be measured.

@@ -111,6 +111,11 @@ def score_all(
 
     Args:
         options: planner options, as in ``report.score``.
+        program, machine: Task.
+        limits: Memory limits in bytes.
+        names: Planners.
+        seed: Seed of the planners.
+        jobs: Number of worker processes.
     """
     queue = sorted(names, key=lambda name: SLOW.index(name) if name in SLOW else len(SLOW))
     tasks = [(name, limit) for name in [FLOOR, *queue] for limit in reversed(limits)]  # tight limits take longest

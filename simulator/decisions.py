@@ -62,6 +62,9 @@ class Kind:
             where: Name of the entry in error messages.
             is_plan_1: Whether the entry is from ``plan/1``.
 
+        Returns:
+            The decision.
+
         Raises:
             FormatError: The entry is malformed.
         """

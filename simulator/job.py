@@ -28,7 +28,7 @@ class Job:
         name: Name in results and messages.
         program: Program of one iteration.
         plan: Plan from the first iteration on.
-        arrives_ns: Earliest start; the job is admitted when its initial memory fits (RULES.md, J5).
+        arrives_ns: Earliest start; the job is admitted when its initial memory fits (RULES_JOBS.md, J5).
         iterations: Number of iterations after which the job leaves; None: unlimited.
         leaves_ns: Time from which on the job leaves at its next boundary; None: it does not.
         switches: Pairs (at_ns, plan), ascending; each takes effect at the next boundary.

@@ -92,6 +92,9 @@ def scaled(durations: list[int], iteration_ns: int | None) -> list[int]:
         durations: Duration of each kernel in ns.
         iteration_ns: Duration of an iteration in ns, for example measured.
 
+    Returns:
+        The duration of each kernel in ns.
+
     Raises:
         ValueError: ``iteration_ns`` is not positive, or all durations are 0.
     """

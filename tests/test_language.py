@@ -25,17 +25,12 @@ BETTER = {  # a regular expression, and what to write instead
 WORDS = 1_200  # of a page, table pipes included
 LONGER = {  # pages with long tables or lists that comments cite
     "CHANGELOG.md": 1_550,
-    "agents/heuristics/README.md": 2_550,
-    "executor/training/README.md": 2_090,
-    "experiments/README.md": 1_750,
     "experiments/figures/README.md": 1_480,
     "experiments/figures/home.md": 1_350,
     "experiments/figures/own.md": 1_550,
     "experiments/figures/smartpool.md": 1_850,
     "experiments/figures/superneurons.md": 1_850,
     "experiments/results/gpu_h200/README.md": 1_350,
-    "simulator/RULES.md": 2_100,
-    "simulator/pool/README.md": 1_300,
     "experiments/results/README.md": 2_400,  # generated, as are the next five
     "experiments/results/home.md": 1_850,
     "experiments/results/own.md": 2_900,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-STEP = TESTS.parent / "executor" / "training" / "README.md"
+STEP = TESTS.parent / "executor" / "training" / "SUPPORTED.md"
 
 
 def rows(page: Path, heading: str) -> list[str]:

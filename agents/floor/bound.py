@@ -136,6 +136,9 @@ def floor(
         deadlines: windows of recomputation end at peaks of memory, and what is missing at a window's start is fully
             recomputed until its next use, not just at some time. Usually a higher bound, at a multiple of the time.
 
+    Returns:
+        The bound; its ``feasible`` is False if no plan fits.
+
     Raises:
         ValueError: the mode or family is unknown, or the mode has decisions that the relaxation does not cover.
     """
@@ -220,6 +223,9 @@ def refined_floor(
         program, machine, limit, mode, families: as in ``floor``.
         seconds: approximate time in s; a finer solve begins only if ``GROWTH`` times the last one's time is left.
         timeout_s: time limit in s of the first solve, which is always tried; None: ``seconds``.
+
+    Returns:
+        The highest floor that was reached in time.
 
     Raises:
         ValueError: as in ``floor``.

@@ -2,7 +2,7 @@
 
 Candidate gaps are ranked by a priority score and selected one by one until the peak load is at most the limit: by one
 of four scores (``AutoSwap``), or by their weighted sum (``AutoSwapBO``, section IV-C). smartpool_autoswap.py adds
-addresses (section V). Numbered choices and deviations: README.md.
+addresses (section V). Numbered choices and deviations: autoswap.md.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ run-time feedback corrects the triggers. A candidate is a gap, from an evicted-a
 Hidden swaps come first, by descending free time; further swaps compete with recomputation by MSPS, bytes saved per
 second. Implemented without access to the paper's text. Entry points: ``Capuchin.choose``, ``PolicyMaker.decide``.
 """
-# Numbered choices and deviations: README.md.
+# Numbered choices and deviations: capuchin.md.
 
 from __future__ import annotations
 
@@ -344,6 +344,10 @@ def evict(evaluator: Evaluator, allowed: Sequence[Sequence[int]], x: Placements)
     Args:
         allowed: Placements of the feature maps from the first to the current layer.
         x: Placements of all feature maps, (feature maps,).
+        evaluator: Evaluates placements.
+
+    Returns:
+        The changed placements and their cost.
     """
     cost = evaluator.evaluate(x[None])[0]
     while cost[0]:

@@ -3,7 +3,7 @@
 A block is a member of a module list, such as a layer of a transformer. It keeps its inputs and outputs. Its other
 feature maps are dropped, and all of them are recomputed at once, when its backward pass first needs one of them
 (``torch.utils.checkpoint`` with ``use_reentrant=False``). The blocks are found by the module paths of the kernels
-(``Kernel.module``). Numbered choices: README.md.
+(``Kernel.module``). Numbered choices: checkpoint_blocks.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ state and intermediate states of layers) live in host memory. They are fetched i
 accesses them and written back after it, in the background. The pool is twice the largest layer, so one layer is
 computed while the next is fetched and the previous one is written back. Implemented without access to the paper's
 text, from its abstract and the behavior of its published code. Entry points: ``GeePS.choose`` and ``unpinned``.
-Numbered choices and deviations: README.md.
+Numbered choices and deviations: geeps.md.
 """
 
 from __future__ import annotations

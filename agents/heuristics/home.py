@@ -5,7 +5,7 @@ from random particles and repeats: evaluate all particles, record the global bes
 updates one particle: for each tensor it tries the placement of P_1 (best particle of the last iteration) and of P_2
 (the particle's own best), with the other placements fixed, and keeps the one with the smaller overhead. Constants: 500
 particles, 500 iterations. Entry points: ``HOME.choose``, ``HOME._search`` and ``Evaluator``. Numbered choices and
-deviations: README.md.
+deviations: home.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ else 1). Algorithm 3 places the cuts for a budget B: it accumulates the bytes of
 first candidate where the sum exceeds B. It returns x, the bytes kept between stages, and y, the bytes of the largest
 stage. B = sqrt(x y) balances the two (2 sqrt(n) feature maps for n equal layers); a grid search around it finds the
 plan. Implemented without access to the paper's text. Entry point: ``Memonger.choose``. Numbered choices and
-deviations: README.md.
+deviations: memonger.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ layers. The last one executes normally; the others keep only their input and are
 pass, and back when a backward kernel unpacks it, both on the compute stream.
 **ActivationBudget**, torch.compile with torch._functorch.config.activation_memory_budget, the fraction of saved bytes
 that may be saved: kernels are banned from recomputation, and a minimum cut saves the fewest bytes. A saved tensor is a
-feature map (layers.py); those smaller than ``min_bytes`` are ignored. Numbered choices and deviations: README.md.
+feature map (layers.py); those smaller than ``min_bytes`` are ignored. Numbered choices and deviations: pytorch.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 AutoSwap plans first; SmartPool then assigns addresses to the mallocs and frees of the plan, including those of its
 swaps (section V, last paragraph; section VI-C). The *footprint*, the highest address in use, must fit, because the
 limit is on memory as a driver counts it. The packing is not part of the plan: simulator/pool/__init__.py shows how to
-derive it. Entry point: ``SmartPoolAutoSwap.plan``. Numbered choices and deviations: README.md.
+derive it. Entry point: ``SmartPoolAutoSwap.plan``. Numbered choices and deviations: smartpool_autoswap.md.
 """
 
 from __future__ import annotations

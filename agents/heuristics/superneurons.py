@@ -6,7 +6,7 @@ outputs, speed-centric recomputation executes k kernels and keeps their results,
 nothing; cost-aware (the paper's) is speed-centric if the peak of a single layer allows it. Liveness analysis (section
 3.2) is implicit in Program; dynamic choice of convolution algorithms (section 3.5) is workspace.py. Entry point:
 ``SuperNeurons.choose``, by default with the fastest of the method's settings. Numbered choices and deviations:
-README.md.
+superneurons.md.
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ def tensor_cache(program: Program, kinds: Mapping[Gap, int], limit: int, forced:
     Args:
         limit: memory limit in bytes.
         forced: gaps of ``kinds`` that are emptied in any case.
+        program: Program to plan.
+        kinds: eviction kind of each gap that may be emptied.
     """
     emptied = list(forced)
     nbytes = [tensor.nbytes for tensor in program.tensors]

@@ -5,7 +5,7 @@ The graph is rewritten: an edge from a forward to a backward operation becomes a
 ``lower_bound`` (the paper's lb) operations before the consumer, so that these overlap the transfer. The user tunes
 both numbers. Implemented without access to the paper's text, from the abstract and the documented options of the
 module (n_tensors, lb, ub, ctrld_strategy, fuse_swapins, swap_branches). Entry point: ``TFLMS.choose``. Numbered
-choices and deviations: README.md.
+choices and deviations: tflms.md.
 """
 
 from __future__ import annotations

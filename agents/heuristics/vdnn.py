@@ -5,7 +5,7 @@ the offload completes (section III-B, memory offload). In the backward pass, eve
 preceding layer with offloaded data, up to a CONV layer (III-B, memory prefetch, findPrefetchLayer). The static
 policies (III-C) offload for every layer (``vdnn_all``) or for CONV layers (``vdnn_conv``), regardless of the limit;
 ``vdnn_dyn`` tries configurations and keeps one. Implemented without access to the paper's text. Entry point:
-``VDNN.choose``. Numbered choices and deviations: README.md.
+``VDNN.choose``. Numbered choices and deviations: vdnn.md.
 """
 
 from __future__ import annotations

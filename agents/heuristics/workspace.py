@@ -3,7 +3,7 @@
 A kernel with several algorithms (``Kernel.variants``, and its own duration and workspace) can trade bytes for time.
 Section 3.5: tensors have priority, since workspaces do not affect results; then, at every step, the free bytes are
 profiled, algorithms that need more are skipped, and the fastest of the others is selected. Entry point:
-``plan_with_variants``. Numbered choices and deviations: README.md.
+``plan_with_variants``. Numbered choices and deviations: workspace.md.
 
 Source: "Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks".
 """
@@ -56,6 +56,11 @@ def plan_with_variants(
     Args:
         fill: False: keep the minimal workspaces.
         include_default: if workspaces are filled, also plan with the kernels' default algorithms (choice 8).
+        planner: makes the plan of evictions.
+        program, machine, limit: the task; the limit is in bytes.
+
+    Returns:
+        The plan with its variants.
 
     Raises:
         Infeasible: the planner finds no plan.

@@ -180,6 +180,9 @@ def start(
     Args:
         deadline: deadline on time.monotonic(): once a plan is found, heuristics expected to finish later are skipped.
         longest_s: seconds; heuristics expected to take longer are skipped.
+        program, machine, limit: the task; the limit is in bytes.
+        mode: swap, recompute or joint.
+        min_bytes: size below which tensors stay resident.
 
     Returns:
         Rows (None if even the fallback does not fit), iteration time in ns, and required bytes.

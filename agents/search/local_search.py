@@ -156,6 +156,10 @@ def anneal(
         enough_ns: stop at a plan that is at least this fast.
         deadline: time on time.monotonic(). The temperature follows the calls or the time, whichever gives the lower.
         stopped: ends the search at the next look at the clock once it is set.
+        moves: neighbors of the plan.
+        engine: the simulator.
+        start_ns: iteration time of ``start``.
+        seed: random seed.
 
     Returns:
         Rows and iteration time of the best plan.

@@ -36,6 +36,9 @@ def thinned(engine: Engine, mode: str, min_bytes: int, deadline: float | None = 
 
     Args:
         deadline: time.monotonic() from which no further plan is tried once one fits; None: all are tried.
+        engine: the simulator.
+        mode: swap, recompute or joint.
+        min_bytes: size below which tensors stay resident.
     """
     best = None
     best_ns = NEVER

@@ -348,6 +348,7 @@ def show_trials(walkers, members, ages, out):
 
     Args:
         ages: (most,) log(1 + age) for each age in steps.
+        members: classes of gaps that are edited together.
     """
     max_age = ages.shape[0] - 1
     for i in members:

@@ -138,6 +138,8 @@ def with_algorithms(
     Args:
         program: A program with durations for ``machine``.
         convolutions: The convolution and its passes for each kernel.
+        machine: Machine whose figures give the times.
+        dtype: Dtype of the convolutions.
     """
     choices = {k: pareto_front(*conv_and_passes, machine, dtype) for k, conv_and_passes in sorted(convolutions.items())}
     captured_ns = sum(program.kernels[k].duration_ns for k in choices)

@@ -116,6 +116,9 @@ def capture(
         first_step: Whether a step whose first run differs from later ones is captured as that run
             (``Captured.is_first``) instead of being refused when it is trained.
 
+    Returns:
+        The program, with what is needed to run the step under a plan.
+
     Raises:
         CaptureError: If the step cannot be traced or differs from its capture, or if its update needs all gradients
             at once, with ``optimizer_in_backward=True``.
@@ -177,6 +180,9 @@ def capture_step(
     Args:
         machine, name, algorithms, bucket_bytes, optimizer_in_backward, as_cuda, check, first_step: As in ``capture``.
         keep_grads: Whether gradients that exist at the end of ``step`` stay until the next one begins.
+
+    Returns:
+        The program, with what is needed to run the step under a plan.
 
     Raises:
         CaptureError: As in ``capture``, or if the step returns anything but tensors.

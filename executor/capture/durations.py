@@ -53,6 +53,7 @@ class Precision:
         Args:
             kind: The kernel's kind.
             dtype: Dtype of its operands.
+            machine: Machine whose rates count.
         """
         tf32 = self.conv_tf32 if kind == "conv" else self.matmul_tf32
         if dtype == torch.float32 and tf32 and kind in ("conv", "matmul", "rnn") and "tf32" in machine.flops_per_s:
@@ -163,6 +164,8 @@ def with_roofline(
     Args:
         dtype: Dtype whose peak FLOP rate is used.
         iteration_ns: Iteration time in ns to which durations are scaled (``scaled``).
+        program: Program whose durations are replaced.
+        machine: Machine whose roofline is used.
 
     Raises:
         ValueError: If ``iteration_ns`` is not positive, or no kernel takes time.

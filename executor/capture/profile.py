@@ -83,10 +83,15 @@ class Profile:
             FormatError: If an entry is malformed; the message names the first one.
         """
         words = ("format", "program", "fingerprint", "machine", "device", "torch")
-        optional = {"workspaces": (list, None), "cache": (Cache, "hot"), "event_ns": (int, 0), "step_ns": (int, 0)}
+        optional: dict[str, tuple[Any, Any]] = {
+            "workspaces": (list, None),
+            "cache": (Cache, "hot"),
+            "event_ns": (int, 0),
+            "step_ns": (int, 0),
+        }
         top = fields(data, "profile", {**dict.fromkeys(words, str), "durations_ns": list}, optional)
-        if top.pop("format") != FORMAT:
-            raise FormatError(f"profile.format: expected {FORMAT!r}, got {data['format']!r}")
+        if (found := top.pop("format")) != FORMAT:
+            raise FormatError(f"profile.format: expected {FORMAT!r}, got {found!r}")
         top["durations_ns"] = integers(top["durations_ns"], "profile.durations_ns")
         if top["workspaces"] is not None:
             top["workspaces"] = integers(top["workspaces"], "profile.workspaces", len(top["durations_ns"]))

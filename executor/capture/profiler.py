@@ -68,6 +68,9 @@ def measure(
         cache: "cold" reads twice the cache size before each run. "hot" repeats runs on the same inputs. "step" runs
             the kernels in order, each with the cache that its predecessors left.
 
+    Returns:
+        The measured duration and workspace of each kernel, and of the step.
+
     Raises:
         ProfileError: If a kernel cannot run alone, the step does not fit the device ("step"), the time budget is
             exhausted, or the device does not exist.

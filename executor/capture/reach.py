@@ -450,7 +450,9 @@ class Reach:
             if isinstance(part := vars(module)[name], types.ModuleType):
                 self._library(part, names)
 
-    def _globals(self, table: dict[str, Any], global_names: set[str], kind: TensorKind, depth: int) -> None:
+    def _globals(
+        self, table: dict[str, Any], global_names: set[str] | frozenset[str], kind: TensorKind, depth: int
+    ) -> None:
         self.register(table, "", tuple(sorted(global_names)), constant=True)
         self._items(table, [n for n in sorted(global_names) if n in table], "", kind, depth)
 

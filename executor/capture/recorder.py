@@ -368,6 +368,12 @@ class Recorder(TorchDispatchMode):
         Args:
             leaves: The step's arguments, flat; fake tensors of placeholders for tensors.
             rest: Fields of the capture that the operators do not determine.
+            graph: Traced graph.
+            entries: Persistent tensors.
+            name: Name of the program.
+
+        Returns:
+            The capture.
         """
         self._add_in_place()
         ops = [op for op in self.ops if op.launches]

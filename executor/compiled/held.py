@@ -135,6 +135,9 @@ def captured_update(
     Args:
         bucket_bytes: As in ``capture``.
         early: Whether to refuse an update that cannot be made parameter by parameter.
+
+    Returns:
+        The capture of the update.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     start = zeros((), device=parameters[0].device)

@@ -164,6 +164,8 @@ class Joint:
         Args:
             swaps: Whether tensors that the caller still references count as live throughout, so that no plan swaps
                 them out.
+            machine: Machine whose roofline gives the durations.
+            name: Name of the program.
         """
         index = {storage: i for i, storage in enumerate(self.storages)}
         caller_reads = self.calls[-1].reads

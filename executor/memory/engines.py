@@ -153,6 +153,7 @@ class CudaEngines(Engines):
                 torch.cuda.set_stream(previous)
 
     def wait(self, event: torch.cuda.Event) -> None:
+        assert self._compute is not None
         self._compute.wait_event(event)
 
     def join(self, event: torch.cuda.Event) -> None:

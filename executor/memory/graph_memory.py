@@ -177,7 +177,7 @@ class GraphMemory:
                 torch.cuda.memory._record_memory_history(None)
 
     def _trace(self) -> list[dict[str, Any]]:
-        return torch.cuda.memory._snapshot()["device_traces"][self.device.index]  # type: ignore[no-any-return]
+        return torch.cuda.memory._snapshot()["device_traces"][self.device.index]
 
     @contextlib.contextmanager
     def capturing(self, graph: Any, side_streams: Sequence[Any]) -> Iterator[None]:

@@ -113,7 +113,7 @@ def _kernel_params(memset: _Memset, function: c_void_p) -> _Kernel:
     params = _Kernel(
         function, (c_uint * 3)(blocks, 1, 1), (c_uint * 3)(THREADS, 1, 1), 0, cast(addresses, POINTER(c_void_p))
     )
-    params.references = arguments, addresses  # type: ignore[attr-defined]
+    params.references = arguments, addresses
     return params
 
 
@@ -135,4 +135,4 @@ def _list_nodes(driver: Driver, name: str, owner: int) -> list[int]:
     handles = (c_void_p * count.value)()
     if count.value:
         driver(name, c_void_p(owner), handles, byref(count))
-    return [int(x) for x in handles]
+    return [x or 0 for x in handles]

@@ -11,6 +11,9 @@ def open_backend(name: str, machine: Machine) -> Backend:
         name: "cuda": the first GPU; "host": a simulated GPU in virtual time with the figures of ``machine``.
         machine: machine whose copy engines are used.
 
+    Returns:
+        The opened backend.
+
     Raises:
         BackendError: if the name is unknown, no GPU is found, or CuPy is not installed.
     """

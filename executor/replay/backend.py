@@ -104,13 +104,14 @@ class Backend(ABC):
         Raises:
             BackendError: if the device refused the capture.
         """
+        directions: tuple[Stream, ...] = ("d2h", "h2d")
         self.begin_capture()
         try:
             fork = self.record("compute")
-            for copies in ("d2h", "h2d"):
+            for copies in directions:
                 self.wait(copies, fork)
             issue()
-            for copies in ("d2h", "h2d"):
+            for copies in directions:
                 self.wait("compute", self.record(copies))
         except BaseException:
             with suppress(BackendError):

@@ -105,6 +105,9 @@ def replay(
         mode: "time"; or "check": fills blocks with a pattern of their tensor and version and compares them at each
             read. Times are then not the plan's.
 
+    Returns:
+        The measured times beside the predicted ones.
+
     Raises:
         PlanError, OutOfMemory: as in ``simulate``.
         ReplayError: if the plan does not become steady, or a check fails; the message names tensor and kernel.
@@ -173,6 +176,9 @@ class Run:
 
         Args:
             trace: whether to log time stamps around each copy.
+
+        Returns:
+            Start and end of each logged operation by the device's clock.
 
         Raises:
             ReplayError: if a check fails; the message names tensor and kernel of the first failure.

@@ -125,6 +125,9 @@ def cycle(program: Program, plan: Plan, machine: Machine, limit: int) -> Cycle:
 
     Args:
         limit: memory limit in bytes.
+        program: program of the plan.
+        plan: plan to replay.
+        machine: machine whose copy engines are used.
 
     Raises:
         PlanError, OutOfMemory: as in ``simulate``; PlanError also for kinds of decisions that cannot be replayed.

@@ -101,6 +101,7 @@ def obstacle(captured: Captured, numbers_of_optimizers: bool = True) -> str | No
     Args:
         numbers_of_optimizers: whether numbers count that the host reads from an optimizer's state; a fused or
             capturable optimizer reads none.
+        captured: the captured step.
     """
     program = captured.program
     if captured.returned.gradients:

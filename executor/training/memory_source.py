@@ -80,7 +80,7 @@ class Block:
     def attach(self, tensor: Tensor) -> None:
         """Assigns the storage of this tensor to the block."""
         self.storage = tensor.untyped_storage()
-        self.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self.storage)  # type: ignore[call-overload]
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self.storage)
 
     def allocate(self) -> None:
         """Allocates its storage from PyTorch's allocator."""
@@ -94,7 +94,7 @@ class Block:
                 own = user_tensor.device_tensor
                 user_tensor.device_tensor = torch.empty(0, dtype=own.dtype, device=own.device).set_(
                     memory, own.storage_offset(), own.size(), own.stride()
-                )  # type: ignore[call-overload]
+                )
                 user_tensor.show_tensor(user_tensor.device_tensor)
         self.attach(self.users[0].device_tensor)
 

@@ -223,7 +223,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         self.stop = False
-        self.caught = None
+        self.caught: tuple[Any, ...] | None = None
         handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
         self.handler = handler if callable(handler) else None
         if self.handler:

@@ -142,6 +142,11 @@ def score(
             if all its decisions are of this mode. None: the planner's default.
         workspace: kernel algorithms, as in a row.
         options: further planner options, as in ``make``.
+        program, machine, limit: The task; the limit is in bytes.
+        seed: Seed of the planner.
+
+    Returns:
+        The row, and the plan if one was found.
     """
     return score_with(make(name, seed=seed, mode=mode, **options), program, machine, limit, seed, mode, workspace)[:2]
 
@@ -307,6 +312,10 @@ def planner_names(requested: list[Any], **options: Any) -> list[str]:
 
     Args:
         options: options of the planners, as in ``make``.
+        requested: Names as typed.
+
+    Returns:
+        Keys of planners, or names of classes.
 
     Raises:
         UsageError: a planner is unknown, needs training, or rejects its options.

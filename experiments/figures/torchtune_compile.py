@@ -126,7 +126,7 @@ class Compiled:
         self.backward = Scheduled(backward, launches_of(backward, True, donatable(forward, backward, 1)).launches)
 
     def __call__(self, *args: Tensor) -> Tensor:
-        return _Function.apply(self, *args)  # type: ignore[no-any-return, no-untyped-call]
+        return _Function.apply(self, *args)  # type: ignore[no-untyped-call]
 
 
 class _Function(torch.autograd.Function):

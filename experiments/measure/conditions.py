@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch.utils import deterministic as memory
+from torch.utils import deterministic as determinism
 
 # Reasons for reduced clocks, by bit of nvmlClocksEventReasons*.
 REASONS = {
@@ -117,6 +117,7 @@ def deterministic() -> Iterator[list[str]]:
     """
     operators: list[str] = []
     cudnn = torch.backends.cudnn
+    memory: Any = determinism  # a module whose attribute is a property
     saved = (
         cudnn.deterministic,
         cudnn.benchmark,
@@ -129,7 +130,7 @@ def deterministic() -> Iterator[list[str]]:
         cudnn.deterministic = True
         cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
-        memory.fill_uninitialized_memory = False  # type: ignore[assignment]  # the compared code reads no uninitialized memory
+        memory.fill_uninitialized_memory = False  # the compared code reads no uninitialized memory
         torch.set_warn_always(True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -139,7 +140,7 @@ def deterministic() -> Iterator[list[str]]:
     finally:
         cudnn.deterministic, cudnn.benchmark = saved[:2]
         torch.use_deterministic_algorithms(saved[2], warn_only=saved[3])
-        memory.fill_uninitialized_memory = saved[4]  # type: ignore[assignment]
+        memory.fill_uninitialized_memory = saved[4]
         torch.set_warn_always(saved[5])
 
 

@@ -148,6 +148,9 @@ def build(name: str, device: str, seed: int = 0, batch: int | None = None) -> Ne
         device: "cuda" or "cpu".
         seed: seed of weights and batch, reproducible on one device.
         batch: batch size; default: the network's own.
+
+    Returns:
+        Model, loss, optimizer and batch.
     """
     free_cache()
     torch.manual_seed(seed)

@@ -50,6 +50,9 @@ def profiled(
         steps: number of timed eager steps.
         log: called with the next activity.
 
+    Returns:
+        The profile.
+
     Raises:
         FormatError, WorkloadError, ProfileError, CaptureError, ContextError: if a file or the network is invalid, or
             the step cannot be measured.

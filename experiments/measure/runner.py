@@ -37,6 +37,9 @@ def run_process(
         seconds: time limit. With it, the process gets a session of its own, so that its child processes die with it.
         environment: variables added to this process's environment.
 
+    Returns:
+        The exit status, or STOPPED after Ctrl-C.
+
     Raises:
         TimeoutExpired: if the process exceeded its time and was killed.
     """

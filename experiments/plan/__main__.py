@@ -171,6 +171,13 @@ def read_step(
 
     Args:
         show: callback, receives how far the capture is.
+        cfg: Settings of the command.
+        machine: Machine to plan for.
+        memory: Device memory in bytes, or None.
+        in_backward: Whether the update is in the backward pass.
+
+    Returns:
+        The captured step.
     """
     if workload is None:
         program = times.rescaled(cli.program(cfg, machine), step_times)

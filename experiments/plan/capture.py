@@ -237,6 +237,10 @@ def step(
         memory_bytes: device memory; None: only tensors count.
         in_backward: whether the optimizer's update is in the backward pass; "auto" returns both orders.
         show: callback, receives how far the capture is.
+        machine: Machine to plan for.
+
+    Returns:
+        The captured step.
 
     Raises:
         WorkloadError, CaptureError, FormatError: the workload is invalid or cannot be captured.
@@ -299,6 +303,9 @@ def batches(
         other_bytes: bytes of device memory not used by its tensors.
         in_backward: whether the optimizer's update is in the backward pass, as in ``program``.
 
+    Returns:
+        The step at any batch size.
+
     Raises:
         BatchError, WorkloadError, CaptureError, FormatError: the batch cannot be changed.
     """
@@ -326,6 +333,9 @@ def sequences(
 
     Args:
         workload, machine, memory_bytes, program, other_bytes, in_backward: as in ``batches``.
+
+    Returns:
+        The step at any sequence length, and the largest length of the model or None.
 
     Raises:
         BatchError, WorkloadError, CaptureError, FormatError: the sequence length cannot be changed.

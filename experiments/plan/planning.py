@@ -146,6 +146,8 @@ def make_plans(
         seconds: planning time.
         begin: callback, receives the name of each stage.
         error: error of the kernel times; if given, another search plans for the fast end of its range.
+        task: Program, machine and limit.
+        seed: Seed of the planners.
     """
     program, machine, limit = task
     quick_floor = floor(program, machine, limit, mode, detail=0.0)

@@ -51,6 +51,8 @@ def draw(
     Args:
         intervals: Lifetimes and sizes of at least one block of at least one byte.
         ids: Names of the blocks, written into the rectangles that have room.
+        path: Picture to write.
+        title: Title.
     """
     boxes, block = rectangles(intervals, packing)
     from_small_to_large = ("#f6d98f", "#9fd08b", "#45b0a8", "#3a8fc9", "#4a5fb5", "#6a2c80")

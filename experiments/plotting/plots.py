@@ -124,6 +124,8 @@ def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], plan
     Args:
         history: Episodes with ``episode``, ``overhead``, ``feasible`` and ``best_overhead``.
         rows: Results of the other planners.
+        path: Picture to write.
+        title: Title.
     """
     with figure(path, 9.0, 4.8) as axes:
         valid = [e for e in history if e.feasible]
@@ -184,6 +186,8 @@ def edit_learning(
         history: Rows of ``agents.learned.dqn.DQN.iterate``.
         points: Points of curve.json.
         rows: Results of the planners.
+        path: Picture to write.
+        title: Title.
     """
     with figure(path, 12.6, 4.2, columns=3) as (overhead, hits, error):
         calls = [row["calls"] for row in history]
@@ -289,6 +293,8 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
     Args:
         rows: Certified results for one or more limits.
         scale: Scale of the overhead axis, "log" or "linear".
+        path: Picture to write.
+        title: Title.
     """
     lines: dict[str, dict[float, float]] = {}  # overhead by limit, per planner
     for r in rows:

@@ -103,6 +103,9 @@ def load(
         as_cuda: As in ``capture``, with optimizer updates of several parameters in buckets, as ``fit`` captures them.
             Otherwise gradients of bundled networks live until the next step.
 
+    Returns:
+        The captured step.
+
     Raises:
         WorkloadError: The configuration is invalid.
         CaptureError: The model cannot be traced.

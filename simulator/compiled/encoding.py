@@ -428,6 +428,11 @@ def read_log(
 
     Args:
         decisions: Decisions of the rows.
+        log: LOG records of one simulation.
+        schedule: Schedule of the plan.
+
+    Returns:
+        Kernel boundaries, spans, block events, their number at each boundary, and stalls.
     """
     boundaries: list[int] = []
     spans: list[Span] = []

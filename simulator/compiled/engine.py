@@ -279,6 +279,9 @@ class Engine:
             rows: int64 (decisions, 6), see ``rows_of``.
             limit_until: Enforce the limit only for kernels before this one; None: everywhere.
             cutoff_ns: A plan whose iteration takes at least this long may be reported as infeasible, to stop early.
+
+        Returns:
+            Feasibility, iteration time, required and peak bytes of the plan.
         """
         self.calls += 1
         work = self._work

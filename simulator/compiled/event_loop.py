@@ -565,6 +565,7 @@ def event_loop(tables, work, rows, lowering, limit_until, cutoff, iterations, re
         iterations: Least number of simulated iterations.
         result: RESULT, filled.
         log: LOG (entries,), filled; needs one spare entry. With zero entries, no log is written.
+        rows: int64 (decisions, 6), the plan.
 
     Returns:
         The number of log entries.

@@ -106,6 +106,8 @@ def update_lead(queue, host, now, may_settle):
 
     Args:
         may_settle: Whether the lead may still change. If no step has waited for the host, only a smaller lead counts.
+        queue, host: Launch queue and state of the host.
+        now: Time of the boundary in ns.
     """
     issue(queue, host, now)
     ahead_ns = min(now - host.next_ns, 0)

@@ -91,6 +91,9 @@ def stage(function: Any = None, entry: bool = False, inline: bool = False) -> An
     Args:
         entry: Whether Python calls the function, too. Others are compiled into their callers and not cached themselves.
         inline: Whether LLVM must inline it.
+
+    Returns:
+        The compiled function, or a decorator if ``function`` is None.
     """
     if function is None:
         return lambda function: stage(function, entry, inline)
@@ -238,6 +241,11 @@ def call(typing, where, like, args):
     Args:
         like: A value of the return type.
         args: A tuple of exactly the argument types that were passed to ``address``.
+        typing: Numba's typing context.
+        where: Address of the function.
+
+    Returns:
+        The function's result.
     """
     kinds = [_types.unliteral(kind) for kind in args]
     returned = _types.Tuple([_types.unliteral(kind) for kind in like])

@@ -158,6 +158,8 @@ def host_load(tensors, graph, rows, returns, n):
     Args:
         graph: Result of ``split_graph``.
         returns: Ends of the gaps.
+        tensors, rows: Tables of encoding.py.
+        n: Number of kernels.
     """
     tensors = named(Tensors, tensors)
     writes_at = graph.writes_at

@@ -42,6 +42,9 @@ def load(path: str | Path, iteration: bool | None = None) -> Buffers:
             everything, on a line; None extracts the iteration if one is found, else returns everything. A program is
             an iteration; False puts it on a line. A CSV is always on a line.
 
+    Returns:
+        Blocks with their sizes and lifetimes.
+
     Raises:
         FormatError: the file is unreadable or malformed (the message names the line or entry), or ``iteration`` is
             True and nothing repeats.

@@ -29,6 +29,9 @@ def pack_within(intervals: Intervals, limit: int, alignment: int = 1) -> Packing
         intervals: blocks on a circle or a line.
         limit: memory limit in bytes.
         alignment: alignment of every offset in bytes.
+
+    Returns:
+        The packing with the smaller footprint, which may still exceed ``limit``.
     """
     packing = smartpool.pack(intervals, alignment)
     if packing.footprint <= limit or packing.footprint == intervals.rounded(alignment).peak_bytes:

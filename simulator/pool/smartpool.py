@@ -28,6 +28,9 @@ def pack(intervals: Intervals, alignment: int = 1, fit: str = "best") -> Packing
         alignment: bytes; sizes are rounded up to it, so that every offset is a multiple.
         fit: best or first.
 
+    Returns:
+        Offsets of the blocks and their footprint.
+
     Raises:
         ValueError: ``fit`` is unknown, or ``alignment`` is below 1.
     """

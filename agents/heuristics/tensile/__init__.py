@@ -4,7 +4,7 @@ Algorithm 3 (``plan_jobs``): find the peaks of all jobs' footprints (Algorithm 2
 at one of them and whose transfers fit on the PCIe channel (Algorithm 1), and repeat; once no swap succeeds, recompute,
 by MSPS (section 4.4). No kernel waits for a swap scheduled this way: a tensor without a free region stays. schedule.py
 has one job's algorithms; times.py predicts and corrects kernel times (4.3). Numbered choices and deviations:
-../README.md.
+README.md.
 
 Source: "TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads
 system" (Zhang et al., 2021).

@@ -62,6 +62,12 @@ def control(
         until_ns: all jobs leave at their first iteration boundary after this time.
         check_ns: interval between checks of measured times.
         times: predicts unmeasured times; None: a kernel's own time multiplied by the number of running jobs.
+        machine: machine that the jobs share.
+        limit: memory limit in bytes for all jobs.
+        planner: plans the jobs.
+
+    Returns:
+        The jobs with all plans that they received, their timeline, and when plans changed.
 
     Raises:
         Infeasible: the running jobs have no plans that fit together.

@@ -56,7 +56,8 @@ class Offload:
         self.kept = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self.blocks: list[_Block] = []
         self.count = self.copied = 0
-        self.out, self.back = (torch.cuda.Stream(), torch.cuda.Stream()) if self.cuda else (None, None)
+        self.out: torch.cuda.Stream | None = torch.cuda.Stream() if self.cuda else None
+        self.back: torch.cuda.Stream | None = torch.cuda.Stream() if self.cuda else None
 
     def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the forward function of the next block, wrapped with offloading."""
@@ -93,7 +94,7 @@ class Offload:
         items = self.blocks[number].items
         key = storage.data_ptr(), tensor._version
         if key not in items:
-            device = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+            device = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.cuda)
             self._copy(self.out, host, device)
             self.copied += storage.nbytes()
@@ -114,7 +115,7 @@ class Offload:
         item.uses -= 1
         if not item.uses:
             item.device = item.host = None
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage.untyped_storage(), offset, size, stride)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage.untyped_storage(), offset, size, stride)
 
     def _fetch(self, number: int) -> None:
         """Starts copying a block's offloaded storages back to the device."""

@@ -181,7 +181,7 @@ def test_equal_kernels_are_measured_once():
     ("cache", "fails", "ends"),
     [
         ("cold", r"^kernel \d+ \(aten.addmm.default\) cannot be run alone: ", "was over at kernel 0 of "),
-        ("step", "^the step cannot be run to profile it: ", "was over before a step was measured$"),
+        ("step", "^the step cannot be run to profile it: ", "was over before a step was measured; allow more seconds$"),
     ],
 )
 def test_unrunnable_kernels_and_timeouts_are_reported(cache, fails, ends):
