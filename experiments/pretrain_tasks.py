@@ -91,7 +91,9 @@ def modeled_machine(rng: random.Random) -> Machine:
     def perturb(rate: float, maximum: float = math.inf) -> float:
         return min(maximum, rate * math.exp(rng.gauss(0, 0.2)))
 
-    shares = {name: perturb(value, 1.0) for name, value in vars(times).items() if name in SHARES_OF_PEAK}
+    shares: dict[str, Any] = {
+        name: perturb(value, 1.0) for name, value in vars(times).items() if name in SHARES_OF_PEAK
+    }
     return replace(
         link,
         memory_bytes_per_s=int(perturb(gpu.memory_bytes_per_s)),

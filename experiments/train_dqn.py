@@ -324,7 +324,9 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.stopping: type[KeyboardInterrupt] | None = None
-        self.old_handlers = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.old_handlers: dict[int, Any] = {
+            number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         return self  # the bar starts with the first episode, so that earlier errors are printed alone
 
     def stop(self, number: int, _: object) -> None:

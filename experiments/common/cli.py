@@ -322,7 +322,7 @@ def program(cfg: DictConfig, target: Machine, limits: str | None = None) -> Prog
     return workloads.load(to_dict(cfg.workload), target).program
 
 
-def to_dict(cfg: DictConfig) -> dict[str, Any]:
+def to_dict(cfg: Any) -> dict[str, Any]:
     """Converts a config node to a dictionary, interpolations resolved; raises an OmegaConf error for missing values."""
     return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
 

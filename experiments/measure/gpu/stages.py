@@ -152,7 +152,7 @@ def profiled(run: Run, name: str) -> dict[str, Any]:
     captured = build(name, settings.device).captured(machine)
     seconds = run.record.seconds_left()
     try:
-        result = measure(captured, settings.device, machine.name, seconds=seconds, cache=settings.cache)  # type: ignore[arg-type]
+        result = measure(captured, settings.device, machine.name, seconds=seconds, cache=settings.cache)
     except ProfileError:
         if settings.cache != "step":
             raise
@@ -304,7 +304,7 @@ def replay(run: Run) -> None:
     machine = run.machine
     record = run.record
     plans = planned(run, trained_first(settings))
-    options = {} if settings.backend == "cuda" else {"iterations": 3}
+    options: dict[str, Any] = {} if settings.backend == "cuda" else {"iterations": 3}
     busiest: tuple[int, tuple[Any, ...]] = (0, ())
     free_cache()
     pin_largest(run, plans)

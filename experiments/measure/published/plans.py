@@ -114,7 +114,7 @@ def planned(
         Infeasible: if no search finds a plan.
     """
     task = (program, machine, limit)
-    options = {"calls": calls, "seed": 0, "min_bytes": small(program)}
+    options: dict[str, Any] = {"calls": calls, "seed": 0, "min_bytes": small(program)}
     found = [_best(report.make(name, mode="joint", **options), task) for name in searches]
     if error is not None:
         starts = [best.plan for best in found if best.plan is not None]
