@@ -26,13 +26,13 @@ WORDS = 1_200  # of a page, table pipes included
 LONGER = {  # pages with long tables or lists that comments cite
     "CHANGELOG.md": 1_550,
     "agents/heuristics/README.md": 2_550,
-    "executor/training/README.md": 2_090,
+    "executor/training/README.md": 2_130,
     "experiments/README.md": 1_750,
     "experiments/figures/README.md": 1_480,
     "experiments/figures/own.md": 1_250,
     "experiments/figures/smartpool.md": 1_850,
     "experiments/figures/superneurons.md": 1_700,
-    "experiments/results/gpu_h200/README.md": 1_350,
+    "experiments/results/gpu_h200/README.md": 1_450,
     "simulator/RULES.md": 2_100,
     "simulator/pool/README.md": 1_300,
     "experiments/results/README.md": 2_100,  # generated, as are the next five
