@@ -3,9 +3,9 @@
 The user's step runs twice eagerly, then the captured step under a plan with some swaps and recomputations (on CUDA the
 second time as a graph), from equal states and on a small part of the batch. All reachable tensors and Python values,
 results, batches and random states must then be bit-identical. The captured step runs once if the second eager step has
-exactly its operators (operator_match.py), else twice. Kernels of CUDA that add in any order do not repeat their bits: the
-tolerance there is four times the difference of two eager runs (``_judge``), and 0 if these are equal. The check runs on the user's own objects, because functions
-cannot be copied, and restores them afterwards.
+exactly its operators (operator_match.py), else twice. CUDA kernels that add in any order do not repeat their bits: the
+tolerance is then four times the difference of two eager runs (``_judge``). The check runs on the user's own objects,
+because functions cannot be copied, and restores them afterwards.
 """
 
 from __future__ import annotations

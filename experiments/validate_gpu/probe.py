@@ -2,7 +2,7 @@
 
     python -m experiments.validate_gpu.probe [out=DIR] [backend=cuda|host] [step=1|2] [section …]    (make gpu STEP=1)
     python -m experiments.validate_gpu.probe short      compile, gpt2 and tight: five minutes
-    python -m experiments.validate_gpu.probe plans      makes the committed plans again, without a GPU
+    python -m experiments.validate_gpu.probe plans      makes the committed plans and reserved.json again, without a GPU
 
 Each section (experiments/measure/gpu/sections.py) runs in its own process with its own time limit, so a section that
 fails, hangs or breaks CUDA does not stop the next one. Every row is appended to DIR/probe.jsonl immediately and names
@@ -25,6 +25,7 @@ import torch
 
 from experiments.measure.gpu.bars import BARS
 from experiments.measure.gpu.plan_files import write_plans
+from experiments.measure.gpu.reserved import load_rows
 from experiments.measure.gpu.sections import (
     COMMITTED,
     FRACTION,
@@ -43,6 +44,8 @@ from experiments.measure.runner import Status, run_part, run_process
 from experiments.measure.settings import Backend, UsageError, check_known, parse, values_of
 from simulator import Machine
 from simulator.files import write_json
+
+RESERVED = {"llama_fused_bf16": "llama_bf16", "gpt2_medium_bf16": "gpt2_medium_bf16"}  # traced -> its plans
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ def main(words: Sequence[str] | None = None) -> int:
     names = [word for word in words if "=" not in word]
     if list(words) == ["plans"]:
         make_plans(COMMITTED / "plans", "cuda")
+        rows = load_rows(COMMITTED, Machine.load(MACHINE), FRACTION, RESERVED)
+        write_json(COMMITTED / "reserved.json", {"format": "reserved/1", "rows": rows}, indent=1)
         return 0
     names = [name for word in names for name in (SHORT if word == "short" else (word,))]
     try:

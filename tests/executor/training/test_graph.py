@@ -353,7 +353,7 @@ def test_repeated_captures_disable_the_graph(by_default):
 
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_the_differential_check_replays_a_graph(is_broken, by_default, monkeypatch):
-    """The check replays a graph as on CUDA, where two eager runs may differ, and refuses one that leaves a kernel out."""
+    """The check replays a graph, as on CUDA, where eager runs may differ, and refuses one that lacks a kernel."""
     monkeypatch.setattr(check, "repeats", lambda device: False)
     replays = list[int]()
     replay = Graph.replay
@@ -395,7 +395,7 @@ def test_a_schedule_keeps_the_graph(by_default):
 def test_a_learning_rate_that_the_host_reads_stays_a_number():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match="tensor_lr: group 0 of SGD .* fused=True or capturable=True"):
+    with pytest.raises(ValueError, match=r"tensor_lr: group 0 of SGD .* fused=True or capturable=True"):
         fit(model, nn.MSELoss(), optimizer, (torch.ones(1, 2), torch.ones(1, 2)), 1.0, tensor_lr=True)
     assert optimizer.param_groups[0]["lr"] == 0.1
 

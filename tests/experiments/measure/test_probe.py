@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import agents
 from executor import CaptureError
 from experiments.measure import runner
+from experiments.measure.gpu import reserved
 from experiments.measure.gpu.bars import BARS, verdicts
 from experiments.measure.gpu.plan_files import AIMS, load_plans, plan_file, prepare, program_file, write_plans
 from experiments.measure.gpu.sections import (
@@ -199,3 +201,22 @@ def test_bad_words(word, capsys):
     assert main([word]) == 2
     error, usage, *rest = capsys.readouterr().err.splitlines()
     assert word.partition("=")[2] in error and usage.startswith("usage: python -m ") and not rest
+
+
+def test_the_row_of_a_plan():
+    """Slower copies gain no time, and holes of the allocator come on top of the packed bytes."""
+    program = build("tiny_resnet", "cpu").captured(HOST).program
+    limit = limit_of(program, FRACTION)
+    plan = agents.make("capuchin", min_bytes=1).plan(program, HOST, limit)
+    found = reserved.row(program, plan, HOST, limit)
+    assert all(found[f"ms at {link:.0%}"] >= 0.99 * found["ms at 100%"] > 0 for link in reserved.LINKS)
+    assert simulate(program, plan, HOST, limit).peak_bytes / limit - 1e-3 <= found["packed"]
+    assert min(found["default"], found["expandable"]) >= found["packed"] - 1e-3
+
+
+def test_the_page_states_the_committed_reserved_bytes():
+    page = (COMMITTED / "README.md").read_text()
+    for found in read_json(COMMITTED / "reserved.json")["rows"]:
+        times = " | ".join(f"{found[f'ms at {link:.0%}']:.2f}" for link in reserved.LINKS)
+        shares = " | ".join(f"{found[kind]:.2f}" for kind in ("packed", "default", "expandable"))
+        assert f"| {found['workload']} | {found['plan']} | {times} | {shares} |" in page
