@@ -124,7 +124,7 @@ class Checkmate(Figure):
                     Axis("overhead of an iteration", "%", scale="log"),
                 )
             )
-        return Chart("Recomputation within Checkmate's budgets", panels, 2, (5.6, 4.2))
+        return Chart("Recomputation within Checkmate's budgets", panels, 2, (4.95, 4.0))
 
 
 def published(network: str) -> dict[float, Row]:

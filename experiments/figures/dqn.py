@@ -202,8 +202,8 @@ class Fig5(Figure):
                     Axis("overhead over the ideal time", "%", (-0.02 * top, top)),
                 )
             )
-        title = "Overhead against memory reduction, GTX 1080 Ti; hollow: the paper's program could not run it"
-        return Chart(title, panels, 4, (4.4, 4.0), keys=4)
+        title = "Overhead by memory reduction; hollow: not run in the paper"
+        return Chart(title, panels, 2, (4.95, 3.6), keys=3)
 
 
 def compare(program: Program, machine: Machine, task: Row) -> Row:
@@ -461,7 +461,7 @@ class Paper(Figure):
                 )
             )
         panel = Panel("", marks, Axis("episodes"), Axis("overhead of the episodes, %"))
-        return Chart("The DQN paper's form on VGG16 at 60 % of its peak", [panel], 1, (9.0, 4.2), keys=3)
+        return Chart("The DQN paper's form on VGG16 at 60 % of its peak", [panel], 1, (9.0, 4.2), keys=2)
 
 
 def training_kind(task: Row) -> str:

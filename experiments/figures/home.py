@@ -318,8 +318,8 @@ class Fig6(Figure):
             shares = Axis("batch size / largest without a plan", "{:g}×", ticks=[row["share"] for row in short])
             level = Axis("overhead over the kernels", "%", (-0.001, 6), "symlog", (0, 0.01, 0.1, 1))
             overheads.append(Panel(paper.label, losses, shares, level))
-        title = "Throughput against batch size, and overhead where memory is short: RTX 2080 Ti, 11 GB"
-        return Chart(title, [*images, *overheads], 3, (4.9, 3.0), (0.0, 1.4))
+        title = "Images/s by batch size, and overhead where memory is short"
+        return Chart(title, [*images, *overheads], 2, (4.95, 3.0), (0.0, 1.6), keys=2)
 
 
 def rate(row: Row, method: str) -> float | None:

@@ -184,7 +184,7 @@ class Fig8(Figure):
             x = Axis("iteration of the search", "{:g}", scale="log", ticks=(1, 10, 100, 500))
             panels.append(Panel(title, marks, x, Axis("iteration time / kernels alone", "{:g}×")))
         title = "HOME's search: particles that fit 11 GB, by iteration time; thin lines are single seeds"
-        return Chart(title, panels, 3, (4.4, 3.2), (0.0, 1.1))
+        return Chart(title, panels, 2, (4.95, 3.2), (0.0, 1.3), keys=2)
 
 
 def curve(runs: Rows, key: str) -> NDArray[np.float64]:

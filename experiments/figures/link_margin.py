@@ -62,7 +62,7 @@ class LinkMargin(Figure):
             )
             for network, lines in figures.group_by(rows).items()
         ]
-        return Chart("A plan for 80 % of the link loses nothing until copies are slower", panels, 2, (5.2, 4.0))
+        return Chart("A plan for 80 % of the link loses nothing until copies are slower", panels, 2, (4.95, 3.9))
 
 
 def _losses(rows: Rows) -> Sequence[Row]:

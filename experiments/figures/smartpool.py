@@ -519,7 +519,7 @@ class Optimality(Figure):
                 if case["share"] is None
             ]
             panels.append(Panel(figures.label(network), marks, shares, heights))
-        return Chart("AutoSwap's overhead, and how much of it is avoidable", panels, 4, (3.6, 2.9))
+        return Chart("AutoSwap's overhead, and how much of it is avoidable", panels, 2, (4.95, 2.9), keys=2)
 
 
 def measure_limit(program: Program, machine: Machine, limit: int, calls: int, share: float | None) -> Row | None:

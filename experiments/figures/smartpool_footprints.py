@@ -114,9 +114,9 @@ class Fig10(Figure):
                 marks.append(Rule(memory, horizontal=True, text="the GPU's memory"))
             batches = Axis("batch size", limits=(0, x[-1] * 1.02), ticks=x)
             panels.append(Panel(figures.label(network), marks, batches, Axis("footprint (GiB)", limits=(0, top))))
-        note = "+AutoSwap: SmartPool+AutoSwap with at most so much simulated overhead, and what it saves of "
+        note = "+AutoSwap: SmartPool+AutoSwap with at most so much simulated overhead, and\nwhat it saves of "
         note += "CnMem's footprint at the largest batch size. cudaMalloc (dotted) is the peak load."
-        return Chart("Footprint against batch size on a GTX 1080 Ti", panels, 3, (5.2, 3.7), (0.0, 0.5), note=note)
+        return Chart("Footprint against batch size on a GTX 1080 Ti", panels, 2, (4.95, 3.4), (0.0, 0.5), note=note)
 
 
 def with_batch(config: dict[str, Any], batch: int, machine: Machine) -> Program:
@@ -263,7 +263,7 @@ class Fig11(Figure):
                 Axis(f"overhead (up to {self.top:.0%})", "%", (-0.015, self.top)),
             )
             panels.append(Panel(figures.label(row["network"]), marks, *axes))
-        return Chart("Overhead against reduction of the footprint, batch size 100", panels, 4, (3.9, 3.5), keys=3)
+        return Chart("Overhead against reduction of the footprint, batch size 100", panels, 2, (4.95, 3.2), keys=3)
 
 
 def footprint(pool: str, lives: Intervals, machine: Machine, seconds: float = 5.0) -> int:

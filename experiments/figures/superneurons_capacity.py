@@ -459,4 +459,4 @@ class Table5(Figure):
             title = figures.label(row["network"]) + (f": no plan beyond {bound:,}" if bound else "")
             panels.append(panel(title, self.paper_networks[row["network"]], bars, "largest batch, images", 1.12, bound))
         title = "Largest batch in 12 GB: frameworks in the paper (hollow), methods simulated here (filled)"
-        return Chart(title, panels, 3, (4.3, 3.7), (2.2, 0.4))
+        return Chart(title, panels, 2, (3.9, 3.5), (2.2, 0.4))

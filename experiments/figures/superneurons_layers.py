@@ -258,7 +258,7 @@ class Table1(Figure):
                 marks.append(Line(x, theirs, INK, "the paper's (in brackets where it differs)", "_", "", size=19))
             names = [f"{net[0]['label']}, batch {net[0]['batch_size']}" for net in networks.values()]
             panels.append(Panel(title, marks, Axis(names=names), Axis(limits=(0, None), room=1.08)))
-        return Chart("Recomputed layers and peak memory by strategy, SuperNeurons, Table 1", panels, 2, (7.5, 3.8))
+        return Chart("Recomputed layers and peak memory by strategy, SuperNeurons, Table 1", panels, 1, (9.0, 3.2))
 
 
 def table1_entry(row: Row) -> Row:

@@ -117,7 +117,7 @@ class _Ratios(Figure):
             if form != "%":
                 x = Axis(f"{axis}, up to {self.most:g}", form, (0, 1.25 * self.most), room=1.35)
             panels.append(Panel(name, marks, x, Axis(names=[jobs_label(row) for row in rows])))
-        return Chart(title, panels, 3, (5.2, 0.6 + 0.95 * len(rows)))
+        return Chart(title, panels, 1, (8.2, 0.4 + 1.15 * len(rows)))
 
 
 def paper(row: Row) -> Mapping[str, Ratios]:
@@ -205,7 +205,7 @@ class Table1(_Ratios):
 
     def chart(self, rows: Rows) -> Chart:
         batch = rows[0]["batch"]
-        title = f"What vDNN, Capuchin and TENSILE save and cost: one job, batch size {batch}, RTX 2080 Ti"
+        title = f"What vDNN, Capuchin and TENSILE save and cost: one job, batch {batch}"
         return self.panels(title, rows)
 
 
@@ -343,7 +343,7 @@ class Ratio(Figure):
             ]
             x_axis = Axis("maximum swapping ratio, %", names=[f"{100 * ratio:g}" for ratio in ratios])
             panels.append(Panel(title, marks, x_axis, Axis(axis, form, (0, None))))
-        return Chart(f"TENSILE's maximum swapping ratio, batch size {rows[0]['batch']}", panels, 3, (4.8, 3.8))
+        return Chart(f"TENSILE's maximum swapping ratio, batch size {rows[0]['batch']}", panels, 2, (4.95, 3.6))
 
 
 def ratio_entry(row: Row) -> Row:

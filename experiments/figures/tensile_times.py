@@ -112,7 +112,7 @@ class Times(Figure):
                 ]
             axis = Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0))
             panels.append(Panel(f"{row['source']}: {row['device']}", marks, axis, Axis(names=names)))
-        return Chart("Kernel times predicted, on networks that were not learned from", panels, 2, (5.7, 4.6), keys=2)
+        return Chart("Kernel times predicted, on networks that were not learned from", panels, 2, (4.95, 4.4), keys=2)
 
 
 def timed_program(name: str, task: Row, machine: Machine) -> tuple[Program, str]:
@@ -220,7 +220,7 @@ class Start(Figure):
             ]
             y = Axis("time lost, of an iteration", "%", (-0.002, None), "symlog", room=2)
             panels.append(Panel(f"{label(row)} of the peak", marks, Axis("iteration", ticks=x), y))
-        return Chart("The first iterations of a job: passive mode or predicted times", panels, 3, (4.4, 3.8), keys=4)
+        return Chart("The first iterations of a job: passive mode or predicted times", panels, 2, (4.95, 3.6), keys=2)
 
 
 def label(row: Row) -> str:
@@ -340,7 +340,7 @@ class Speed(Figure):
                 ]
             x_axis = Axis("iteration without a plan, ms", "{:g}", scale="log")
             panels.append(Panel(title, marks, x_axis, Axis("saved of the peak", "%", (-0.015, None))))
-        return Chart("TENSILE: saved memory against the iteration time", panels, 2, (6.6, 4.6), keys=5)
+        return Chart("TENSILE: saved memory against the iteration time", panels, 2, (4.95, 4.4), keys=3)
 
 
 def build_schedule(program: Program, machine: Machine, across_boundary: bool = True) -> tuple[Schedule, Plan]:
