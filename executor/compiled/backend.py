@@ -32,9 +32,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from executor.capture.batches import Loss, compute_loss
 from executor.capture.optimizers import STEP_HOOKS, step_without_hooks
+from executor.compiled.copies import HostSlab
 from executor.compiled.graph_report import CompiledReport, Graph, describe, frame_of
 from executor.compiled.held import Held, Update, captured_update
-from executor.compiled.host_copies import register_cpu_copies
 from executor.compiled.joint import Joint, donatable
 from executor.compiled.launches import choices, in_order, launches_of, sizes
 from executor.compiled.partition import partition
@@ -42,6 +42,7 @@ from executor.compiled.regions import Region, regions
 from executor.compiled.search import Candidate, Search
 from executor.compiled.updates import Updates, updated_early
 from executor.fit import FitError, machine_of, planned_in_mode
+from executor.memory import ALIGNMENT
 from executor.training.issue_order import order
 from simulator.compiled.engine import simulate
 from simulator.limits import is_fraction, size_bytes
@@ -77,7 +78,7 @@ class Partitioner(CustomPartitionerFn):
             preset, or ``CPU``).
         planner: A name (``agents.PLANNERS``), or a function that returns a plan of the mode.
         seconds: Approximate planning time for each plan.
-        mode: "recompute", "swap" or "joint". Copies use one stream; on the CPU they go to a second pool.
+        mode: "recompute", "swap" or "joint". Copies use one stream per direction; on the CPU they go to a second pool.
 
     Attributes:
         in_order: Whether the graphs are compiled within ``launches.in_order``, which keeps copies in place, as
@@ -85,12 +86,12 @@ class Partitioner(CustomPartitionerFn):
         held: Tensors that the caller holds throughout a step; set by ``compile``.
         updates: Updates to make in the backward pass; set by ``compile_step``.
         region: Modules that the graph compiled next is for; set by ``compile``.
+        slabs: Pinned memory of the plans with swaps.
 
     Raises:
         FormatError: If memory or machine is invalid.
         ValueError: If the mode is unknown.
-        CompileError: If the mode copies and this PyTorch lacks the operators. When called: if copies are not kept
-            ``in_order``, or no plan fits.
+        CompileError: When called: if copies are not kept ``in_order``, or no plan fits.
     """
 
     in_order = False
@@ -104,8 +105,6 @@ class Partitioner(CustomPartitionerFn):
         mode: str = "recompute",
     ) -> None:
         check_mode(mode)
-        if mode != "recompute":
-            require_operators(mode)
         if not is_fraction(memory):
             size_bytes(memory, "memory")
         self.memory = memory
@@ -117,6 +116,7 @@ class Partitioner(CustomPartitionerFn):
         self.held = Held()
         self.updates: Updates | None = None
         self.region: Region | None = None
+        self.slabs: list[HostSlab] = []
         self.keys: list[int | None] = []  # of the parameters among the inputs of the graph that is compiled now
         self._key = planner if isinstance(planner, str) else uuid4().hex  # a function may be another one next time
 
@@ -181,13 +181,9 @@ class Partitioner(CustomPartitionerFn):
         program = graph.program
         machine = graph.machine
         assert program is not None and machine is not None
-        if self.mode != "recompute" and device.type == "cpu":
-            register_cpu_copies()
         best, reason = Search(
             plan=lambda limit: self._candidate(joint, program, machine, limit),
-            schedule=lambda chosen: self._schedule(
-                *partition(joint, program, chosen.items), joint.outputs, joint.copies
-            ),
+            schedule=lambda chosen: self._partitioned(joint, program, chosen),
             aim=aim,
             enough=program.peak_bytes + joint.other_bytes(),
         ).run()
@@ -202,6 +198,7 @@ class Partitioner(CustomPartitionerFn):
             iteration_ns=chosen.timeline.iteration_ns,
             ideal_ns=chosen.timeline.ideal_ns,
             floor_ns=chosen.floor_ns,
+            host_bytes=chosen.order.host_slots(ALIGNMENT).footprint,
         )
 
     def _candidate(self, joint: Joint, program: Program, machine: Machine, limit: int) -> Candidate:
@@ -216,8 +213,19 @@ class Partitioner(CustomPartitionerFn):
         schedule = lower(program, plan)
         feasible_limit = max(limit, schedule.required_bytes)
         timeline = simulate(program, plan, machine, feasible_limit, schedule=schedule)
-        items = order(schedule, timeline).items
-        return Candidate(plan, floor_ns, timeline, items, joint.planned_bytes(schedule, items))
+        issued = order(schedule, timeline)
+        return Candidate(plan, floor_ns, timeline, issued, joint.planned_bytes(schedule, issued.items))
+
+    def _partitioned(self, joint: Joint, program: Program, chosen: Candidate) -> Joint:
+        """Returns the graphs of a plan."""
+        slots = chosen.order.host_slots(ALIGNMENT)
+        blocks = chosen.order.schedule.blocks
+        offsets = {block: slots.offsets.get(blocks[block].owner, 0) for block in range(len(blocks))}
+        slab = HostSlab(slots.footprint)
+        parts = partition(joint, program, chosen.order.items, slab.key, offsets)
+        if slots.offsets:
+            self.slabs.append(slab)
+        return self._schedule(*parts, joint.outputs, joint.copies)
 
     def _for_copies(self, joint: Joint, program: Program, machine: Machine, limit: int) -> tuple[Plan, int]:
         """Returns a plan of one copy for a limit on all, and the copy's own limit; raises FitError.
@@ -256,8 +264,7 @@ class Partitioner(CustomPartitionerFn):
         return joint
 
     def _machine(self, device: torch.device) -> Machine:
-        machine = self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
-        return machine if self.mode == "recompute" else machine.with_one_copy_stream()
+        return self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
 
     def _limit(self, frame: str, peak: int, held: dict[str, int]) -> int:
         """Returns the bytes that a graph with this peak may allocate beside ``held``; raises CompileError if none."""
@@ -389,8 +396,7 @@ def compile(
 
     Raises:
         CaptureError: If the optimizer's update cannot be traced.
-        CompileError: If the mode copies and this PyTorch lacks the operators. At the first call with gradients: if no
-            C++ compiler is found (on the CPU), or no plan fits.
+        CompileError: At the first call with gradients: if no C++ compiler is found (on the CPU), or no plan fits.
         FormatError: If memory or machine is invalid.
         ValueError: If the mode is unknown, or the model has no equal blocks or would swap them.
     """
@@ -556,21 +562,6 @@ def allocated_peak(step: Callable[[], object], device: str = "cpu") -> int:
         now += nbytes
         peak = max(peak, now)
     return peak
-
-
-def require_operators(mode: str) -> None:
-    """Raises CompileError if PyTorch cannot copy within a graph or cannot restore a tensor's layout."""
-    try:
-        from torch._functorch._activation_offloading import offload_ops  # noqa: F401 (makes the operators)
-
-        is_supported = "original_stride" in str(torch.ops.ao.reload.default._schema)
-    except ImportError:
-        is_supported = False
-    if not is_supported:
-        raise CompileError(
-            f"mode: {mode!r} needs the ao operators of PyTorch 2.13, and this is {torch.__version__}: "
-            "mode='recompute' does without"
-        )
 
 
 def require_compiler() -> None:

@@ -34,6 +34,7 @@ class Graph:
         region: The modules that the graph is compiled for, if the model is compiled by regions.
         copies: Number of these modules; the limit and peaks are those of all of them.
         other_bytes: Bytes that the others hold while one of them runs.
+        host_bytes: Pinned host memory of one step's swaps.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Graph:
     region: str = ""
     copies: int = 1
     other_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def frame(self) -> str:
@@ -92,7 +94,7 @@ class Graph:
         reruns = [s.kernel for s in lower(self.program, self.plan).steps if s.is_recomputation]
         ns = sum(self.program.kernels[k].duration_ns for k in reruns)
         swaps = [self.program.tensors[d.tensor].nbytes for d in self.plan.decisions if isinstance(d, Swap)]
-        swapped = f"; {len(swaps)} swaps, {size(sum(swaps))} each way" if swaps else ""
+        swapped = f"; {len(swaps)} swaps, {size(sum(swaps))} each way, {size(self.host_bytes)} pinned" if swaps else ""
         plan = (
             f"plan of {self.plan.planner}: {len(reruns)} kernels recomputed, {ns / 1e6:.2f} ms on {self.machine.name}"
         )

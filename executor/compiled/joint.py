@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from executor.compiled.launches import Launch, Launches, is_view, repeatable, roofline_ns
+from executor.compiled.launches import Launch, Launches, is_view, repeatable, roofline_ns, sizes
 from executor.training.issue_order import Item, Move
 from simulator.machine import Machine
 from simulator.program import Kernel, Program, Tensor
@@ -156,7 +156,7 @@ class Joint:
                     stored = [node_values.get(v) for v in launch.values if graph.stored.get(v) == s]
                     values.setdefault(prefix + s, []).extend(stored or [None])
         single = {s: found[0] for s, found in values.items() if len(found) == 1 and isinstance(found[0], torch.Tensor)}
-        return frozenset(s for s, x in single.items() if type(x.nbytes) is int and x.nbytes == self.storages.get(s))
+        return frozenset(s for s, x in single.items() if sizes([x.nbytes])[0] == self.storages.get(s))
 
     def program(self, machine: Machine, name: str = "compiled", swaps: bool = False) -> Program:
         """Returns the Program, with roofline durations; only forward kernels can be recomputed.

@@ -23,6 +23,7 @@ from executor.capture.operators import bind_arguments, flops_of, kind_of
 from simulator.machine import Machine
 from simulator.program import KernelKind
 
+OFFLOAD = "headroom.offload.default"  # of copies.py
 STEP = "headroom_step"  # key in a node's meta: the plan's step in which it executes
 ORIGIN = "headroom_origin"  # name of the node that this node of a plan's graph repeats
 TEMPORARY = "headroom_temporary"  # bytes that an update of a parameter uses meanwhile; only updates have this key
@@ -87,7 +88,7 @@ def choices() -> Any:
 
 def in_order(gm: fx.GraphModule) -> AbstractContextManager[object]:
     """Keeps Inductor from reordering a graph with host copies, since it would wait for each copy immediately."""
-    copies = any(str(node.target).startswith("ao.") for node in gm.graph.nodes)
+    copies = any(str(node.target) == OFFLOAD for node in gm.graph.nodes)
     patch: AbstractContextManager[object] = torch._inductor.config.patch(reorder_for_peak_memory=False)
     return patch if copies else nullcontext()
 
@@ -301,7 +302,7 @@ class _Reader:
         return reused
 
     def _is_returned(self, source: Any) -> bool:
-        """Returns whether a buffer is an argument that a call returns (``wait_tensor``)."""
+        """Returns whether a buffer is an argument that a call returns (a wait)."""
         op = source.defining_op
         is_call = isinstance(op.node, (self.ir.FallbackKernel, self.ir.MultiOutput)) if op else False
         return is_call and bool(source.node.get_inputs_that_alias_output())
@@ -353,7 +354,7 @@ class _Reader:
         buffer = self.scheduler.name_to_buf.get(name)
         node = buffer.node if buffer is not None else self.lowering.graph_inputs.get(name)
         call = node.inputs[0] if isinstance(node, self.ir.MultiOutput) else None
-        if str(getattr(call, "op_overload", "")) == "ao.offload.default":
+        if str(getattr(call, "op_overload", "")) == OFFLOAD:
             return 0
         node = self._unwrapped(node)
         without_tensor = (self.ir.NoneLayout, self.ir.MultiOutputLayout)

@@ -3,19 +3,20 @@
 The schedule's steps are emitted in order, each as the nodes whose values its launch writes. The first
 ``Joint.between`` steps, and the recomputations before them, form the forward graph. A launch reads the copies of its
 tensors that the schedule names (``Step.uses``). Values that never occupy memory are emitted again for each launch that
-uses them, as Inductor inlines them. Host copies are PyTorch's ``ao::offload`` and ``ao::reload``, each with an
-``ao::wait_tensor`` after which the memory is free or the data has arrived. Later passes make no decisions.
+uses them, as Inductor inlines them. Host copies are operators of ``copies.py``, each with a wait after which the memory
+is free or the data has arrived. Later passes make no decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
+from executor.compiled.copies import OFFLOAD, RELOAD, WAIT
 from executor.compiled.joint import BACKWARD, FORWARD, Joint
 from executor.compiled.launches import ORIGIN, STEP, Launch, repeatable
 from executor.training.issue_order import Item, Move
@@ -23,15 +24,19 @@ from simulator.program import Program
 from simulator.schedule import Step
 
 
-def partition(joint: Joint, program: Program, items: Iterable[Item]) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(
+    joint: Joint, program: Program, items: Iterable[Item], slab: int = 0, offsets: Mapping[int, int] | None = None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Returns the forward and backward graphs of a plan for ``joint.program``, as PyTorch's partitioners do.
 
     Args:
         items: The plan's steps, with the copies that start and end around each.
+        slab: Key of the ``HostSlab`` of the copies.
+        offsets: Offset in it by block.
     """
     from torch._functorch.partitioners import _extract_fwd_bwd_modules, is_sym_node
 
-    writer = _Writer(joint, program)
+    writer = _Writer(joint, program, slab, offsets or {})
     for item in items:
         for move in item.before:
             writer.move(move)
@@ -54,8 +59,10 @@ def partition(joint: Joint, program: Program, items: Iterable[Item]) -> tuple[fx
 class _Writer:
     """Writes the steps of a schedule into one graph."""
 
-    def __init__(self, joint: Joint, program: Program) -> None:
+    def __init__(self, joint: Joint, program: Program, slab: int, offsets: Mapping[int, int]) -> None:
         self.joint = joint
+        self.slab = slab
+        self.offsets = offsets
         self.graph = fx.Graph()
         self.names = [t.name for t in program.tensors]
         forward = joint.forward.graph
@@ -127,27 +134,20 @@ class _Writer:
             self.values.pop(block, None)
 
     def move(self, move: Move) -> None:
-        """Emits the start or the end of a copy; its wait is the last reader of the memory that it frees.
-
-        ``keepalive`` is not used: it would empty the storage while a view or a second backward still reads it.
-        """
+        """Emits the start or the end of a copy; its wait is the last reader of the memory that it frees."""
         kind, block = move
-        ao = torch.ops.ao
         if kind == "out":
             ((self.roots[block], value),) = self.values[block].items()
-            self.on_host[block] = self._call(ao.offload.default, value)
+            self.on_host[block] = self._call(OFFLOAD, value, self.slab, self.offsets.get(block, 0))
         elif kind == "reclaim":
             ((_, value),) = self.values.pop(block).items()
-            self.on_host[block] = self._call(ao.wait_tensor.default, self.on_host[block], None, value)
+            self.on_host[block] = self._call(WAIT, self.on_host[block], value)
         elif kind == "release":
             self.values.pop(block)
         elif kind == "in":
-            original = self.roots[block].meta["val"]
-            size = list(original.size())
-            stride = list(original.stride())
-            self.arriving[block] = self._call(ao.reload.default, self.on_host[block], original.device, size, stride)
+            self.arriving[block] = self._call(RELOAD, self.on_host[block], self.roots[block].meta["val"].device)
         else:
-            restored = self._call(ao.wait_tensor.default, self.arriving.pop(block), None, self.on_host[block])
+            restored = self._call(WAIT, self.arriving.pop(block), self.on_host[block])
             self.values[block] = {self.roots[block]: restored}
             if self.roots[block] in self.permanent:
                 self.permanent[self.roots[block]] = restored

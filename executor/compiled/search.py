@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from executor.compiled.joint import Joint
 from executor.fit import FitError
-from executor.training.issue_order import Item
+from executor.training.issue_order import Order
 from simulator.plan import Plan
 from simulator.report import size
 from simulator.timeline import Timeline
@@ -24,7 +24,7 @@ class Candidate(NamedTuple):
     plan: Plan
     floor_ns: int | None
     timeline: Timeline
-    items: tuple[Item, ...]
+    order: Order
     nbytes: int
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from executor.compiled.host_copies import POOL
+from executor.compiled.copies import PENDING
 
 
 @pytest.fixture(autouse=True)
@@ -13,4 +13,4 @@ def _reset() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert not POOL.pending
+    assert not PENDING

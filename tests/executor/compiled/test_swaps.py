@@ -1,8 +1,7 @@
-"""Tests of swaps in compiled models with PyTorch's ``ao`` operators, on the CPU with a second memory pool; on a GPU."""
+"""Tests of swaps in compiled models: on the CPU with a second memory pool, on the double of torch.cuda, on a GPU."""
 
 import gc
-import sys
-from types import SimpleNamespace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,14 +9,17 @@ import torch
 from torch import nn
 
 from executor import compiled
-from executor.compiled import Partitioner
-from executor.compiled.host_copies import POOL, register_cpu_copies
+from executor.compiled import Partitioner, backend, copies
+from executor.compiled.copies import PENDING
 from executor.compiled.joint import Joint
 from executor.fit import FitError
+from executor.memory import ALIGNMENT
+from executor.memory.engines import CudaEngines
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program
 from tests.executor.compiled.test_compiled import Block, Net, blocks, graphs, peak, step
+from tests.fake_device.graphs import GraphDouble
 
 SWAPS = "autoswap_swdoa"
 
@@ -35,10 +37,12 @@ def test_a_compiled_model_swaps_as_planned_in_the_memory_that_was_predicted() ->
     assert graph.plan is not None and graph.program is not None
     swaps = [d for d in graph.plan.decisions if isinstance(d, Swap)]
     nbytes = sum(graph.program.tensors[d.tensor].nbytes for d in swaps)
-    POOL.reset()
+    (slab,) = (s for s in backend._PARTITIONERS[model].slabs if s.copies)
+    before = slab.copies
     real = peak(model, net, x)
     assert real == pytest.approx(graph.peak_bytes, rel=0.005) and real <= graph.limit
-    assert POOL.copies == 2 * len(swaps) > 0 and 0 < POOL.peak <= nbytes
+    assert slab.copies - before == len(swaps) > 0 and len(slab.live) == 1  # one memory for all steps
+    assert 0 < slab.nbytes == graph.host_bytes <= nbytes + ALIGNMENT * len(swaps)
     assert f"{len(swaps)} swaps" in str(compiled.report(model))
 
 
@@ -50,7 +54,7 @@ def test_swaps_and_recomputations_combine() -> None:
     def plan_both(program: Program, machine: Machine, limit: int) -> Plan:
         import agents
 
-        assert machine.copy_engines == 1
+        assert machine.copy_engines == 2
         recomputing = agents.make("capuchin", mode="recompute", min_bytes=1).plan(
             program, machine, int(0.85 * program.peak_bytes)
         )
@@ -72,7 +76,7 @@ def test_a_wait_that_is_missing_shows_in_the_gradients(way: str) -> None:
             parts = super().__call__(*args, **kwargs)
             for gm in parts:
                 for node in list(gm.graph.nodes):
-                    if str(node.target) == "ao.wait_tensor.default" and way in node.args[0].name:
+                    if node.target == copies.WAIT and way in node.args[0].name:
                         node.replace_all_uses_with(node.args[0])
                         gm.graph.erase_node(node)
                 gm.recompile()
@@ -119,12 +123,18 @@ def test_a_concatenated_tensor_is_swapped_as_one() -> None:
 def test_a_forward_without_its_backward_leaves_nothing_behind() -> None:
     net = blocks()
     x = torch.randn(4, 64, 32)
-    model = graphs(net, Partitioner(0.8, planner=SWAPS, mode="swap"))
-    loss = model(x)
-    assert POOL.pending and POOL.bytes_in_use > 0
-    del loss
+    partitioner = Partitioner(0.8, planner=SWAPS, mode="swap")
+    model = graphs(net, partitioner)
+    losses = [model(x), model(x)]
+    (slab,) = (s for s in partitioner.slabs if s.copies)
+    assert slab.bytes_in_use > 0 and len(slab.live) == 2  # two steps in flight
+    expected = step(net, net, x)[1:]
+    net.zero_grad()
+    losses.pop().backward()
+    torch.testing.assert_close([p.grad for p in net.parameters()], expected)
+    losses.clear()
     gc.collect()
-    assert not POOL.pending and POOL.bytes_in_use == 0
+    assert not PENDING and slab.bytes_in_use == 0
 
 
 def test_tensors_of_the_caller_are_not_swapped() -> None:
@@ -159,9 +169,8 @@ def test_the_callers_batch_in_another_layout_is_not_swapped(monkeypatch: pytest.
 
 
 def test_unsupported_modes_and_waits_are_refused() -> None:
-    register_cpu_copies()
-    with pytest.raises(RuntimeError, match="no pending transfer"):  # as PyTorch's operator says without a copy
-        torch.ops.ao.wait_tensor(torch.ones(2))
+    with pytest.raises(RuntimeError, match="no target of a copy that is under way"):
+        torch.ops.headroom.wait(torch.ones(2), torch.ones(2))
     with pytest.raises(ValueError, match=r"^mode: .* got 'offload'"):
         Partitioner(0.5, mode="offload")
     nothing = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
@@ -169,17 +178,48 @@ def test_unsupported_modes_and_waits_are_refused() -> None:
         Partitioner(0.5, mode="joint")(nothing, ())
 
 
-@pytest.mark.parametrize("schema", ["ao::reload(Tensor tensor, Device device) -> Tensor", None])
-def test_an_older_pytorch_refuses_swaps_at_once(schema: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.11 lacks the operators; the operators of PyTorch 2.12 do not restore the layout."""
-    if schema is None:
-        monkeypatch.setitem(sys.modules, "torch._functorch._activation_offloading", None)
-    else:
-        reload = SimpleNamespace(default=SimpleNamespace(_schema=schema))
-        monkeypatch.setattr(torch.ops.ao, "reload", reload, raising=False)
-    with pytest.raises(compiled.CompileError, match="'swap' needs the ao operators of PyTorch 2\\.13, and this is"):
-        Partitioner(0.8, mode="swap")
-    Partitioner(0.8)
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_both_directions_overlap_and_are_ordered_on_the_double_of_cuda(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A swap-out and a swap-in are in flight at once; nothing reads, or reuses, memory that a copy still needs."""
+    double = GraphDouble(seed)
+    double.install(monkeypatch)
+    monkeypatch.setattr(copies, "copy_engines", cache(lambda device: CudaEngines(double.gpu)))
+    slab = copies.HostSlab(2 * ALIGNMENT)
+    device = torch.device("cpu")
+    with double:
+        a, b = torch.arange(64.0) + 1, torch.arange(64.0) + 2
+        host = copies._offload(a, slab.key, 0)
+        host = copies._wait(host, a)
+        del a
+        other = copies._offload(b, slab.key, ALIGNMENT)
+        arriving = copies._reload(host, device)  # while b leaves
+        streams = {event.stream for _, event in copies.PENDING.values()}
+        other = copies._wait(other, b)
+        restored = copies._wait(arriving, host)
+        total = restored * 2
+        del b, host, arriving
+        back = copies._wait(copies._reload(other, device), other)
+        total = total + back
+        torch.cuda.synchronize()
+    assert len(streams) == 2
+    assert torch.equal(total, 2 * (torch.arange(64.0) + 1) + torch.arange(64.0) + 2)
+    double.check()
+
+
+def test_the_double_of_cuda_notices_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    double = GraphDouble(0)
+    double.install(monkeypatch)
+    monkeypatch.setattr(copies, "copy_engines", cache(lambda device: CudaEngines(double.gpu)))
+    slab = copies.HostSlab(ALIGNMENT)
+    with double:
+        a = torch.arange(64.0)
+        host = copies._wait(copies._offload(a, slab.key, 0), a)
+        arriving = copies._reload(host, torch.device("cpu"))
+        arriving * 2
+        copies._wait(arriving, host)
+    assert double.found
 
 
 @pytest.mark.gpu
@@ -192,10 +232,7 @@ def test_on_a_gpu(mode: str) -> None:
     x = torch.randn(16, 256, 512, device="cuda")
     expected = step(torch.compile(net, dynamic=False), net, x)
     torch._dynamo.reset()
-    try:
-        model = compiled.compile(net, memory=0.7, planner="annealing", seconds=None, mode=mode)
-    except compiled.CompileError as error:  # an older PyTorch
-        pytest.skip(str(error))
+    model = compiled.compile(net, memory=0.7, planner="annealing", seconds=None, mode=mode)
     for _ in range(2):
         assert all(map(torch.equal, step(model, net, x), expected))
     (graph,) = compiled.report(model).graphs
