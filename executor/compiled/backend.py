@@ -389,9 +389,9 @@ def compile(
         dynamic: Whether one plan serves all shapes: start with the largest batch, as each graph and its plan then serve
             all smaller sizes above 1, in less memory. Otherwise each shape is compiled and planned at its first call.
         regional: Whether equal blocks of a ``torch.nn.ModuleList`` or ``torch.nn.Sequential`` are planned and compiled
-            once, so that the time to compile does not grow with their number. A fraction is of what all blocks need. The
-            model is compiled in place (``nn.Module.compile``), and what it computes between its submodules and ``loss_fn`` is
-            neither planned nor counted. Without swaps.
+            once, so that the time to compile does not grow with their number. A fraction is of what all blocks need.
+            The model is compiled in place (``nn.Module.compile``), and what it computes between its submodules and
+            ``loss_fn`` is neither planned nor counted. Without swaps.
         fullgraph, options: As in torch.compile.
 
     Raises:
