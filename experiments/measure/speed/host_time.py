@@ -137,7 +137,7 @@ class _Recording(TorchDispatchMode):
             kinds = [_kind(value, returned) for value, returned in zip(values, schema.returns, strict=False)]
             allocated = [v for v, kind in zip(values, kinds, strict=False) if kind in (Result.NEW, Result.LIST)]
             like = [tensor for value in allocated for tensor in tree_leaves(value)]
-            torch.ops.headroom.record(self.tape, schema.name, kinds, [torch.empty_like(t) for t in like])
+            torch.ops.headroom_speed.record(self.tape, schema.name, kinds, [torch.empty_like(t) for t in like])
             self.replaced.add(str(func).removeprefix("aten.").removesuffix(".default"))
         return out
 
@@ -154,9 +154,9 @@ def _kind(value: Any, returned: Any) -> Result:
 @contextmanager
 def without_kernels(steps: Sequence[Callable[[], object]]) -> Iterator[list[Callable[[], object]]]:
     """Yields the steps with operators that compute nothing; restores PyTorch's operators on exit."""
-    if not hasattr(torch.ops.headroom, "begin"):
+    if not hasattr(torch.ops.headroom_speed, "begin"):
         _compile()
-    headroom = torch.ops.headroom
+    headroom = torch.ops.headroom_speed
     replaced = {"add_.Tensor"}
     for tape, step in enumerate(steps):
         with _Recording(tape) as recording:
