@@ -250,7 +250,9 @@ def _update(captured: Captured) -> tuple[Updates | None, int, int]:
         return updates(optimizer, idle), touches[0], touches[-1] + 1
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise ValueError(f"the step of {type(optimizer).__name__} cannot be traced ({reason})") from error
+        raise ValueError(
+            f"the step of {type(optimizer).__name__} cannot be traced ({reason}); use an optimizer of torch.optim"
+        ) from error
 
 
 class Updates(NamedTuple):

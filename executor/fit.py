@@ -578,7 +578,7 @@ def planned_in_mode(
     least = least_residency(program, min_bytes, mode)
     if least > limit:
         scope = "without swaps " if mode == "recompute" else ""
-        raise FitError(f"every plan {scope}needs at least {least:,} bytes ({size(least)})")
+        raise FitError(f"every plan {scope}needs at least {least:,} bytes ({size(least)}): raise memory=")
     plan, floor_ns = _invoke(program, machine, limit, planner, least, min_bytes=min_bytes, mode=mode, seconds=seconds)
     plan.only("torch.compile", *KINDS_OF[mode])
     return plan, floor_ns

@@ -85,7 +85,7 @@ def make(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cli.UsageError(f"out: {out} cannot be created ({error.strerror})") from None
+        raise cli.UsageError(f"out: {out} cannot be created ({error.strerror}); choose another directory") from None
 
     with report.lock_directory(out):
         errors = compute(runs, launcher, jobs)

@@ -80,7 +80,9 @@ class Kind:
         Raises:
             PlanError: The compiled simulator does not support the kind.
         """
-        raise PlanError(f"the compiled simulator does not support {self.kind} decisions")
+        raise PlanError(
+            f"the compiled simulator does not support {self.kind} decisions; simulate the plan with simulator.simulate"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +346,9 @@ class Rerun(Kind):
             )
         kernel = program.kernels[self.kernel]
         if not kernel.recomputable:
-            raise PlanError(f"{where}: kernel {self.kernel} ({kernel.name}) cannot be run twice")
+            raise PlanError(
+                f"{where}: kernel {self.kernel} ({kernel.name}) cannot be run twice; choose a recomputable kernel"
+            )
         return self
 
     def clash(self, other: int) -> str:
@@ -417,7 +421,7 @@ def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> 
             writers = [k for k in program.writes[x] if k < w and k not in visited]
             visited.update(writers)
             pending += writers
-    raise AssertionError(f"tensor {tensor} can be recomputed for kernel {before}")
+    raise AssertionError(f"tensor {tensor} can be recomputed for kernel {before}; report it")
 
 
 def can_recompute(program: Program, tensor: int, before: int) -> bool:

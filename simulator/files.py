@@ -51,7 +51,7 @@ def fields(
         raise FormatError(f"{where}: expected an object, got {_describe(data)}")
     for key in data:
         if key not in required and key not in optional:
-            raise FormatError(f"{where}: unknown key {key!r}")
+            raise FormatError(f"{where}: unknown key {key!r}; expected some of {', '.join([*required, *optional])}")
     out: dict[str, Any] = {}
     for key, kind in required.items():
         if key not in data:

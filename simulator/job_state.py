@@ -60,7 +60,7 @@ def check_jobs(
         if host_bytes > machine.host_bytes:
             raise PlanError(
                 f"job {job.name!r}: its plans have {host_bytes:,} bytes on the host at a time; "
-                f"{machine.name} has {machine.host_bytes:,}"
+                f"{machine.name} has {machine.host_bytes:,}; swap less"
             )
 
 

@@ -62,7 +62,7 @@ class Plan:
             self.check(program)
             return self
         if not self.structure:
-            raise PlanError(f"{self._mismatch(program)}, and does not record whether only times differ")
+            raise PlanError(f"{self._mismatch(program)}, and does not record whether only times differ; plan it again")
         retimed = replace(self, fingerprint=program.fingerprint)
         if self.structure != program.structure:
             try:
@@ -71,7 +71,8 @@ class Plan:
             except PlanError as error:
                 reason = str(error)
             raise PlanError(
-                f"the plan is for another program than {program.name!r}, and not only times differ: {reason}"
+                f"the plan is for another program than {program.name!r}, and not only times differ: {reason}; "
+                "plan it again"
             )
         retimed.check(program)
         return retimed

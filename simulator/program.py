@@ -458,7 +458,7 @@ def _sha256(data: dict[str, Any]) -> str:
 def _printable(name: str, where: str) -> None:
     """Raises FormatError if ``name`` has non-printable characters, which may contain terminal escape sequences."""
     if not name.isprintable():
-        raise FormatError(f"{where}: {name[:40]!r} has characters that cannot be printed")
+        raise FormatError(f"{where}: {name[:40]!r} has characters that cannot be printed; remove them")
 
 
 def _check(program: Program) -> None:
@@ -499,6 +499,6 @@ def _check(program: Program) -> None:
             if t not in written and not program.tensors[t].persistent:
                 raise FormatError(
                     f"{where}.inputs[{j}]: tensor {t} ({program.tensors[t].name!r}) is read before any "
-                    "write and is not persistent"
+                    "write and is not persistent; write it first, or make it persistent"
                 )
         written.update(kernel.outputs)

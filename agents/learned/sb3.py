@@ -55,7 +55,9 @@ def graph_of(tasks: Sequence[Task]) -> OperationGraph:
     for graph in others:
         pairs = ((first.edges, graph.edges), (first.weights, graph.weights), (first.action_kind, graph.action_kind))
         if not all(np.array_equal(a, b) for a, b in pairs):
-            raise ValueError(f"the network reads one graph, but these {len(tasks)} tasks have different graphs")
+            raise ValueError(
+                f"the network reads one graph, but these {len(tasks)} tasks have different ones; give tasks of one"
+            )
     return first
 
 

@@ -189,7 +189,9 @@ class Partitioner(CustomPartitionerFn):
         ).run()
         if best is None:
             beside = f" beside {describe(graph.held)}" if graph.held else ""
-            raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}{beside}: {reason}")
+            raise CompileError(
+                f"graph {graph.name} does not fit into {size(graph.limit)}{beside}: {reason}; raise memory="
+            )
         chosen = best.candidate
         return best.joint, replace(
             graph,
@@ -273,7 +275,7 @@ class Partitioner(CustomPartitionerFn):
             if self.updates is None and limit < self.held.in_update():
                 raise CompileError(
                     f"memory: {self.memory} leave {size(max(0, limit))} beside {describe(held)}, and gradients and "
-                    f"temporary tensors of the update need {size(self.held.in_update())}"
+                    f"temporary tensors of the update need {size(self.held.in_update())}: raise it"
                 )
             return limit
         # A graph that is compiled again may need less, but then its smallest peak is a larger fraction of it.

@@ -164,7 +164,7 @@ class Slabs:
         try:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
-            raise MemoryError(f"{message}: {error}") from None
+            raise MemoryError(f"{message}: {error}; free some, or swap less") from None
         for advice in self._advice:
             with contextlib.suppress(OSError):  # small pages work where huge pages are unavailable
                 pages.madvise(advice)

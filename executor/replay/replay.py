@@ -259,7 +259,9 @@ class Run:
                     self._raise(*self.checks[-1], byte)
 
     def _raise(self, block: Block, when: str, byte: int) -> None:
-        raise ReplayError(f"{self._owner(block)}, {when}: byte {byte:,} of {block.nbytes:,} is wrong")
+        raise ReplayError(
+            f"{self._owner(block)}, {when}: byte {byte:,} of {block.nbytes:,} is wrong; report it with program and plan"
+        )
 
     def _on_host(self, t: int) -> Block:
         return Block(t, self.order.host[t], self.program.tensors[t].nbytes)

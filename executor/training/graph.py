@@ -256,7 +256,8 @@ class GraphStep:
                 raise
             except Exception as error:
                 raise StepError(
-                    f"the graph failed: {line(error)}; the model is in an undefined state within this step"
+                    f"the graph failed: {line(error)}; the model is in an undefined state within this step: "
+                    "load a checkpoint"
                 ) from error
             if wait and self._on_host:
                 torch.cuda.current_stream(step.device).synchronize()

@@ -287,7 +287,9 @@ class _IssueBuilder:
                 before.append(("wait", self.block[t]))
                 self.swapping_in.remove(t)
             if self.used + charged > self.limit:
-                raise AssertionError(f"kernel {step.kernel}: the planned residency promised that it would fit")
+                raise AssertionError(
+                    f"kernel {step.kernel} does not fit into {self.limit:,} bytes, but the plan says so; report it"
+                )
             peak = max(peak, self.used + charged)
             self.used += charged - freed
             if not step.is_recomputation:

@@ -192,7 +192,9 @@ def run_agent(
         try:
             gap = round(100 * (simulate(built, plan, machine, limit).overhead - bound), 4)
         except (PlanError, agents.Infeasible) as error:
-            raise cli.UsageError(f"the plan of {planner.name!r} for {built.name!r} is invalid: {error}") from None
+            raise cli.UsageError(
+                f"the plan of {planner.name!r} for {built.name!r} is invalid: {error}; correct the planner"
+            ) from None
     late = "seconds" in options and seconds > LATE[0] * options["seconds"] + LATE[1]
     return {
         "gap": None if late else gap,

@@ -345,7 +345,7 @@ def sequences(
 
     length, longest = workloads.length_of_workload(workload, workloads.build(workload))
     if length < 2 or length % 2:
-        raise BatchError(f"a sequence of {length} tokens cannot be halved")
+        raise BatchError(f"a sequence of {length} tokens cannot be halved: choose an even length")
     captured = with_early_update(workloads.load(workload, machine, as_cuda=True, length=length // 2), in_backward)
     card = None if memory_bytes is None else _card(captured, machine, memory_bytes)
     shorter = rescaled(captured.program, program, 0.5)
@@ -375,7 +375,9 @@ def check(
     captured = workloads.load(workload, machine, as_cuda=True, **size)
     peak = with_early_update(captured, in_backward).program.peak_bytes
     if peak != peak_bytes:
-        raise BatchError(f"the peak at {what} {batch} is {peak:,} bytes, but {peak_bytes:,} were predicted")
+        raise BatchError(
+            f"the peak at {what} {batch} is {peak:,} bytes, but {peak_bytes:,} were predicted: try a {what} by hand"
+        )
 
 
 def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> DevicePeak | None:

@@ -123,7 +123,7 @@ def batch_size_of(parts: Parts) -> int:
     """
     sizes = {tuple(t.shape[:1]) for t in flatten(parts[-1])[0] if isinstance(t, Tensor) and t.dim()}
     if len(sizes) != 1 or 0 in (size := sizes.pop()):
-        raise WorkloadError("the tensors of the example batch do not share a first dimension, so it has no known size")
+        raise WorkloadError("example batch: expected tensors that share a first dimension, the batch size")
     return int(size[0])
 
 

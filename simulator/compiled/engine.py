@@ -417,7 +417,9 @@ class Engine:
             kernels, n_steps = lower_reruns(kernels, tensors, graph, rows, arrays.by_kernel, arrays.by_row, work.steps)
             if n_steps < 0:
                 lower(self.program, Plan(decisions_of(rows)))  # raises the PlanError
-                raise AssertionError("compiled code refuses a plan that schedule.lower accepts")
+                raise AssertionError(
+                    "compiled code refuses a plan that schedule.lower accepts; report it with program and plan"
+                )
             return kernels, n_steps
         if (kinds != RECOMPUTE).all():
             swap_residency(kernels, tensors, rows, work.by_kernel.planned)
@@ -471,7 +473,9 @@ class Engine:
                 settings = settings.copy()
                 settings[HOST_BYTES] = NEVER
             elif status == Status.STUCK:
-                raise AssertionError("simulation is stuck although the planned residency fits the limit")
+                raise AssertionError(
+                    "simulation is stuck although the planned residency fits the limit; report it with program and plan"
+                )
             elif status == Status.MORE_STEPS:
                 work.make_steps(4 * len(work.steps))
             elif (rows[:, KIND] == RERUN).any():
@@ -492,7 +496,7 @@ class Engine:
             log = engine.log(rows_of(plan.decisions), limit_until, self.iterations)
             status, _, required, _, period = engine._work.flat_results.tolist()
             if status != Status.DONE:
-                raise AssertionError(f"compiled code refuses a schedule that fits (status {status})")
+                raise AssertionError(f"compiled code refuses a schedule that fits (status {status}); report it")
             read = read_log(log, plan.decisions, schedule)
             return Timeline.assemble(self.program, self.limit, required, *read, period)
 
