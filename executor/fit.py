@@ -603,7 +603,10 @@ def _invoke(
         with preserve_random_states(), default_modes():  # planning must not change what the training draws
             plan = (registered.plan if registered is not None else planner)(program, machine, limit)
     except agents.Infeasible as error:
-        raise FitError(f"no plan was found, although plans may exist from {least:,} bytes: {error}") from error
+        raise FitError(
+            f"no plan was found, although plans may exist from {least:,} bytes: {error}; raise memory=, or choose "
+            "another planner"
+        ) from error
     except ImportError as error:
         if registered is None:
             raise

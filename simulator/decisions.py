@@ -138,7 +138,7 @@ class Evict(Kind):
                     "must be above `after`"
                 )
             if self.no_wrap:
-                raise PlanError(f"{where}: {self.no_wrap}")
+                raise PlanError(f"{where}: {self.no_wrap}; swap it instead")
             opens = previous
             closes = uses[0]
             if previous != len(uses) - 1:
@@ -307,7 +307,7 @@ class Recompute(Evict):
     def check(self, program: Program, where: str) -> None:
         """Raises PlanError if the decision does not lie in one gap, or its chain of kernels cannot be recomputed."""
         if reason := cannot_recompute(program, self.tensor, self.after, self.restored_before):
-            raise PlanError(f"{where}: {reason}")
+            raise PlanError(f"{where}: {reason}; swap it instead")
 
     def row(self) -> Row:
         """Returns the row; see ``Kind.row``."""

@@ -171,7 +171,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) < len(pairs):
         names = [name for name, _ in pairs]
-        raise FormatError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r} in an object")
+        raise FormatError(
+            f"duplicate key {next(name for name in names if names.count(name) > 1)!r} in an object; keep one"
+        )
     return out
 
 
@@ -184,7 +186,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in seen:
-                raise FormatError(f"line {key.start_mark.line + 1}: duplicate key {key.value!r}")
+                raise FormatError(f"line {key.start_mark.line + 1}: duplicate key {key.value!r}; keep one")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 

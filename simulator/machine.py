@@ -246,7 +246,7 @@ class Machine:
             for combined, keys in COMBINED.items():
                 conflicting = [key for key in keys if key in data]
                 if combined in data and conflicting:
-                    raise FormatError(f"machine: `{combined}` and `{conflicting[0]}` are mutually exclusive")
+                    raise FormatError(f"machine: `{combined}` and `{conflicting[0]}` are mutually exclusive; give one")
         required, optional = keys_of(cls)
         values = fields(data, "machine", required, {**optional, **dict.fromkeys(COMBINED, (int, None))})
         duplex, latency = map(values.pop, COMBINED)

@@ -83,7 +83,7 @@ def test_the_floor_refuses_unknown_kinds(monkeypatch):
 def test_rows_of_no_kind():
     codes = [code for kind in decisions.KINDS for code in kind.codes]
     assert len(set(codes)) == len(codes)
-    with pytest.raises(ValueError, match="expected kinds of .*, got 9$"):
+    with pytest.raises(ValueError, match=r"expected kinds of .*, got 9$"):
         decisions_of(np.array([[9, 1, 1, 6, -1, -1]]))
     with pytest.raises(ValueError, match=rf"expected kind .*, got {RERUN}$"):
         choice_of(Rerun(0, 1).row())

@@ -59,7 +59,9 @@ def with_early_update(captured: Captured, wanted: InBackward = True) -> Captured
         if found.changed is not None:
             before, after = (program.peak_bytes / 1e9 for program in (captured.program, found.changed))
             gain = f"; the step's peak would then be {after:,.3g} instead of {before:,.3g} GB"
-        raise CaptureError(f"optimizer_in_backward: the update cannot move into the backward pass: {found.cause}{gain}")
+        raise CaptureError(
+            f"optimizer_in_backward: the update cannot move into the backward pass: {found.cause}{gain}; leave it out"
+        )
     return found.captured or captured
 
 

@@ -159,7 +159,9 @@ class _Runner:
         except ProfileError:
             raise
         except _ERRORS as error:
-            raise ProfileError(f"the step cannot be run to profile it: {_reason(error)}") from error
+            raise ProfileError(
+                f"the step cannot be run to profile it: {_reason(error)}; run it once without a plan on this device"
+            ) from error
         minimums = [int(bool(nodes)) for nodes in self.captured.nodes]
         times = [max(ns - self.event_ns, minimum) for ns, minimum in zip(durations, minimums, strict=True)]
         for kernels, row_ns in segments:

@@ -549,7 +549,10 @@ def capture(step: StepState, table: list[Any], dry: Dry, packing: Packing) -> Gr
     ):
         table.clear()
         attempt.abandon(step)
-        raise NoGraph("the step cannot be captured: its operators have not asked for the memory of the dry capture")
+        raise NoGraph(
+            "the step cannot be captured: its operators have not asked for the memory of the dry capture; set "
+            "graph=False"
+        )
     blocks = step.blocks
     blocks.used = blocks.total
     for block in blocks.blocks.values():

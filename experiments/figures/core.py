@@ -76,7 +76,7 @@ class Core(Figure):
         if built.fingerprint[: len(task["fingerprint"])] != task["fingerprint"]:
             raise cli.UsageError(
                 f"figure.tasks.{task['task']}.fingerprint: the suite uses {task['fingerprint']}, but this PyTorch "
-                f"captures {built.fingerprint[:12]}; scores of different programs cannot be compared"
+                f"captures {built.fingerprint[:12]}; install the PyTorch of the suite"
             )
         limit = int(task["limit"] * built.peak_bytes)
         begin = time.perf_counter()

@@ -54,7 +54,11 @@ class Batches:
     def __post_init__(self) -> None:
         if _structure(self.program) != _structure(self.larger):
             # PyTorch omits broadcasts and copies of a dimension of 1.
-            hint = "; plan a batch of 2 to see larger ones" if 1 in (self.batch, self.larger_batch) else ""
+            hint = (
+                "; plan a batch of 2 to see larger ones"
+                if 1 in (self.batch, self.larger_batch)
+                else "; plan each alone"
+            )
             raise BatchError(
                 f"the step's kernels differ between {self.what} {self.batch} and {self.larger_batch}{hint}"
             )

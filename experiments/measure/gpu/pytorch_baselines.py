@@ -271,7 +271,9 @@ class Levels:
         """Returns the mildest setting whose peak is within ``limit`` bytes; raises Unreachable."""
         last = self.count - 1
         if self.at(last).peak > limit:
-            raise Unreachable(f"at its strongest it needs {self.at(last).peak:,} bytes, over the limit of {limit:,}")
+            raise Unreachable(
+                f"at its strongest it needs {self.at(last).peak:,} bytes, over the limit of {limit:,}: raise it"
+            )
         milder = largest(lambda n: self.at(last - n).peak <= limit, (last + 1) // 2, last) if last else 0
         return self.at(last - milder)
 
