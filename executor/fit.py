@@ -80,6 +80,9 @@ def report(
         floor_ns: as in ``agents.floor.floor``.
         issued: how the step runs; "" if it is not executed.
 
+    Returns:
+        the report, of the step without a plan if ``plan`` is None.
+
     Raises:
         PlanError: the plan is for another program.
         OutOfMemory: the plan is infeasible at the limit.
@@ -431,6 +434,10 @@ def fit(
             are bit-identical to those of the optimizer with tensors.
         check: compares the step with its capture on a few examples of the first batch, which must then hold valid
             values, and rejects a step that differs (executor/training/check.py).
+
+    Returns:
+        a callable that trains one step on a batch and returns what ``loss_fn`` returned; its ``report`` describes the
+        plan.
 
     Raises:
         CaptureError: the step cannot be captured, or its update needs all gradients first and

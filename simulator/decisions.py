@@ -168,6 +168,9 @@ class Evict(Kind):
             tensor: Index of each tensor in the other program.
             kernel: Index of each kernel in the other program.
             program: The other program.
+
+        Returns:
+            The decisions that may replace this one; callers try them in order.
         """
         t = tensor.get(self.tensor)
         before = kernel.get(self.before)
@@ -186,6 +189,9 @@ class Evict(Kind):
             first: Index of the iteration's first kernel.
             n: Kernels of one iteration.
             total: Kernels of the program.
+
+        Returns:
+            A decision of the same kind with the new indices.
         """
 
         def shift(k: int) -> int:

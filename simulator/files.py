@@ -46,6 +46,9 @@ def fields(
 
     Returns:
         A new dictionary with every key present.
+
+    Raises:
+        FormatError: ``data`` is no object, a key is unknown or missing, or a value has another type.
     """
     if not isinstance(data, dict):
         raise FormatError(f"{where}: expected an object, got {_describe(data)}")

@@ -285,6 +285,9 @@ class JobState:
 
         Args:
             awaited_only: Consider only tensors that the next step waits for.
+
+        Returns:
+            The open gap to end, or None if no tensor may be swapped in.
         """
         gaps = self.awaited_gaps() if awaited_only else [*self.gaps.values(), *self.evicted.values()]
         candidates = [g for g in gaps if g.on_host and (self.position >= g.ready or self.position == g.before)]

@@ -269,6 +269,9 @@ class Program:
 
         Args:
             min_bytes: Smallest tensor to consider.
+
+        Returns:
+            Gaps by tensor, then by time.
         """
         found = []
         for t, tensor in enumerate(self.tensors):
@@ -314,6 +317,9 @@ class Program:
         Args:
             durations_ns: (kernels,) new durations.
 
+        Returns:
+            A program with the same tensors and kernels otherwise.
+
         Raises:
             ValueError: A kernel with variants has duration 0, so its variants cannot be scaled.
         """
@@ -339,6 +345,9 @@ class Program:
 
         Args:
             variants: Pairs (kernel, index into its ``variants``), ascending by kernel.
+
+        Returns:
+            Duration in ns and workspace in bytes by kernel index.
 
         Raises:
             ValueError: A pair is dangling, repeated or out of order; the message names the first.

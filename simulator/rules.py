@@ -458,6 +458,9 @@ def simulate_jobs(
         until_ns: Time from which every job leaves at its next boundary and none is admitted; None: no such time.
         sharing: "fifo": one step at a time on the compute stream; "shared": one step of each job, at reduced speed.
 
+    Returns:
+        One timeline per job, the order of block events, and the evictions; times in ns.
+
     Raises:
         ValueError: A job has no end.
         PlanError: A plan does not fit its program, or holds more bytes on the host than the machine has.

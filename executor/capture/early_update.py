@@ -48,6 +48,9 @@ def with_early_update(captured: Captured, wanted: InBackward = True) -> Captured
         wanted: False returns the step as it is; "auto" does, too, if its update needs all gradients at once, which
             True refuses.
 
+    Returns:
+        The changed step, or ``captured`` itself if it stays as it is.
+
     Raises:
         CaptureError: If the update cannot be moved and ``wanted`` is True.
     """

@@ -77,6 +77,9 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
         events: allocation history of the capture (``GraphMemory.recording``).
         memory: the memory that served the capture.
 
+    Returns:
+        requests with bytes and the positions of their events.
+
     Raises:
         RecordError: the history lacks allocations, or an operator was served from another operator's pool.
     """

@@ -306,6 +306,9 @@ class Run:
             program: Program whose kernel and tensor indices the spans get.
             limit: Memory limit in bytes.
             skip: Number of warm-up iterations, at least 1.
+
+        Returns:
+            The timeline, in ns from its time 0.
         """
         n = self.kernels
         jobs = self.order.jobs

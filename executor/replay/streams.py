@@ -129,6 +129,9 @@ def cycle(program: Program, plan: Plan, machine: Machine, limit: int) -> Cycle:
         plan: plan to replay.
         machine: machine whose copy engines are used.
 
+    Returns:
+        the jobs of ``repeats`` iterations, with offsets and footprint.
+
     Raises:
         PlanError, OutOfMemory: as in ``simulate``; PlanError also for kinds of decisions that cannot be replayed.
         ReplayError: if the plan does not become steady.

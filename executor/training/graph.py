@@ -102,6 +102,9 @@ def obstacle(captured: Captured, numbers_of_optimizers: bool = True) -> str | No
         numbers_of_optimizers: whether numbers count that the host reads from an optimizer's state; a fused or
             capturable optimizer reads none.
         captured: the captured step.
+
+    Returns:
+        the reason in words, which completes a sentence.
     """
     program = captured.program
     if captured.returned.gradients:

@@ -97,6 +97,9 @@ def order(schedule: Schedule, timeline: Timeline, graph: bool = False) -> Order:
         timeline: timeline of the same plan, simulated at the memory limit of the order.
         graph: whether the order is captured as a CUDA graph (rule 5).
 
+    Returns:
+        one item per schedule step, in order, with the bytes in use.
+
     Raises:
         PlanError: the plan contains a kind of decision that training does not support.
     """

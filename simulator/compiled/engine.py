@@ -330,6 +330,9 @@ class Engine:
             rows: int64 (sum of lengths, 6).
             lengths: int64 (plans,) number of rows of each plan.
             threads: Largest number of threads; None: one per core. Each thread scores at least SHARE plans.
+
+        Returns:
+            columns of shape (plans,); an infeasible plan has ``iteration_ns`` NEVER.
         """
         n = len(lengths)
         ends = np.zeros(n + 1, np.int64)
@@ -570,6 +573,9 @@ def simulate(
         iterations: Least number of simulated iterations; the last one, which is steady, is reported (rule 10).
         limit_until: Enforce the limit only for kernels before this one; None: everywhere.
         schedule: Result of ``lower`` for this plan; None: computed here.
+
+    Returns:
+        The timeline of all simulated iterations; its iteration time and breakdown are those of the last, in ns.
 
     Raises:
         PlanError: The plan does not fit the program, or holds more bytes on the host than the machine has.

@@ -168,6 +168,9 @@ def trial(
         prepare: applies the method to the network and returns its step.
         setting: label of the setting.
         steps: measured steps that alternate with eager steps (on the CPU without a peak); 0: five steps without them.
+
+    Returns:
+        the measured time and peak.
     """
     free_cache()
     eager_step = build_eager_step(name, device) if steps else None

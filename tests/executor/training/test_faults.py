@@ -198,8 +198,8 @@ def test_host_memory_that_cannot_be_had(monkeypatch):
     captured = Twins("mlp").captured()
     plan = random_plan(captured.program, 0)
 
-    def none(self, nbytes: int) -> engines.Bytes:
-        raise engines.TransferError(f"{nbytes:,} bytes of host memory cannot be pinned")
+    def none(self, cuts: list[int]) -> list[tuple[int, engines.Bytes]]:
+        raise engines.TransferError(f"{cuts[-1]:,} bytes of host memory cannot be pinned")
 
     monkeypatch.setattr(engines.Engines, "pinned", none)
     with pytest.raises(StepError, match=r"[\d,]+ bytes of host memory cannot be pinned$"):
