@@ -291,7 +291,7 @@ class _IssueBuilder:
                 self.swapping_in.remove(t)
             if self.used + charged > self.limit:
                 raise AssertionError(
-                    f"kernel {step.kernel} does not fit into {self.limit:,} bytes, but the plan says so; report it"
+                    f"kernel {step.kernel} does not fit into {self.limit:,} bytes, unlike planned; report it"
                 )
             peak = max(peak, self.used + charged)
             self.used += charged - freed

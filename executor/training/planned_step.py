@@ -456,7 +456,7 @@ class PlannedStep:
         faults = self.state.blocks.faults
         self.state.blocks.faults = []
         if faults:
-            raise StepError(f"{faults[0]}; {outcome}: go on, or plan with fewer swaps")
+            raise StepError(f"{faults[0]}; {outcome}: continue, or plan with fewer swaps")
 
     @torch.no_grad()
     def _fail(self, index: int, part: Part, error: BaseException) -> None:
