@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -41,9 +42,9 @@ class LateEngines(Engines):
     Until then the target holds NaN (or ones), so that a missing wait, or memory freed before its wait, changes results.
     """
 
-    def pinned(self, nbytes: int) -> Bytes:
+    def pinned(self, cuts: Sequence[int]) -> list[tuple[int, Bytes]]:
         """Returns memory of NumPy."""
-        return np.empty(nbytes, np.uint8)  # PyTorch's allocation count leaves it out
+        return [(0, np.empty(cuts[-1], np.uint8))]  # PyTorch's allocation count leaves it out
 
     def copy_in(self, device: Tensor, host: Tensor, event: Any) -> None:
         """Registers a copy."""
@@ -84,7 +85,8 @@ class HostSlab:
         free = (i for i, live in enumerate(self.live) if all(end <= o or o + n <= offset for o, n in live.items()))
         index = next(free, len(self.live))
         if index == len(self.live):
-            self._memories.append(engines.pinned(self.nbytes))
+            ((_, memory),) = engines.pinned([self.nbytes])  # one cut: one part
+            self._memories.append(memory)
             self.live.append({})
         live = self.live[index]
         live[offset] = nbytes

@@ -89,7 +89,8 @@ def device_of(captured: Captured) -> torch.device:
 
 def inputs_of(captured: Captured) -> set[int]:
     """Returns the program tensors that belong to the batch."""
-    return {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
+    leaves = [leaf for leaf in captured.leaves if isinstance(leaf, fx.Node)]
+    return {captured.values[leaf] for leaf in leaves if leaf in captured.values}
 
 
 def cast_weights(captured: Captured) -> CastWeights | None:

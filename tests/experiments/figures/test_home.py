@@ -78,7 +78,7 @@ def test_a_program_at_any_batch_size() -> None:
         home.Sizes((chain(2), chain(4, layers=3)), (2, 4), MACHINE)
     odd = chain(4)
     odd = replace(odd, tensors=(odd.tensors[0], replace(odd.tensors[1], nbytes=4 * MIB + 1), *odd.tensors[2:]))
-    with pytest.raises(ValueError, match="multiple of 2 images"):
+    with pytest.raises(ValueError, match="no multiple of 2"):
         home.Sizes((chain(2), odd), (2, 4), MACHINE)
 
 
