@@ -1,5 +1,6 @@
 """Tests Stable-Baselines3 on both environments: its training command, and the single-file agents."""
 
+import dataclasses
 import json
 import math
 import tempfile
@@ -301,6 +302,39 @@ def test_the_single_file_of_ppo_learns_the_small_task(capsys: pytest.CaptureFixt
     assert ppo_single_file.main(args) <= 0.01
     first, *_, last = capsys.readouterr().out.splitlines()
     assert float(first.split("overhead ")[1].split("%")[0]) > 5 and "greedy plan: overhead 0.00%" in last
+
+
+@pytest.mark.nightly
+def test_the_single_files_train_on_edits(capsys: pytest.CaptureFixture[str]) -> None:
+    """The greedy plan is never worse than the start, and the best of all episodes is better."""
+    task = "GpuMemoryEdit/unet-50-v1"
+    _, info = gymnasium.make(task).reset(seed=0)
+    dqn = dqn_single_file.Args(task=task, steps=400, num_envs=2, warm_up=100, buffer=200, greedy_every=10**6)
+    ppo = ppo_single_file.Args(task=task, steps=640, num_envs=2, num_steps=64, hidden=16, greedy_every=10**6)
+    for greedy in (dqn_single_file.main(dqn), ppo_single_file.main(ppo)):
+        assert 0 < greedy <= info["overhead"]
+    assert float(capsys.readouterr().out.split()[-1].rstrip("%")) < 100 * info["overhead"]
+    with pytest.raises(SystemExit, match="--reward"):
+        ppo_single_file.main(dataclasses.replace(ppo, reward="causal"))
+
+
+def test_the_single_files_score_each_edit_alone() -> None:
+    """Masked edits get no probability or MASKED; permuted edits have permuted values."""
+    options = {key: value for key, value in EDITS.items() if key != "id"}
+    env = gymnasium.make_vec("GpuMemoryEdit-v1", 2, "vector_entry_point", **options)
+    observation, _ = env.reset(seed=0)
+    observation["action_mask"][:, ::5] = 0
+    order = np.random.default_rng(0).permutation(observation["action_mask"].shape[1])
+    permuted = observation | {key: observation[key][:, order] for key in ("edits", "action_mask")}
+    agent, states_of = ppo_single_file.agent_of(ppo_single_file.Args(hidden=8), observation)
+    network = dqn_single_file.network_of(dqn_single_file.Args(width=8), None, observation)
+    masked = torch.from_numpy(observation["action_mask"] == 0)
+    for values, of_permuted, excluded in (
+        (*(agent.policy(*states_of(x)).probs for x in (observation, permuted)), 0.0),
+        (*(network(*dqn_single_file.state_of(x)) for x in (observation, permuted)), MASKED),
+    ):
+        torch.testing.assert_close(of_permuted, values[:, order])
+        assert torch.equal(values == excluded, masked) and values[~masked].unique().numel() > 3
 
 
 def test_the_single_files_mask() -> None:
