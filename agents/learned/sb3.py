@@ -421,23 +421,23 @@ def make(
     return model
 
 
-def greedy_info(model: BaseAlgorithm, env: Env) -> dict[str, Any]:
-    """Returns the last info of an episode of the deterministic policy."""
-    observation, info = env.reset(seed=0)
+def run_episode(model: BaseAlgorithm, env: Env, seed: int = 0, deterministic: bool = True) -> dict[str, Any]:
+    """Returns the last info of an episode in an environment of ``make_env``."""
+    observation, info = env.reset(seed=seed)
     terminated = False
     while not terminated:
         masks = {"action_masks": info["action_mask"]} if isinstance(model, MaskablePPO) else {}
-        action, _ = model.predict(observation, deterministic=True, **masks)
+        action, _ = model.predict(observation, deterministic=deterministic, **masks)
         observation, _, terminated, _, info = env.step(np.int64(action))
     return info
 
 
 def greedy_overhead(model: BaseAlgorithm, env: Env) -> float:
     """Returns the overhead of the deterministic policy, NaN in a dead end."""
-    return overhead_of(greedy_info(model, env))
+    return overhead_of(run_episode(model, env))
 
 
 def greedy(model: BaseAlgorithm, environment: Mapping[str, Any], planner: str) -> Plan | None:
     """Returns the plan of the deterministic policy, or None if it ends in a dead end."""
-    plan: Plan | None = greedy_info(model, make_env(environment)).get("plan")
+    plan: Plan | None = run_episode(model, make_env(environment)).get("plan")
     return None if plan is None else replace(plan, planner=planner)
