@@ -26,8 +26,8 @@ def task() -> Task:
 
 
 def example(folder: Path) -> None:
-    """Writes mine.py from the example in experiments/README.md."""
-    page = (ROOT / "experiments" / "README.md").read_text()
+    """Writes mine.py from the example in experiments/STANDARD_LIBRARIES.md."""
+    page = (ROOT / "experiments" / "STANDARD_LIBRARIES.md").read_text()
     code = page.partition("    # mine_network.py\n")[2].partition("\n\n    .venv")[0]
     (folder / "mine_network.py").write_text("\n".join(line.removeprefix("    ") for line in code.splitlines()) + "\n")
 
