@@ -159,13 +159,14 @@ class ArchivePlanner:
 
         if program.peak_bytes <= limit:
             return Plan.of(program, (), self.name, limit, machine.name)
-        keys = ("min_bytes", "mode", "reward", "actions")
-        environment = {
-            "program": program,
-            "machine": machine,
-            "limit": limit,
-            **{key: self._config[key] for key in keys},
-        }
+        keys = ["min_bytes", "mode"]
+        kind = str(self._config.get("task")).partition("/")[0]
+        environment = {"program": program, "machine": machine, "limit": limit}
+        if kind == ENVIRONMENTS[0]:
+            environment["id"] = f"{kind}-v1"
+        else:
+            keys += ["reward", "actions"]
+        environment |= {key: self._config[key] for key in keys}
         settings = json.loads(json.dumps(self._config["algo"])) | {"num_envs": 1}
         if "buffer_size" in settings:
             settings["buffer_size"] = 1  # nothing is stored
