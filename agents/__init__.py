@@ -45,7 +45,7 @@ PLANNERS: dict[str, PlannerInfo] = {facts.key: facts for facts, _ in _ENTRIES}
 _CLASSES = {facts.key: kind for facts, kind in _ENTRIES}
 if len(PLANNERS) < len(_ENTRIES):
     duplicate = next(key for key in PLANNERS if sum(facts.key == key for facts, _ in _ENTRIES) > 1)
-    raise ValueError(f"duplicate planner key {duplicate!r}")
+    raise ValueError(f"duplicate planner key {duplicate!r}; give one of the planners another key")
 
 
 def untrained() -> list[str]:

@@ -83,6 +83,9 @@ def build_graph(
         min_bytes: size in bytes below which tensors are left out.
         mode: available eviction kinds: "swap", "recompute" or "joint".
 
+    Returns:
+        The graph, as arrays over its N nodes and E edges.
+
     Raises:
         ValueError: if the mode is unknown.
     """

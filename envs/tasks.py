@@ -96,7 +96,7 @@ def load(name: str) -> tuple[Program, Machine]:
 
     program, machine = load_json(path, read)
     if (actual := fingerprint(program, machine)) != FINGERPRINTS[name]:
-        raise FormatError(f"{path}: expected fingerprint {FINGERPRINTS[name]}, got {actual}")
+        raise FormatError(f"{path}: expected fingerprint {FINGERPRINTS[name]}, got {actual}; restore the file")
     return program, machine
 
 

@@ -103,6 +103,9 @@ def card_peak(
         memory_bytes: device memory, for ``fits``.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF.
 
+    Returns:
+        the parts of the peak in bytes; ``fits`` compares their sum with ``memory_bytes``.
+
     Raises:
         ValueError: the optimizer's step cannot be traced.
     """
@@ -250,7 +253,9 @@ def _update(captured: Captured) -> tuple[Updates | None, int, int]:
         return updates(optimizer, idle), touches[0], touches[-1] + 1
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise ValueError(f"the step of {type(optimizer).__name__} cannot be traced ({reason})") from error
+        raise ValueError(
+            f"the step of {type(optimizer).__name__} cannot be traced ({reason}); use an optimizer of torch.optim"
+        ) from error
 
 
 class Updates(NamedTuple):
@@ -298,6 +303,9 @@ def updates(optimizer: Optimizer, without_grad: Sequence[Tensor] = ()) -> Update
     Args:
         optimizer: optimizer with its parameters; it is not changed.
         without_grad: parameters that get no gradient.
+
+    Returns:
+        block events of the first step and of a later one.
 
     Raises:
         Exception: the optimizer's own, if its code reads values of fake tensors.

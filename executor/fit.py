@@ -80,6 +80,9 @@ def report(
         floor_ns: as in ``agents.floor.floor``.
         issued: how the step runs; "" if it is not executed.
 
+    Returns:
+        the report, of the step without a plan if ``plan`` is None.
+
     Raises:
         PlanError: the plan is for another program.
         OutOfMemory: the plan is infeasible at the limit.
@@ -432,6 +435,10 @@ def fit(
         check: compares the step with its capture on a few examples of the first batch, which must then hold valid
             values, and rejects a step that differs (executor/training/check.py).
 
+    Returns:
+        a callable that trains one step on a batch and returns what ``loss_fn`` returned; its ``report`` describes the
+        plan.
+
     Raises:
         CaptureError: the step cannot be captured, or its update needs all gradients first and
             ``optimizer_in_backward`` is True.
@@ -578,7 +585,7 @@ def planned_in_mode(
     least = least_residency(program, min_bytes, mode)
     if least > limit:
         scope = "without swaps " if mode == "recompute" else ""
-        raise FitError(f"every plan {scope}needs at least {least:,} bytes ({size(least)})")
+        raise FitError(f"every plan {scope}needs at least {least:,} bytes ({size(least)}): raise memory=")
     plan, floor_ns = _invoke(program, machine, limit, planner, least, min_bytes=min_bytes, mode=mode, seconds=seconds)
     plan.only("torch.compile", *KINDS_OF[mode])
     return plan, floor_ns
@@ -603,7 +610,10 @@ def _invoke(
         with preserve_random_states(), default_modes():  # planning must not change what the training draws
             plan = (registered.plan if registered is not None else planner)(program, machine, limit)
     except agents.Infeasible as error:
-        raise FitError(f"no plan was found, although plans may exist from {least:,} bytes: {error}") from error
+        raise FitError(
+            f"no plan was found, although plans may exist from {least:,} bytes: {error}; raise memory=, or choose "
+            "another planner"
+        ) from error
     except ImportError as error:
         if registered is None:
             raise

@@ -117,10 +117,10 @@ def pack_all(names: list[str], intervals: Intervals, machine: Machine, alignment
         elapsed_s = time.perf_counter() - start
         done.append(Packed(name, packed, packing, elapsed_s, allocation_ns(name, intervals, machine)))
         if pair := overlap(packed, packing.offsets):
-            raise RuntimeError(f"{name}: blocks {pair[0]} and {pair[1]} overlap")
+            raise RuntimeError(f"{name}: blocks {pair[0]} and {pair[1]} overlap; correct this allocator")
         ends = packing.offsets + packed.nbytes
         if packing.offsets.min() < 0 or (name not in VIRTUAL and ends.max() > packing.footprint):
-            raise RuntimeError(f"{name}: a block lies outside the footprint")
+            raise RuntimeError(f"{name}: a block lies outside the footprint; correct this allocator")
     return done
 
 

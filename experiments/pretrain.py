@@ -239,7 +239,7 @@ def read_lessons(out: Path, round_: int) -> list[Lesson]:
         try:
             lessons.append(lesson_of(out, json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{path}: line {number} is not a task with plans ({error})") from None
+            raise FormatError(f"{path}: line {number} is not a task with plans ({error}); delete the file") from None
     return lessons
 
 

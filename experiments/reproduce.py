@@ -85,7 +85,7 @@ def make(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cli.UsageError(f"out: {out} cannot be created ({error.strerror})") from None
+        raise cli.UsageError(f"out: {out} cannot be created ({error.strerror}); choose another directory") from None
 
     with report.lock_directory(out):
         errors = compute(runs, launcher, jobs)
@@ -362,7 +362,7 @@ def _section(path: Path, data: dict[str, Any], figure: Figure) -> list[str]:
     try:
         heads, cells, notes = figure.format_text(rows, brief=True)
     except (KeyError, TypeError) as error:
-        raise FormatError(f"{path}: not a result of this figure ({error})") from None
+        raise FormatError(f"{path}: not a result of this figure ({error}); run it again") from None
     parts = [
         f'<a id="{path.stem}"></a>',
         f"## {figure.title}",

@@ -2,6 +2,7 @@
 
     python -m experiments.train_sb3 algo=maskable_ppo steps=6000 seed=1                  # the small built-in task
     python -m experiments.train_sb3 task=GpuMemory/vgg16-45-v1 reward=causal actions=full
+    python -m experiments.train_sb3 task=GpuMemoryEdit/unet-50-v1 algo.reward_scale=1000
     python -m experiments.train_sb3 algo=dqn workload=vgg16 machine=gtx1080ti limit=0.5 mode=swap
 
 The run directory contains summary.json, results.jsonl (a row per planner), plan.json (the agent's best plan), model.zip
@@ -17,12 +18,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import gymnasium
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 import agents
 import simulator
+from agents.learned.external import ENVIRONMENTS
 from envs.memory_env import small_task
 from envs.tasks import TASKS, load
 from experiments.common import cli, report
@@ -35,7 +36,7 @@ from simulator.modes import MODES
 if TYPE_CHECKING:
     from stable_baselines3.common.base_class import BaseAlgorithm
 
-    from agents.learned.sb3 import EpisodeRecorder
+    from agents.learned.sb3 import Env, EpisodeRecorder
     from agents.learned.training import Episode
 
 
@@ -71,15 +72,14 @@ def main(cfg: DictConfig) -> Path:
     screen = report.console()
     screen.print(report.headline(*task))
 
-    environment = {
-        "program": program,
-        "machine": machine,
-        "limit": limit,
-        "min_bytes": min_bytes,
-        "mode": mode,
-        "reward": reward,
-        "actions": actions,
-    }
+    environment = {"program": program, "machine": machine, "limit": limit, "min_bytes": min_bytes, "mode": mode}
+    if str(cfg.task).startswith("GpuMemoryEdit/"):
+        if (reward, actions, network) != ("paper", "paper", None):
+            raise cli.UsageError(f"task: {cfg.task} takes no reward=, actions= or network=; leave them out")
+        reward = "best"
+        environment["id"] = "GpuMemoryEdit-v1"
+    else:
+        environment |= {"reward": reward, "actions": actions}
     with directory as out:
         with report.console(stderr=True).status("compiling the simulator"):
             model = make_model(algorithm, environment, seed, network, cli.to_dict(cfg.algo))
@@ -90,7 +90,7 @@ def main(cfg: DictConfig) -> Path:
             suffix = Variant(reward, actions).label_suffix
             about = {"agent": f"train_sb3, {algorithm}{suffix}", "seed": seed, "reward": reward}
             curve = Curve(out / "curve.json", *task, mode, about, every, scalars.log_scalars)
-            record, train_s = train(model, steps, agent, environment, curve)
+            record, train_s = train(model, steps, agent, sb3.make_env(environment), reward == "causal", curve)
         model.save(out / "model.zip")
         if record.best is None:
             raise agents.Infeasible(
@@ -127,13 +127,12 @@ def make_model(
 
 
 def train(
-    model: BaseAlgorithm, steps: int, agent: str, environment: Mapping[str, Any], curve: Curve
+    model: BaseAlgorithm, steps: int, agent: str, eval_env: Env, causal: bool, curve: Curve
 ) -> tuple[EpisodeRecorder, float]:
     """Trains with a progress bar and a learning curve; returns the episodes and the training time in s."""
     from agents.learned import sb3
 
     assert curve.log is not None
-    eval_env = gymnasium.make("GpuMemory-v1", **environment)
 
     def greedy() -> float:
         return sb3.greedy_overhead(model, eval_env)
@@ -149,7 +148,7 @@ def train(
         def on_step() -> None:
             curve.add_point_if_due(record.calls, greedy)
 
-        record = sb3.EpisodeRecorder(agent, environment["reward"] == "causal", on_episode, on_step)
+        record = sb3.EpisodeRecorder(agent, causal, on_episode, on_step)
         sb3.watch(model, record, curve.log)
         start = time.perf_counter()
         model.learn(steps, record)
@@ -165,7 +164,7 @@ def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine, int]
     The small built-in task is the default if no task, workload or program is given.
     """
     if cfg.task is not None:
-        tasks = {f"GpuMemory/{name}-v1": task for name, task in TASKS.items()}
+        tasks = {f"{kind}/{name}-v1": task for kind in ENVIRONMENTS for name, task in TASKS.items()}
         if str(cfg.task) not in tasks:
             raise cli.UsageError(f"task: unknown task {cfg.task!r}{cli.nearest(str(cfg.task), set(tasks))}")
         typed = [word.partition("=")[0] for word in HydraConfig.get().overrides.task]

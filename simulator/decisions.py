@@ -80,7 +80,9 @@ class Kind:
         Raises:
             PlanError: The compiled simulator does not support the kind.
         """
-        raise PlanError(f"the compiled simulator does not support {self.kind} decisions")
+        raise PlanError(
+            f"the compiled simulator does not support {self.kind} decisions; simulate the plan with simulator.simulate"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class Evict(Kind):
                     "must be above `after`"
                 )
             if self.no_wrap:
-                raise PlanError(f"{where}: {self.no_wrap}")
+                raise PlanError(f"{where}: {self.no_wrap}; swap it instead")
             opens = previous
             closes = uses[0]
             if previous != len(uses) - 1:
@@ -166,6 +168,9 @@ class Evict(Kind):
             tensor: Index of each tensor in the other program.
             kernel: Index of each kernel in the other program.
             program: The other program.
+
+        Returns:
+            The decisions that may replace this one; callers try them in order.
         """
         t = tensor.get(self.tensor)
         before = kernel.get(self.before)
@@ -184,6 +189,9 @@ class Evict(Kind):
             first: Index of the iteration's first kernel.
             n: Kernels of one iteration.
             total: Kernels of the program.
+
+        Returns:
+            A decision of the same kind with the new indices.
         """
 
         def shift(k: int) -> int:
@@ -305,7 +313,7 @@ class Recompute(Evict):
     def check(self, program: Program, where: str) -> None:
         """Raises PlanError if the decision does not lie in one gap, or its chain of kernels cannot be recomputed."""
         if reason := cannot_recompute(program, self.tensor, self.after, self.restored_before):
-            raise PlanError(f"{where}: {reason}")
+            raise PlanError(f"{where}: {reason}; swap it instead")
 
     def row(self) -> Row:
         """Returns the row; see ``Kind.row``."""
@@ -344,7 +352,9 @@ class Rerun(Kind):
             )
         kernel = program.kernels[self.kernel]
         if not kernel.recomputable:
-            raise PlanError(f"{where}: kernel {self.kernel} ({kernel.name}) cannot be run twice")
+            raise PlanError(
+                f"{where}: kernel {self.kernel} ({kernel.name}) cannot be run twice; choose a recomputable kernel"
+            )
         return self
 
     def clash(self, other: int) -> str:
@@ -417,7 +427,7 @@ def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> 
             writers = [k for k in program.writes[x] if k < w and k not in visited]
             visited.update(writers)
             pending += writers
-    raise AssertionError(f"tensor {tensor} can be recomputed for kernel {before}")
+    raise AssertionError(f"tensor {tensor} can be recomputed for kernel {before}; report it")
 
 
 def can_recompute(program: Program, tensor: int, before: int) -> bool:

@@ -46,12 +46,15 @@ def fields(
 
     Returns:
         A new dictionary with every key present.
+
+    Raises:
+        FormatError: ``data`` is no object, a key is unknown or missing, or a value has another type.
     """
     if not isinstance(data, dict):
         raise FormatError(f"{where}: expected an object, got {_describe(data)}")
     for key in data:
         if key not in required and key not in optional:
-            raise FormatError(f"{where}: unknown key {key!r}")
+            raise FormatError(f"{where}: unknown key {key!r}; expected some of {', '.join([*required, *optional])}")
     out: dict[str, Any] = {}
     for key, kind in required.items():
         if key not in data:
@@ -171,7 +174,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) < len(pairs):
         names = [name for name, _ in pairs]
-        raise FormatError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r} in an object")
+        raise FormatError(
+            f"duplicate key {next(name for name in names if names.count(name) > 1)!r} in an object; keep one"
+        )
     return out
 
 
@@ -184,7 +189,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in seen:
-                raise FormatError(f"line {key.start_mark.line + 1}: duplicate key {key.value!r}")
+                raise FormatError(f"line {key.start_mark.line + 1}: duplicate key {key.value!r}; keep one")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 

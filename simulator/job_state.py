@@ -60,7 +60,7 @@ def check_jobs(
         if host_bytes > machine.host_bytes:
             raise PlanError(
                 f"job {job.name!r}: its plans have {host_bytes:,} bytes on the host at a time; "
-                f"{machine.name} has {machine.host_bytes:,}"
+                f"{machine.name} has {machine.host_bytes:,}; swap less"
             )
 
 
@@ -285,6 +285,9 @@ class JobState:
 
         Args:
             awaited_only: Consider only tensors that the next step waits for.
+
+        Returns:
+            The open gap to end, or None if no tensor may be swapped in.
         """
         gaps = self.awaited_gaps() if awaited_only else [*self.gaps.values(), *self.evicted.values()]
         candidates = [g for g in gaps if g.on_host and (self.position >= g.ready or self.position == g.before)]

@@ -41,6 +41,9 @@ def size_bytes(value: object, where: str = "size", least: int = LEAST) -> int:
         where: Name of the entry in error messages.
         least: Smallest number without a unit that counts as bytes.
 
+    Returns:
+        The size in bytes, at least 1.
+
     Raises:
         FormatError: The value is neither, or less than one byte.
     """
@@ -58,6 +61,9 @@ def limit_bytes(value: object, program: Program, where: str = "limit") -> int:
         value: Fraction, integer (bytes) or size; see the module.
         program: Program whose peak a fraction refers to.
         where: Name of the entry in error messages.
+
+    Returns:
+        The limit in bytes; a fraction is rounded down.
 
     Raises:
         FormatError: The value is not a limit.

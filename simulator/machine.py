@@ -167,6 +167,9 @@ class Machine:
         Args:
             duplex_bytes_per_s: Total bandwidth; 0: both directions keep their full bandwidth.
 
+        Returns:
+            A machine with the same figures otherwise.
+
         Raises:
             FormatError: The figure is negative.
         """
@@ -192,6 +195,9 @@ class Machine:
         Args:
             nbytes: Memory traffic of the kernel.
             duration_ns: Duration of the kernel without copies.
+
+        Returns:
+            The loss of speed, 0 if copies do not slow kernels.
         """
         max_loss = int(self.copy_contention * ALONE)
         capacity = duration_ns * self.memory_bytes_per_s
@@ -246,7 +252,7 @@ class Machine:
             for combined, keys in COMBINED.items():
                 conflicting = [key for key in keys if key in data]
                 if combined in data and conflicting:
-                    raise FormatError(f"machine: `{combined}` and `{conflicting[0]}` are mutually exclusive")
+                    raise FormatError(f"machine: `{combined}` and `{conflicting[0]}` are mutually exclusive; give one")
         required, optional = keys_of(cls)
         values = fields(data, "machine", required, {**optional, **dict.fromkeys(COMBINED, (int, None))})
         duplex, latency = map(values.pop, COMBINED)

@@ -64,6 +64,9 @@ def least_residency(program: Program, min_bytes: int, mode: str = "joint") -> in
         program: Program to be planned.
         min_bytes: Smallest tensor in bytes whose gaps are emptied.
         mode: Allowed eviction kinds, one of ``MODES``.
+
+    Returns:
+        The bound in bytes, persistent tensors and workspaces included.
     """
     gaps = [gap for gap in program.gaps(min_bytes) if mode != "recompute" or evictions(program, gap, mode)]
     nbytes = np.array([program.tensors[gap.tensor].nbytes for gap in gaps], np.int64)

@@ -62,7 +62,7 @@ class Plan:
             self.check(program)
             return self
         if not self.structure:
-            raise PlanError(f"{self._mismatch(program)}, and does not record whether only times differ")
+            raise PlanError(f"{self._mismatch(program)}, and does not record whether only times differ; plan it again")
         retimed = replace(self, fingerprint=program.fingerprint)
         if self.structure != program.structure:
             try:
@@ -71,7 +71,8 @@ class Plan:
             except PlanError as error:
                 reason = str(error)
             raise PlanError(
-                f"the plan is for another program than {program.name!r}, and not only times differ: {reason}"
+                f"the plan is for another program than {program.name!r}, and not only times differ: {reason}; "
+                "plan it again"
             )
         retimed.check(program)
         return retimed
@@ -92,7 +93,7 @@ class Plan:
             where = f"decisions[{i}]"
             claim = d.claim(program, where)
             if (other := claims.setdefault(claim, i)) != i:
-                raise PlanError(f"{where}: {d.clash(other)}")
+                raise PlanError(f"{where}: {d.clash(other)}; keep one of them")
             d.check(program, where)
             if isinstance(d, Evict):
                 restored_before.setdefault(d.tensor, []).append(d.restored_before)
@@ -121,7 +122,9 @@ class Plan:
         """
         for i, d in enumerate(self.decisions):
             if d.kind not in kinds:
-                raise PlanError(f"decisions[{i}]: {component} does not support {d.kind} decisions")
+                raise PlanError(
+                    f"decisions[{i}]: {component} does not support {d.kind} decisions; plan in another mode"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the ``plan/2`` dictionary; ``structure`` and ``variants`` are left out if empty."""

@@ -269,6 +269,9 @@ class Program:
 
         Args:
             min_bytes: Smallest tensor to consider.
+
+        Returns:
+            Gaps by tensor, then by time.
         """
         found = []
         for t, tensor in enumerate(self.tensors):
@@ -314,6 +317,9 @@ class Program:
         Args:
             durations_ns: (kernels,) new durations.
 
+        Returns:
+            A program with the same tensors and kernels otherwise.
+
         Raises:
             ValueError: A kernel with variants has duration 0, so its variants cannot be scaled.
         """
@@ -339,6 +345,9 @@ class Program:
 
         Args:
             variants: Pairs (kernel, index into its ``variants``), ascending by kernel.
+
+        Returns:
+            Duration in ns and workspace in bytes by kernel index.
 
         Raises:
             ValueError: A pair is dangling, repeated or out of order; the message names the first.
@@ -458,7 +467,7 @@ def _sha256(data: dict[str, Any]) -> str:
 def _printable(name: str, where: str) -> None:
     """Raises FormatError if ``name`` has non-printable characters, which may contain terminal escape sequences."""
     if not name.isprintable():
-        raise FormatError(f"{where}: {name[:40]!r} has characters that cannot be printed")
+        raise FormatError(f"{where}: {name[:40]!r} has characters that cannot be printed; remove them")
 
 
 def _check(program: Program) -> None:
@@ -499,6 +508,6 @@ def _check(program: Program) -> None:
             if t not in written and not program.tensors[t].persistent:
                 raise FormatError(
                     f"{where}.inputs[{j}]: tensor {t} ({program.tensors[t].name!r}) is read before any "
-                    "write and is not persistent"
+                    "write and is not persistent; write it first, or make it persistent"
                 )
         written.update(kernel.outputs)

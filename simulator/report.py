@@ -208,6 +208,9 @@ def report(
         floor_ns: as in ``agents.floor.floor``.
         origins: None for a program that was not captured here.
         issued: how the step runs; "" if it is not executed.
+
+    Returns:
+        The report, with bytes and ns as in ``Timeline``.
     """
     timeline = planned or base
     without = _peak(program, origins, base)

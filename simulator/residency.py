@@ -20,6 +20,9 @@ def residency(load: NDArray[np.int64], bounds: NDArray[np.int64], nbytes: NDArra
         load: (n,) bytes at each kernel with nothing evicted.
         bounds: (m, 2) gaps: the kernel after which each opens, and the kernel before which it ends.
         nbytes: (m,) size of each gap's tensor.
+
+    Returns:
+        int64 (n,), bytes at each kernel.
     """
     after, before = bounds.T
     change = np.zeros(len(load) + 1, np.int64)
@@ -54,6 +57,9 @@ def reruns(program: Program, targets: Set[int], kernel: int, dropped: Set[int] =
         targets: Tensors to restore.
         kernel: Kernel before which they are restored.
         dropped: Further tensors that are evicted.
+
+    Returns:
+        Kernel indices, ascending.
     """
     dropped = dropped | targets
     chain: set[int] = set()

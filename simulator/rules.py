@@ -411,7 +411,10 @@ class World:
                 + "".join(f" and {job.nbytes(gap.block):,} for tensor {gap.tensor}" for gap in job.awaited_gaps())
                 for job in self.admitted
             ]
-            raise JobsDeadlock(f"no job can go on at {self.now} ns, and the host is full: {'; '.join(requests)}")
+            raise JobsDeadlock(
+                f"no job can go on at {self.now} ns, and the host is full: {'; '.join(requests)}: raise the limit or "
+                "machine.host_bytes"
+            )
         _, job, b = best
         tensor, nbytes, *_ = job.schedule.blocks[b]
         self.evictions.append(Eviction(self.now, job.index, tensor, b, nbytes, self.served_job.index))
@@ -454,6 +457,9 @@ def simulate_jobs(
         limit: Memory limit in bytes for all jobs together, persistent tensors included.
         until_ns: Time from which every job leaves at its next boundary and none is admitted; None: no such time.
         sharing: "fifo": one step at a time on the compute stream; "shared": one step of each job, at reduced speed.
+
+    Returns:
+        One timeline per job, the order of block events, and the evictions; times in ns.
 
     Raises:
         ValueError: A job has no end.
@@ -505,7 +511,9 @@ def simulate(
         world.start_steps()
         world.advance()
         if world.served_job:
-            raise AssertionError("simulation is stuck although the planned residency fits the limit")
+            raise AssertionError(
+                "simulation is stuck although the planned residency fits the limit; report it with program and plan"
+            )
     for work, speed in world.in_flight():
         job.spans[work.span] = job.spans[work.span]._replace(end_ns=work.completion_ns(world.now, speed))
     return Timeline.assemble(

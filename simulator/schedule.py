@@ -242,7 +242,9 @@ def check_room(schedule: Schedule, machine: Machine, limit: int, limit_until: in
             raise OutOfMemory(k, schedule.residency[k] - used, used, limit)
     peak = max(schedule.on_host)
     if peak > machine.host_bytes:
-        raise PlanError(f"the plan has {peak:,} bytes on the host at a time; {machine.name} has {machine.host_bytes:,}")
+        raise PlanError(
+            f"the plan has {peak:,} bytes on the host at a time; {machine.name} has {machine.host_bytes:,}: swap less"
+        )
 
 
 class _Builder:
@@ -390,14 +392,15 @@ class _Builder:
                     uses[x] = self._extend(pass_blocks[x])
                 else:
                     raise PlanError(
-                        f"kernel {w} cannot be recomputed before kernel {k}: its input {x} is freed or overwritten"
+                        f"kernel {w} cannot be recomputed before kernel {k}: its input {x} is freed or overwritten; "
+                        "recompute that first, or swap"
                     )
             for x in program.kernels[w].outputs:
                 previous = program.version(x, w)
                 if not tensors[x].persistent and previous >= 0 and versions.get(x) != previous:
                     raise PlanError(
                         f"kernel {w} cannot be recomputed before kernel {k}: it updates tensor {x}, and kernel "
-                        f"{previous} is not recomputed just before it"
+                        f"{previous} is not recomputed just before it; recompute that, too, or swap"
                     )
             self._add_outputs(w, uses, pass_blocks)
             for x in program.kernels[w].outputs:

@@ -50,6 +50,9 @@ def read(kind: type[T], data: object, where: str) -> T:
         data: Parsed JSON or YAML.
         where: Name of the mapping in error messages.
 
+    Returns:
+        The dataclass, checked field by field.
+
     Raises:
         FormatError: A key is unknown or missing, or a value has the wrong type or is out of range; the message names
             the first such entry.

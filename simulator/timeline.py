@@ -57,6 +57,9 @@ def memory_curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int
     Args:
         events: Block events in order.
         resident: Number of leading events that describe the initial state.
+
+    Returns:
+        Pairs in order of time, with the bytes in use from then on.
     """
     used = sum(event.nbytes for event in events[:resident])
     previous = (-1, True)
@@ -204,6 +207,9 @@ class Timeline:
             events_until: Number of events at the start, then at the end of each iteration.
             stalls: (start, end, cause), the cause one of "memory", "data" and "issue".
             period: Iterations that repeat (rule 10); 0: none do yet.
+
+        Returns:
+            The timeline; its iteration time and breakdown are those of the last iteration, in ns.
         """
         end = boundaries[-1]
         begin = _last_start(boundaries)

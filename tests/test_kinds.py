@@ -57,7 +57,7 @@ def test_a_new_kind_is_checked_and_serialized():
 
 @pytest.mark.parametrize("who", REFUSES)
 def test_unknown_kinds_are_refused(who):
-    with pytest.raises(PlanError, match=r"does not support squeeze decisions$"):
+    with pytest.raises(PlanError, match=r"does not support squeeze decisions(;|$)"):
         REFUSES[who]()
 
 
@@ -83,7 +83,7 @@ def test_the_floor_refuses_unknown_kinds(monkeypatch):
 def test_rows_of_no_kind():
     codes = [code for kind in decisions.KINDS for code in kind.codes]
     assert len(set(codes)) == len(codes)
-    with pytest.raises(ValueError, match="no decision is of kind 9"):
+    with pytest.raises(ValueError, match=r"expected kinds of .*, got 9$"):
         decisions_of(np.array([[9, 1, 1, 6, -1, -1]]))
-    with pytest.raises(ValueError, match=f"kind {RERUN} "):
+    with pytest.raises(ValueError, match=rf"expected kind .*, got {RERUN}$"):
         choice_of(Rerun(0, 1).row())

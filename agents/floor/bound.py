@@ -145,7 +145,7 @@ def floor(
     if unknown_families := set(families) - set(FAMILIES):
         raise ValueError(f"families: expected some of {', '.join(FAMILIES)}, got {min(unknown_families)!r}")
     if unknown := [kind for kind in KINDS_OF[check_mode(mode)] if kind not in ("swap", "recompute", "rerun")]:
-        raise ValueError(f"the floor does not cover {unknown[0]!r} decisions of mode {mode!r}")
+        raise ValueError(f"mode: the floor does not cover {unknown[0]!r} decisions of {mode!r}; choose another mode")
     options = OPTIONS[mode]
     max_gaps = max(int(options.max_gaps * detail**0.5), 1) if max_gaps is None else max_gaps
     live_bytes = np.array(program.live_bytes, np.int64)

@@ -50,7 +50,7 @@ class CheckpointBlocks(RowsPlanner):
             reason = "no module list has members with modules" if is_known else "capture it again for its module paths"
             raise Infeasible(
                 f"{self.name}: {program.name!r} cannot be planned within {engine.limit:,} bytes; it has no known "
-                f"blocks: {reason}"
+                f"blocks: {reason}, or choose another planner"
             )
         decisions: list[Rerun] = []
         maps = feature_maps(program, self.min_bytes)

@@ -133,7 +133,7 @@ class _CacheState:
             if victim is None:
                 raise Infeasible(
                     f"kernel {k} needs {self.used + nbytes:,} bytes with every unlocked tensor evicted; "
-                    f"the limit is {self.limit:,}"
+                    f"the limit is {self.limit:,}; raise it"
                 )
             if victim not in self.valid:
                 begin = max(self.result.iteration_ns, self.d2h_free)

@@ -187,7 +187,7 @@ class Best(RowsPlanner):
                 break
         if best is None:
             self.simulator_calls = engine.calls
-            raise Infeasible(f"{self.name}: {reason}")
+            raise Infeasible(f"{self.name}: {reason}; raise the limit, or allow more time")
         return best
 
     def _make_planner(

@@ -73,7 +73,7 @@ def restoring(path: Path) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TrainingStateError(f"{path}: the checkpoint is damaged ({reason})") from None
+        raise TrainingStateError(f"{path}: the checkpoint is damaged ({reason}); train again without it") from None
 
 
 def save_weights(net: nn.Module, path: Path) -> None:

@@ -88,7 +88,9 @@ class FunctionPlanner:
             edited: Plan = replace(env.best_plan, planner=self.name)
             return edited
         if math.isnan(info["overhead"]):
-            raise Infeasible(f"{self.name}: the episode on {program.name!r} ends in a dead end")
+            raise Infeasible(
+                f"{self.name}: the episode on {program.name!r} ends in a dead end; raise the limit or act otherwise"
+            )
         plan: Plan = env.plan(self.name)
         return plan
 
@@ -119,7 +121,7 @@ class ArchivePlanner:
         def read(data: object) -> dict[str, Any]:
             config = data.get("config") if isinstance(data, dict) else None
             if not isinstance(config, dict) or not isinstance(config.get("algo"), dict):
-                raise FormatError("expected the settings of experiments.train_sb3")
+                raise FormatError("config: expected the settings of experiments.train_sb3, with a mapping algo")
             if config.get("network") is not None:
                 raise FormatError("`network` names Python code, which an archive cannot bring; submit plans instead")
             return config
@@ -143,7 +145,7 @@ class ArchivePlanner:
                 f"{self.path}: not an archive of Stable-Baselines3 with weights, or a damaged one"
             ) from None
         if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-            raise FormatError(f"{self.path}: policy.pth does not hold the weights of a policy")
+            raise FormatError(f"{self.path}: policy.pth does not hold the weights of a policy; save the model again")
         return state
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -157,13 +159,14 @@ class ArchivePlanner:
 
         if program.peak_bytes <= limit:
             return Plan.of(program, (), self.name, limit, machine.name)
-        keys = ("min_bytes", "mode", "reward", "actions")
-        environment = {
-            "program": program,
-            "machine": machine,
-            "limit": limit,
-            **{key: self._config[key] for key in keys},
-        }
+        keys = ["min_bytes", "mode"]
+        kind = str(self._config.get("task")).partition("/")[0]
+        environment = {"program": program, "machine": machine, "limit": limit}
+        if kind == ENVIRONMENTS[0]:
+            environment["id"] = f"{kind}-v1"
+        else:
+            keys += ["reward", "actions"]
+        environment |= {key: self._config[key] for key in keys}
         settings = json.loads(json.dumps(self._config["algo"])) | {"num_envs": 1}
         if "buffer_size" in settings:
             settings["buffer_size"] = 1  # nothing is stored
@@ -175,9 +178,13 @@ class ArchivePlanner:
         parameters = dict(model.policy.named_parameters())  # buffers depend on the program
         fits = all(key in weights and weights[key].shape == value.shape for key, value in parameters.items())
         if not fits:
-            raise FormatError(f"{self.path}: the weights do not fit the network that {SUMMARY} describes")
+            raise FormatError(
+                f"{self.path}: the weights do not fit the network that {SUMMARY} describes; archive both of one run"
+            )
         model.policy.load_state_dict({key: weights[key] for key in parameters}, strict=False)
         plan = sb3.greedy(model, environment, self.name)
         if plan is None:
-            raise Infeasible(f"{self.name}: the episode on {program.name!r} ends in a dead end")
+            raise Infeasible(
+                f"{self.name}: the episode on {program.name!r} ends in a dead end; raise the limit, or train longer"
+            )
         return plan

@@ -123,6 +123,9 @@ def smoothed(weights: NDArray[np.float64], count: int) -> list[NDArray[np.float6
 
     Args:
         weights: (m, 4), with ``PolicyOptions.min_smoothing`` added already, as after ``decode_plans``.
+
+    Returns:
+        One float64 (m, 4) per run.
     """
     added = np.geomspace(OPTIONS.min_smoothing, OPTIONS.max_smoothing, count) - OPTIONS.min_smoothing
     return [np.where(weights > 0, weights + smoothing, 0.0) for smoothing in added]

@@ -132,6 +132,9 @@ class Rounds(nn.Module):
             gap_mask: bool (B, G'), padding mask.
             task_index: (G,), task of each gap.
             edges: edge indices (2, E).
+
+        Returns:
+            Floats of shapes (G, width) and (B, BINS, width).
         """
         s = gaps.relu()
         b = bins.relu()

@@ -1,7 +1,8 @@
-"""Stable-Baselines3 on GpuMemory-v1: MaskablePPO (sb3-contrib), and SB3's DQN with action masks added.
+"""Stable-Baselines3 on both environments: MaskablePPO (sb3-contrib), and SB3's DQN with action masks added.
 
-Both read the graph with structure2vec.py. Its Q-values, scattered over the nodes, are DQN's Q-values and PPO's logits;
-PPO's critic reads the graph state of equation 2. Invalid actions get ``optimization.MASKED``, as in dqn_paper.py.
+On ``GpuMemory-v1`` both read the graph with structure2vec.py (``GraphFeatures``), on ``GpuMemoryEdit-v1`` the gaps
+(``EditFeatures``). The scores are DQN's Q-values and PPO's logits; PPO's critic reads a summary of the state, in
+structure2vec that of equation 2. Invalid actions get ``optimization.MASKED``, as in dqn_paper.py.
 sb3-contrib's masking follows "A closer look at invalid action masking in policy gradient algorithms" (2020). DQN masks
 the greedy action, exploration, warm-up, and the maximum of the target.
 
@@ -38,10 +39,12 @@ from agents.learned.optimization import MASKED, one_thread
 from agents.learned.structure2vec import CustomNetwork, Structure2Vec
 from agents.learned.training import Episode
 from envs import Task
+from envs.edit.columns import N_CHANGES
 from envs.graph import OBSERVED, OperationGraph
 from simulator import Plan
 
 Observation = dict[str, NDArray[Any]]
+Env = gymnasium.Env[Observation, np.int64]
 VALUE = 64  # width of the critic's hidden layer
 
 
@@ -55,7 +58,9 @@ def graph_of(tasks: Sequence[Task]) -> OperationGraph:
     for graph in others:
         pairs = ((first.edges, graph.edges), (first.weights, graph.weights), (first.action_kind, graph.action_kind))
         if not all(np.array_equal(a, b) for a, b in pairs):
-            raise ValueError(f"the network reads one graph, but these {len(tasks)} tasks have different graphs")
+            raise ValueError(
+                f"the network reads one graph, but these {len(tasks)} tasks have different ones; give tasks of one"
+            )
     return first
 
 
@@ -103,6 +108,98 @@ class GraphFeatures(BaseFeaturesExtractor):
         q, state = self.network(x, observations["current"].flatten(1).argmax(1))
         scores = q.new_full((len(q), self.nodes), MASKED).index_copy(1, self.network.codes, q)
         return torch.cat([scores, state], 1)
+
+
+class EditFeatures(BaseFeaturesExtractor):
+    """SB3 features extractor for ``BudgetedEdits``: (B, M + P + width) for M edits and P columns of ``plan``.
+
+    The output is a score for each edit, followed by ``plan`` and the mean of the gaps' hidden features. The score of an
+    edit is the sum of its changes' scores, each a function of its gap and of ``plan``.
+
+    Args:
+        observation_space: observation space of the environment.
+        static: static columns of each gap, (G, F).
+        width: width of the hidden layers.
+    """
+
+    def __init__(self, observation_space: gymnasium.spaces.Dict, static: NDArray[np.float32], width: int = 64):
+        shapes = {key: space.shape or () for key, space in observation_space.items()}
+        (plan,) = shapes["plan"]
+        super().__init__(observation_space, shapes["edits"][0] + plan + width)
+        self.static: Tensor
+        self.register_buffer("static", torch.from_numpy(static), persistent=False)  # depends on the program
+        self.of_static = nn.Linear(static.shape[1], width, bias=False)
+        self.of_gap = nn.Linear(shapes["gaps"][1], width)
+        self.of_plan = nn.Linear(plan, width, bias=False)
+        self.score = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, N_CHANGES))
+
+    def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
+        plan = observations["plan"]
+        hidden = self.of_static(self.static) + self.of_gap(observations["gaps"]) + self.of_plan(plan)[:, None]
+        hidden = hidden.relu()
+        edits = observations["edits"].long()  # (B, M, changes), gap * N_CHANGES + change, padded with -1
+        changes = self.score(hidden).flatten(1).gather(1, edits.clamp(min=0).flatten(1)).view_as(edits)
+        scores = changes.masked_fill(edits < 0, 0.0).sum(2)
+        return torch.cat([scores, plan, hidden.mean(1)], 1)
+
+
+class BudgetedEdits(gymnasium.Wrapper[Observation, np.int64, Observation, np.int64]):
+    """``GpuMemoryEdit-v1`` of one program, reduced to the observations of ``EditFeatures``.
+
+    A spent budget terminates the episode: ``plan`` has the fraction used, so no value is bootstrapped from the end.
+
+    Attributes:
+        static: static columns of each gap, (G, F), which a replay buffer would store with each transition.
+    """
+
+    KEYS = ("gaps", "plan", "edits", "action_mask")
+
+    def __init__(self, env: Env):
+        super().__init__(env)
+        assert isinstance(env.observation_space, gymnasium.spaces.Dict)
+        self.observation_space = gymnasium.spaces.Dict({key: env.observation_space[key] for key in self.KEYS})
+        self.static: NDArray[np.float32] = np.array(env.reset()[0]["static"])
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        observation, info = self.env.reset(seed=seed, options=options)
+        return {key: observation[key] for key in self.KEYS}, info
+
+    def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return {key: observation[key] for key in self.KEYS}, float(reward), terminated or truncated, False, info
+
+
+def make_env(environment: Mapping[str, Any]) -> Env:
+    """Returns the environment that SB3 trains on, from arguments of ``gymnasium.make`` (``id``: GpuMemory-v1)."""
+    env: Env = gymnasium.make(**{"id": "GpuMemory-v1", **environment})
+    return BudgetedEdits(env) if "edits" in env.observation_space.spaces else env  # type: ignore[attr-defined]
+
+
+def extractor_of(
+    env: Env, network: Mapping[str, Any], custom_network: type[nn.Module] | None
+) -> tuple[type[BaseFeaturesExtractor], dict[str, Any]]:
+    """Returns the features extractor that fits an environment of ``make_env``, and its arguments.
+
+    Raises:
+        ValueError: if the tasks have different graphs, or ``GpuMemoryEdit-v1`` a custom network.
+    """
+    sizes = dict(network)
+    width = sizes.pop("edit_width", 64)
+    tasks = env.get_wrapper_attr("tasks")
+    if not isinstance(env, BudgetedEdits):
+        graph = graph_of(tasks)
+        forms = int(env.action_space.n) // len(graph)  # type: ignore[attr-defined]
+        return GraphFeatures, {"graph": graph, **sizes, "forms": forms, "own": custom_network}
+    if len(tasks) > 1 or custom_network is not None:
+        raise ValueError("network: GpuMemoryEdit needs one program and no custom network; use GpuMemory for others")
+    return EditFeatures, {"static": env.static, "width": width}
+
+
+def overhead_of(info: Mapping[str, Any]) -> float:
+    """Returns the overhead of an episode's result from its last info: of the best plan in GpuMemoryEdit."""
+    return float(info.get("best_overhead", info["overhead"]))
 
 
 # ------------------------------------------------------------------------------------------------ PPO
@@ -233,15 +330,16 @@ class EpisodeRecorder(BaseCallback):
             self.calls += bool(done or not self.causal)
             if done:
                 best = self.history[-1].best_overhead if self.history else np.nan
-                overhead = info["overhead"] if info["feasible"] else np.nan
-                if info["feasible"] and not overhead >= best:  # best is NaN at first
+                is_feasible = "plan" in info
+                overhead = overhead_of(info) if is_feasible else np.nan
+                if is_feasible and not overhead >= best:  # best is NaN at first
                     best = overhead
                     self.best = replace(info["plan"], planner=self.planner)
                 self.history.append(
                     Episode(
                         len(self.history) + 1,
                         overhead,
-                        info["feasible"],
+                        is_feasible,
                         best,
                         np.nan,
                         np.nan,
@@ -297,11 +395,11 @@ def make(
 
     Args:
         algorithm: a key of ALGORITHMS.
-        environment: arguments of GpuMemory-v1.
+        environment: see ``make_env``.
         seed: random seed.
         num_envs: number of environments.
         reward_scale: factor of the rewards.
-        network: arguments of GraphFeatures, except ``graph``, ``forms`` and ``custom_network``.
+        network: arguments of GraphFeatures, except ``graph``, ``forms`` and ``own``; ``edit_width`` of EditFeatures.
         custom_network: custom network class.
         options: arguments of the library's class.
 
@@ -309,17 +407,15 @@ def make(
         ValueError, TypeError, AssertionError: if an argument is invalid.
     """
     one_thread()
+    extractor, arguments = extractor_of(make_env(environment), network, custom_network)
     env = make_vec_env(
-        lambda: gymnasium.make("GpuMemory-v1", **environment),
+        lambda: make_env(environment),
         num_envs,
         seed,
         wrapper_class=lambda inner_env: TransformReward(inner_env, lambda reward: float(reward) * reward_scale),
     )
     kind, policy = ALGORITHMS[algorithm]
-    task = env.get_attr("tasks")[0][0]
-    forms = task.forms if environment.get("actions", "paper") != "paper" else 1
-    extractor = {"graph": graph_of(env.get_attr("tasks")[0]), **network, "forms": forms, "own": custom_network}
-    policy_options = {"features_extractor_class": GraphFeatures, "features_extractor_kwargs": extractor, "net_arch": []}
+    policy_options = {"features_extractor_class": extractor, "features_extractor_kwargs": arguments, "net_arch": []}
     if algorithm == "maskable_ppo":
         policy_options["ortho_init"] = False  # it would scale an extractor layer close to zero
     model = kind(policy, env, policy_kwargs=policy_options, seed=seed, device="cpu", **options)
@@ -327,20 +423,23 @@ def make(
     return model
 
 
-def greedy_overhead(model: BaseAlgorithm, env: gymnasium.Env[Observation, np.int64]) -> float:
-    """Returns the overhead of the deterministic policy, NaN in a dead end."""
-    observation, info = env.reset(seed=0)
+def run_episode(model: BaseAlgorithm, env: Env, seed: int = 0, deterministic: bool = True) -> dict[str, Any]:
+    """Returns the last info of an episode in an environment of ``make_env``."""
+    observation, info = env.reset(seed=seed)
     terminated = False
     while not terminated:
         masks = {"action_masks": info["action_mask"]} if isinstance(model, MaskablePPO) else {}
-        action, _ = model.predict(observation, deterministic=True, **masks)
+        action, _ = model.predict(observation, deterministic=deterministic, **masks)
         observation, _, terminated, _, info = env.step(np.int64(action))
-    return float(info["overhead"])
+    return info
+
+
+def greedy_overhead(model: BaseAlgorithm, env: Env) -> float:
+    """Returns the overhead of the deterministic policy, NaN in a dead end."""
+    return overhead_of(run_episode(model, env))
 
 
 def greedy(model: BaseAlgorithm, environment: Mapping[str, Any], planner: str) -> Plan | None:
     """Returns the plan of the deterministic policy, or None if it ends in a dead end."""
-    env = gymnasium.make("GpuMemory-v1", **environment)
-    overhead = greedy_overhead(model, env)
-    plan: Plan = env.get_wrapper_attr("plan")(planner)
-    return None if np.isnan(overhead) else plan
+    plan: Plan | None = run_episode(model, make_env(environment)).get("plan")
+    return None if plan is None else replace(plan, planner=planner)

@@ -140,7 +140,9 @@ class CustomNetwork(nn.Module):
             with torch.no_grad():
                 output = self.network(torch.zeros(2, n, features), torch.zeros(2, dtype=torch.long))
         except Exception as error:  # user code can raise anything
-            raise CustomNetworkError(f"network: {name} failed ({type(error).__name__}: {error})") from error
+            raise CustomNetworkError(
+                f"network: {name} failed on two zero states ({type(error).__name__}: {error}); correct it"
+            ) from error
         if not isinstance(output, tuple) or len(output) != 2 or not all(isinstance(value, Tensor) for value in output):
             raise CustomNetworkError(f"network: {name} must return two tensors, scores and a state")
         scores, state = output

@@ -205,7 +205,10 @@ class ForFaster:
         best = min(range(len(starts)), key=lambda i: scores[i].iteration_ns, default=None)
         self.simulator_calls = engine.calls
         if best is None or not scores[best].feasible:
-            raise Infeasible(f"{self.name}: no start plan fits and consists of swaps and recomputations only")
+            raise Infeasible(
+                f"{self.name}: no start plan fits and consists of swaps and recomputations only; raise the limit, or "
+                "give other starts"
+            )
         calls = None if self.calls is None else max(self.calls - engine.calls - 1, 0)
         start_ns = scores[best].iteration_ns
         rows, _ = anneal(

@@ -98,7 +98,9 @@ def _read(data: object, task: EditTask) -> _Starts:
     plans = [_array(rows, f"plans[{i}]", np.int64, (-1, COLUMNS)) for i, rows in enumerate(entries["plans"])]
     for i, rows in enumerate(plans):
         if not task.moves.accepts(rows):
-            raise FormatError(f"plans[{i}]: evicts tensors in gaps or modes that the task does not allow")
+            raise FormatError(
+                f"plans[{i}]: evicts tensors in gaps or modes that the task does not allow; delete the file"
+            )
         try:
             Plan.of(task.program, decisions_of(rows), "", task.limit, task.machine.name).check(task.program)
         except PlanError as error:

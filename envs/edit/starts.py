@@ -40,6 +40,9 @@ def policy_plans(task: EditTask, samples: int | None = None, seed: int = 0, unti
         samples: sampled plans in addition to the most likely one; None: the policy's default.
         seed: seed of the samples.
         until: time.monotonic() after which sampling stops.
+
+    Returns:
+        one int64 (decisions, 6) per plan.
     """
     from agents.learned.policy import OPTIONS, SAMPLES, WEIGHTS, GuidedSearch, decode_plans
     from agents.learned.policy_net import trained

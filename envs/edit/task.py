@@ -68,7 +68,8 @@ class EditTask:
         self.moves = Moves(program, self.limit, mode, min_bytes, 0, by_class=by_class)
         if not self.moves.gaps:
             raise ValueError(
-                f"{program.name!r}: no tensor of at least {min_bytes:,} bytes can be evicted in mode {mode!r}"
+                f"{program.name!r}: no tensor of at least {min_bytes:,} bytes can be evicted in mode {mode!r}; lower "
+                "min_bytes, or choose another mode"
             )
         self.min_bytes = min_bytes
         self.ideal_ns = max(program.ideal_ns, 1)
@@ -86,7 +87,10 @@ class EditTask:
             start.check(self.program)
             plans = [rows_of(start.decisions)]
             if not self.moves.accepts(plans[0]):
-                raise ValueError("start: the plan evicts tensors in gaps or modes that this task does not allow")
+                raise ValueError(
+                    "start: the plan evicts tensors in gaps or modes that this task does not allow; give a plan of "
+                    f"mode {self.mode!r} with min_bytes={self.min_bytes}"
+                )
         else:
             plans = list(start(self))
         scored = [Start(self.engine.score(rows).iteration_ns, rows) for rows in plans]

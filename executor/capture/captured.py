@@ -264,6 +264,9 @@ class Captured:
             algorithms: Whether convolutions get the workspace of their fastest algorithm and the other algorithms as
                 variants (see ``with_algorithms``). Otherwise they have neither.
 
+        Returns:
+            The same capture, with durations in ns.
+
         Raises:
             FormatError: If the machine has no rate for float32.
             ValueError: If ``iteration_ns`` is not positive, or no kernel takes time.

@@ -54,6 +54,9 @@ class Precision:
             kind: The kernel's kind.
             dtype: Dtype of its operands.
             machine: Machine whose rates count.
+
+        Returns:
+            A key of ``Machine.flops_per_s``, or "float32".
         """
         tf32 = self.conv_tf32 if kind == "conv" else self.matmul_tf32
         if dtype == torch.float32 and tf32 and kind in ("conv", "matmul", "rnn") and "tf32" in machine.flops_per_s:
@@ -70,6 +73,9 @@ def kernel_ns(
     Args:
         nodes: The kernel's operator, followed by its getitems.
         multi_tensor: Whether the kernel updates many parameters, or is a part of such a kernel.
+
+    Returns:
+        The duration in ns; 0 for a kernel that launches nothing.
 
     Raises:
         FormatError: If the machine has no rate for float32.
@@ -166,6 +172,9 @@ def with_roofline(
         iteration_ns: Iteration time in ns to which durations are scaled (``scaled``).
         program: Program whose durations are replaced.
         machine: Machine whose roofline is used.
+
+    Returns:
+        The program with durations in ns.
 
     Raises:
         ValueError: If ``iteration_ns`` is not positive, or no kernel takes time.

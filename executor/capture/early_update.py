@@ -48,6 +48,9 @@ def with_early_update(captured: Captured, wanted: InBackward = True) -> Captured
         wanted: False returns the step as it is; "auto" does, too, if its update needs all gradients at once, which
             True refuses.
 
+    Returns:
+        The changed step, or ``captured`` itself if it stays as it is.
+
     Raises:
         CaptureError: If the update cannot be moved and ``wanted`` is True.
     """
@@ -59,7 +62,9 @@ def with_early_update(captured: Captured, wanted: InBackward = True) -> Captured
         if found.changed is not None:
             before, after = (program.peak_bytes / 1e9 for program in (captured.program, found.changed))
             gain = f"; the step's peak would then be {after:,.3g} instead of {before:,.3g} GB"
-        raise CaptureError(f"optimizer_in_backward: the update cannot move into the backward pass: {found.cause}{gain}")
+        raise CaptureError(
+            f"optimizer_in_backward: the update cannot move into the backward pass: {found.cause}{gain}; leave it out"
+        )
     return found.captured or captured
 
 

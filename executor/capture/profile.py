@@ -138,7 +138,7 @@ def with_profile(program: Program, profile: Profile) -> Program:
     if profile.fingerprint != shape.fingerprint or len(profile.durations_ns) != len(program.kernels):
         raise FormatError(
             f"the profile is of another program ({profile.program!r}, fingerprint {profile.fingerprint[:12]}; "
-            f"{program.name!r} has {shape.fingerprint[:12]})"
+            f"{program.name!r} has {shape.fingerprint[:12]}); profile this program"
         )
     spaces = profile.workspaces or [k.workspace for k in program.kernels]
     kernels = tuple(

@@ -144,7 +144,9 @@ class _Runner:
                 args, kwargs = self._inputs(node)
                 self.measured[key] = self._measure(partial(node.target, *args, **kwargs))
             except _ERRORS as error:
-                raise ProfileError(f"kernel {k} ({node.target}) cannot be run alone: {_reason(error)}") from error
+                raise ProfileError(
+                    f"kernel {k} ({node.target}) cannot be run alone: {_reason(error)}; profile with cache='step'"
+                ) from error
         return self.measured[key]
 
     def in_step(self) -> list[tuple[int, int]]:
@@ -157,7 +159,9 @@ class _Runner:
         except ProfileError:
             raise
         except _ERRORS as error:
-            raise ProfileError(f"the step cannot be run to profile it: {_reason(error)}") from error
+            raise ProfileError(
+                f"the step cannot be run to profile it: {_reason(error)}; run it once without a plan on this device"
+            ) from error
         minimums = [int(bool(nodes)) for nodes in self.captured.nodes]
         times = [max(ns - self.event_ns, minimum) for ns, minimum in zip(durations, minimums, strict=True)]
         for kernels, row_ns in segments:
@@ -313,7 +317,9 @@ class StepRunner:
                 self.start[node] = value.to(device) if is_moved and isinstance(value, Tensor) else value
         nbytes = sum(storage.nbytes() for storage in in_place.values())
         if nbytes > (free := available()[0]):
-            raise ProfileError(f"copies of the step's tensors need {nbytes:,} bytes on the host, which has {free:,}")
+            raise ProfileError(
+                f"copies of the step's tensors need {nbytes:,} bytes on the host, which has {free:,}; free some"
+            )
         self._saved = [
             (storage, torch.UntypedStorage(storage.nbytes()).copy_(storage)) for storage in in_place.values()
         ]

@@ -44,6 +44,9 @@ def reserve_bytes(
         output_size: Width of a layer's output per direction: ``hidden_size``, or the size of an LSTM's projection.
         itemsize: Bytes per value.
 
+    Returns:
+        The reserve space in bytes.
+
     Source: sizes that cuDNN returned for an LSTM (736,000,000 bytes) and a GRU (864,000,000), by their parameter counts
     of four layers of 320 units (github.com/pytorch/pytorch/issues/2895). Their ratio is 23 to 27 for any number of
     rows, as 4 * 5 + 3 and 4 * 6 + 3 are. An RNN's size is not published: its activations are counted once.

@@ -189,7 +189,9 @@ class Partitioner(CustomPartitionerFn):
         ).run()
         if best is None:
             beside = f" beside {describe(graph.held)}" if graph.held else ""
-            raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}{beside}: {reason}")
+            raise CompileError(
+                f"graph {graph.name} does not fit into {size(graph.limit)}{beside}: {reason}; raise memory="
+            )
         chosen = best.candidate
         return best.joint, replace(
             graph,
@@ -273,7 +275,7 @@ class Partitioner(CustomPartitionerFn):
             if self.updates is None and limit < self.held.in_update():
                 raise CompileError(
                     f"memory: {self.memory} leave {size(max(0, limit))} beside {describe(held)}, and gradients and "
-                    f"temporary tensors of the update need {size(self.held.in_update())}"
+                    f"temporary tensors of the update need {size(self.held.in_update())}: raise it"
                 )
             return limit
         # A graph that is compiled again may need less, but then its smallest peak is a larger fraction of it.
@@ -394,6 +396,9 @@ def compile(
             ``loss_fn`` is neither planned nor counted. Without swaps.
         fullgraph, options: As in torch.compile.
 
+    Returns:
+        The compiled model; with ``loss_fn``, a callable that takes a batch and returns what ``loss_fn`` returns.
+
     Raises:
         CaptureError: If the optimizer's update cannot be traced.
         CompileError: At the first call with gradients: if no C++ compiler is found (on the CPU), or no plan fits.
@@ -462,6 +467,9 @@ def compile_step(
         model, loss_fn: As in ``compile``; without ``loss_fn`` the model returns its loss.
         optimizer: Must update each parameter from its own gradient and state alone.
         memory, machine, planner, seconds, mode, dynamic, options: As in ``compile``. The model must be one graph.
+
+    Returns:
+        A callable that takes a batch, updates the parameters and returns the loss, detached.
 
     Raises:
         CaptureError: If the update cannot be traced, or needs several gradients at once (as in ``fit``).

@@ -137,7 +137,9 @@ def _wait(tensor: Tensor, source: Tensor) -> Tensor:
     try:
         engines, event = PENDING.pop(tensor.data_ptr())
     except KeyError:
-        raise RuntimeError("headroom::wait: the tensor is no target of a copy that is under way") from None
+        raise RuntimeError(
+            "headroom::wait: the tensor is no target of a copy that is under way; wait once per copy"
+        ) from None
     if isinstance(engines, LateEngines):
         engines.finish(tensor, event)
     else:

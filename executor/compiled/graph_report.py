@@ -70,7 +70,7 @@ class Graph:
             ValueError: If the graph was left to PyTorch.
         """
         if self.program is None or self.machine is None:
-            raise ValueError(f"graph {self.name} was left to PyTorch and has no plan: {self.skip_reason}")
+            raise ValueError(f"graph {self.name} was left to PyTorch and has no plan: {self.skip_reason}; skip it")
         counted = {**self.held, "activation": self.held.get("activation", 0) + self.other_bytes}
         kinds = {kind: n for kind, n in counted.items() if n}
         held = tuple(Tensor(f"held:{kind}", n, cast(TensorKind, kind), True) for kind, n in kinds.items())

@@ -104,6 +104,9 @@ def launches_of(
     Args:
         donated: Inputs of the backward with no other reference, over which results may be written.
         strides: Actual strides of inputs of the backward, as the forward produces them.
+
+    Returns:
+        The launches in order, with the size of each storage in bytes.
     """
     from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop, view_to_reshape

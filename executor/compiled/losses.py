@@ -28,6 +28,9 @@ def chunked_cross_entropy(
         bias: Shape (vocabulary,).
         ignore_index: Targets that do not count.
 
+    Returns:
+        The mean loss over targets that count, shape ().
+
     Raises:
         ValueError: If ``chunks`` is below 1, or hidden and target do not fit.
     """

@@ -33,6 +33,9 @@ def partition(
         items: The plan's steps, with the copies that start and end around each.
         slab: Key of the ``HostSlab`` of the copies.
         offsets: Offset in it by block.
+
+    Returns:
+        The forward and the backward module.
     """
     from torch._functorch.partitioners import _extract_fwd_bwd_modules, is_sym_node
 

@@ -32,6 +32,9 @@ def tag(
         partitioner: Makes the plan; without swaps.
         options: As of PyTorch's partitioners (``num_fwd_outputs``).
 
+    Returns:
+        The policy by name of the node.
+
     Raises:
         CompileError: If no plan fits.
         ValueError: If the partitioner swaps.

@@ -177,7 +177,9 @@ class Driver:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise MemoryError(f"cannot allocate device memory, the CUDA driver is missing: {error}") from None
+            raise MemoryError(
+                f"cannot allocate device memory, the CUDA driver is missing ({error}): install it"
+            ) from None
         self.index = cuda_index(device)
         with torch.cuda.device(self.index):
             torch.cuda.synchronize()  # makes the device's context current in this thread
@@ -231,7 +233,9 @@ class Arena:
         try:
             driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes + ALIGNMENT))
         except MemoryError as error:
-            raise MemoryError(f"the device has no contiguous {nbytes:,} bytes ({error})") from None
+            raise MemoryError(
+                f"the device has no contiguous {nbytes:,} bytes ({error}): free some, or plan for less memory"
+            ) from None
 
         def release() -> None:
             torch.cuda.synchronize(driver.index)

@@ -36,7 +36,7 @@ def measure_context(device: str | torch.device = "cuda") -> Context:
         ContextError: no CUDA GPU is available, or the second process failed.
     """
     if not torch.cuda.is_available():
-        raise ContextError("no CUDA GPU is available, so its context cannot be measured")
+        raise ContextError("no CUDA GPU is available, so its context cannot be measured; measure it on the GPU's host")
     index = cuda_index(torch.device(device))
     torch.cuda.synchronize(index)
     spawn = multiprocessing.get_context("spawn")

@@ -77,6 +77,9 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
         events: allocation history of the capture (``GraphMemory.recording``).
         memory: the memory that served the capture.
 
+    Returns:
+        requests with bytes and the positions of their events.
+
     Raises:
         RecordError: the history lacks allocations, or an operator was served from another operator's pool.
     """
@@ -96,7 +99,9 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
         else:
             end[i] = time
     if n and begin.min() < 0:
-        raise RecordError(f"PyTorch's allocation history lacks {(begin < 0).sum()} of {n} requests")
+        raise RecordError(
+            f"PyTorch's allocation history lacks {(begin < 0).sum()} of {n} requests; report it, and set graph=False"
+        )
     # Until an operator's last request, its pool may reuse freed segments. Of equally large ones it takes the lowest
     # address, which differs between captures, so such segments get the same bytes and the same lifetime.
     group = np.arange(n)
@@ -104,7 +109,7 @@ def requests_of(events: Sequence[Event], memory: GraphMemory) -> Requests:
         if stop > first:
             members = np.arange(first, stop)
             if stop < n and last_allocation[members].max() > begin[stop]:
-                raise RecordError(f"pools do not nest in a capture of PyTorch {torch.__version__}")
+                raise RecordError(f"pools do not nest in a capture of PyTorch {torch.__version__}: set graph=False")
             end[members] = np.maximum(end[members], last_allocation[members].max() + 1)
             for size in set(memory.served[members, 0].tolist()):
                 peers = members[memory.served[members, 0] == size]

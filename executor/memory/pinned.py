@@ -164,7 +164,7 @@ class Slabs:
         try:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
-            raise MemoryError(f"{message}: {error}") from None
+            raise MemoryError(f"{message}: {error}; free some, or swap less") from None
         for advice in self._advice:
             with contextlib.suppress(OSError):  # small pages work where huge pages are unavailable
                 pages.madvise(advice)
@@ -193,6 +193,9 @@ def available(root: Path = Path("/")) -> tuple[int, str]:
 
     Args:
         root: root of the file system.
+
+    Returns:
+        bytes, at least 0, and the source in words.
     """
     lines = (root / "proc/meminfo").read_text().splitlines()
     fields = {line.partition(":")[0]: line.partition(":")[2].split() for line in lines}
@@ -241,6 +244,9 @@ def numa_node(pci_address: str, root: Path = Path("/")) -> int | None:
     Args:
         pci_address: domain, bus, device and function.
         root: root of the file system.
+
+    Returns:
+        the node's index.
     """
     text = _read(root / f"sys/bus/pci/devices/{pci_address.lower()}/numa_node")
     return int(text) if text.isdigit() else None

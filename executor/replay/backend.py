@@ -84,7 +84,9 @@ class Backend(ABC):
     def check_range(self, offset: int, nbytes: int, total: int, where: str) -> None:
         """Raises BackendError if a range exceeds the arena or the host buffer of ``total`` bytes."""
         if not 0 <= offset <= offset + nbytes <= total:
-            raise BackendError(f"{self.task}: bytes {offset:,} to {offset + nbytes:,} are not in the {where}")
+            raise BackendError(
+                f"{self.task}: bytes {offset:,} to {offset + nbytes:,} are not in the {where} of {total:,}; report it"
+            )
 
     @contextmanager
     def arena(self, device_bytes: int, host_bytes: int, slots: int = 0) -> Iterator[Backend]:

@@ -60,7 +60,9 @@ class HostBackend(Backend):
         if host_bytes > self.machine.host_bytes:
             name = self.machine.name
             available = self.machine.host_bytes
-            raise BackendError(f"{host_bytes:,} bytes of host memory cannot be pinned: {name} has {available:,}")
+            raise BackendError(
+                f"{host_bytes:,} bytes of host memory cannot be pinned: {name} has {available:,}; swap less"
+            )
         try:
             self.host = HOST.take(host_bytes)
             self._arena = np.zeros(device_bytes, np.uint8)

@@ -259,7 +259,9 @@ class Run:
                     self._raise(*self.checks[-1], byte)
 
     def _raise(self, block: Block, when: str, byte: int) -> None:
-        raise ReplayError(f"{self._owner(block)}, {when}: byte {byte:,} of {block.nbytes:,} is wrong")
+        raise ReplayError(
+            f"{self._owner(block)}, {when}: byte {byte:,} of {block.nbytes:,} is wrong; report it with program and plan"
+        )
 
     def _on_host(self, t: int) -> Block:
         return Block(t, self.order.host[t], self.program.tensors[t].nbytes)
@@ -304,6 +306,9 @@ class Run:
             program: Program whose kernel and tensor indices the spans get.
             limit: Memory limit in bytes.
             skip: Number of warm-up iterations, at least 1.
+
+        Returns:
+            The timeline, in ns from its time 0.
         """
         n = self.kernels
         jobs = self.order.jobs

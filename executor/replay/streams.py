@@ -129,6 +129,9 @@ def cycle(program: Program, plan: Plan, machine: Machine, limit: int) -> Cycle:
         plan: plan to replay.
         machine: machine whose copy engines are used.
 
+    Returns:
+        the jobs of ``repeats`` iterations, with offsets and footprint.
+
     Raises:
         PlanError, OutOfMemory: as in ``simulate``; PlanError also for kinds of decisions that cannot be replayed.
         ReplayError: if the plan does not become steady.
@@ -145,12 +148,17 @@ def cycle(program: Program, plan: Plan, machine: Machine, limit: int) -> Cycle:
         repeats = predicted.period
         if not 0 < repeats <= MAX_PERIOD:
             period_text = f"repeat only after {repeats}" if repeats else f"do not repeat within {LONGEST}"
-            raise ReplayError(f"the plan's iterations {period_text}; a replay supports periods of up to {MAX_PERIOD}")
+            raise ReplayError(
+                f"the plan's iterations {period_text}; a replay supports periods of up to {MAX_PERIOD}: plan again "
+                "with another seed or limit"
+            )
         program, plan, original = unrolled(schedule.program, plan, repeats)
         schedule = lower(program, plan)
         predicted = simulate(program, plan, replace(machine, host_bytes=2**62), limit, schedule=schedule)
         if not predicted.steady:
-            raise ReplayError(f"the plan's iterations do not repeat in groups of {repeats} either")
+            raise ReplayError(
+                f"the plan's iterations do not repeat in groups of {repeats} either: plan again with another seed"
+            )
     lifetimes = timeline_lifetimes(predicted)
     packing = pack_within(lifetimes.intervals, limit, machine.alignment)
     built = _CycleBuilder(schedule, predicted, lifetimes, packing, machine)
@@ -217,7 +225,7 @@ class _CycleBuilder:
         self.compute = [j for j, job in enumerate(self.jobs) if job.span.stream == "compute"]  # by step
         if len(self.compute) != len(schedule.steps):
             raise AssertionError(
-                f"the timeline has {len(self.compute)} compute spans, the schedule {len(schedule.steps)} steps"
+                f"the timeline has {len(self.compute)} compute spans, the schedule {len(schedule.steps)}; report it"
             )
         self.gap = {j: self._gap(j) for jobs in (*self.outs.values(), *self.ins.values()) for j in jobs}
         self._find_residencies(lives, packing)
@@ -342,7 +350,9 @@ class _CycleBuilder:
             job.fresh = [entry.block for entry in self.placed[j] if entry.block.owner < 0]
             for x, b in step.uses.items():
                 if x in kernel.inputs and version[b] != bisect_left(writes[x], step.kernel):
-                    raise AssertionError(f"kernel {step.kernel} reads version {version[b]} of tensor {x}")
+                    raise AssertionError(
+                        f"kernel {step.kernel} reads version {version[b]} of tensor {x}, not the latest; report it"
+                    )
                 if b in location and b not in step.allocates:
                     job.reads.append(replace(location[b], version=version[b]))
                 if x in kernel.outputs:

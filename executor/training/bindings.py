@@ -83,7 +83,7 @@ def device_of(captured: Captured) -> torch.device:
     devices = {d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values}
     others = sorted({str(d) for d in devices if d.type != "cpu"})
     if len(others) > 1:
-        raise StepError(f"the model is on several devices ({', '.join(others)}); a plan covers one device")
+        raise StepError(f"the model is on several devices ({', '.join(others)}), but a plan covers one: move it to one")
     return torch.device(others[0]) if others else torch.device("cpu")
 
 

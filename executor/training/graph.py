@@ -102,6 +102,9 @@ def obstacle(captured: Captured, numbers_of_optimizers: bool = True) -> str | No
         numbers_of_optimizers: whether numbers count that the host reads from an optimizer's state; a fused or
             capturable optimizer reads none.
         captured: the captured step.
+
+    Returns:
+        the reason in words, which completes a sentence.
     """
     program = captured.program
     if captured.returned.gradients:
@@ -256,7 +259,8 @@ class GraphStep:
                 raise
             except Exception as error:
                 raise StepError(
-                    f"the graph failed: {line(error)}; the model is in an undefined state within this step"
+                    f"the graph failed: {line(error)}; the model is in an undefined state within this step: "
+                    "load a checkpoint"
                 ) from error
             if wait and self._on_host:
                 torch.cuda.current_stream(step.device).synchronize()
@@ -548,7 +552,10 @@ def capture(step: StepState, table: list[Any], dry: Dry, packing: Packing) -> Gr
     ):
         table.clear()
         attempt.abandon(step)
-        raise NoGraph("the step cannot be captured: its operators have not asked for the memory of the dry capture")
+        raise NoGraph(
+            "the step cannot be captured: its operators have not asked for the memory of the dry capture; set "
+            "graph=False"
+        )
     blocks = step.blocks
     blocks.used = blocks.total
     for block in blocks.blocks.values():

@@ -97,6 +97,9 @@ def order(schedule: Schedule, timeline: Timeline, graph: bool = False) -> Order:
         timeline: timeline of the same plan, simulated at the memory limit of the order.
         graph: whether the order is captured as a CUDA graph (rule 5).
 
+    Returns:
+        one item per schedule step, in order, with the bytes in use.
+
     Raises:
         PlanError: the plan contains a kind of decision that training does not support.
     """
@@ -287,7 +290,9 @@ class _IssueBuilder:
                 before.append(("wait", self.block[t]))
                 self.swapping_in.remove(t)
             if self.used + charged > self.limit:
-                raise AssertionError(f"kernel {step.kernel}: the planned residency promised that it would fit")
+                raise AssertionError(
+                    f"kernel {step.kernel} does not fit into {self.limit:,} bytes, unlike planned; report it"
+                )
             peak = max(peak, self.used + charged)
             self.used += charged - freed
             if not step.is_recomputation:

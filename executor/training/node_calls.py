@@ -124,7 +124,7 @@ class Calls:
             slots = [self._slot() for _ in range(node.meta["items"])]
             for (i, item), block in zip(items.items(), blocks, strict=True):
                 if (item, block) in self._block_slots:
-                    raise AssertionError(f"{item} has a block that another call fills")
+                    raise AssertionError(f"{item} has a block that another call fills; report it")
                 self._assign_slot(item, block, slots[i])
             self._result_slices[node, blocks] = slice(slots[0], slots[-1] + 1)
         return self._result_slices[node, blocks]

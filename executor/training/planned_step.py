@@ -119,7 +119,9 @@ class PlannedStep:
         calls = Calls(captured, schedule)
         self.not_graph = self.not_graph or graph_refusal(captured, calls, undo)
         if self.not_graph and graph:
-            raise StepError(f"the step cannot be a graph: {self.not_graph}")
+            raise StepError(
+                f"the step cannot be a graph: {self.not_graph}; leave out graph=True to run its kernels one by one"
+            )
         if self.not_graph is None:
             timeline = _timeline_of_graph(captured, plan, schedule, machine, self.limit)
         else:
@@ -454,7 +456,7 @@ class PlannedStep:
         faults = self.state.blocks.faults
         self.state.blocks.faults = []
         if faults:
-            raise StepError(f"{faults[0]}; {outcome}")
+            raise StepError(f"{faults[0]}; {outcome}: continue, or plan with fewer swaps")
 
     @torch.no_grad()
     def _fail(self, index: int, part: Part, error: BaseException) -> None:
@@ -471,12 +473,16 @@ class PlannedStep:
         try:
             self._undo(index >= 0, is_undone)
         except Exception as failure:
-            raise StepError(f"{subject} failed: {reason}; then the model could not be restored: {failure}") from error
+            raise StepError(
+                f"{subject} failed: {reason}; then the model could not be restored: {failure}; load a checkpoint"
+            ) from error
         outcome = "the optimizer had begun: tensors that it updated before this kernel are one step ahead of the others"
         if is_undone:
             outcome = "the model is as before the step" + (", which restarts with micro-batch 1" if is_split else "")
         if isinstance(error, Exception):
-            raise StepError(f"{subject} failed: {reason}; {outcome}") from error
+            raise StepError(
+                f"{subject} failed: {reason}; {outcome}, so {'call it again' if is_undone else 'load a checkpoint'}"
+            ) from error
         if not is_undone:
             error.add_note(f"{subject} was interrupted; {outcome}")
 

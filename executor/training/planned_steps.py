@@ -414,7 +414,9 @@ def _form(batch: tuple[Any, ...]) -> Form:
     try:
         hash(form)
     except TypeError as error:
-        raise StepError(f"the batch has a non-tensor value that is not hashable: {error}") from error
+        raise StepError(
+            f"the batch has a non-tensor value that is not hashable: {error}; make it a tensor, a number or a string"
+        ) from error
     return form
 
 

@@ -65,6 +65,9 @@ def parts(captured: Captured, order: Order, calls: Calls, random_keys: dict[int,
         order: its issue order.
         calls: its calls.
         random_keys: kernel -> key under which the random state after the kernel is saved.
+
+    Returns:
+        the whole step, and one part per micro-batch.
     """
 
     def part(begin: int, end: int, leaves: range, first: list[Call]) -> Part:

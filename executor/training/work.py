@@ -189,7 +189,7 @@ class StepState:
         elif spec != captured.spec:
             raise StepError(
                 f"the batch is {format_structure(spec)}, but was {format_structure(captured.spec)} at the capture, "
-                "where * stands for a tensor or another value"
+                "where * stands for a tensor or another value; capture the step again for this batch"
             )
         elif done:
             raise StepError(f"{done} of the step's {len(self.parts)} micro-batches are done; pass the next one alone")
@@ -203,13 +203,15 @@ class StepState:
             expected = captured.leaves[i]
             if not isinstance(expected, fx.Node):
                 if leaf is not expected and constant_key(leaf) != constant_key(expected):
-                    raise StepError(f"argument {i} of the step is {leaf!r}, but was {expected!r} at the capture")
+                    raise StepError(
+                        f"argument {i} of the step is {leaf!r}, but was {expected!r} at the capture: capture again"
+                    )
                 continue
             compare(f"tensor {i} of the batch", leaf, expected, self.layouts[expected])
             if leaf.requires_grad is not expected.meta["tensor_meta"].requires_grad:
                 raise StepError(
                     f"tensor {i} of the batch has requires_grad {leaf.requires_grad}, but had {not leaf.requires_grad} "
-                    "at the capture"
+                    "at the capture; call requires_grad_(), or capture the step again"
                 )
             if hook := first_hook(leaf):
                 raise StepError(f"tensor {i} of the batch has {hook}: remove it, or pass a detached tensor")

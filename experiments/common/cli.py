@@ -64,6 +64,9 @@ def entry(
     Args:
         positional: key that arguments without a key are assigned to; several such arguments form a sweep over it.
         prepare: maps the ``key=value`` arguments to those that Hydra receives.
+
+    Returns:
+        a decorator whose result takes no arguments and reads the command line.
     """
 
     def decorate(task: Callable[[DictConfig], Path | None]) -> Callable[[], None]:

@@ -551,7 +551,7 @@ class RunDirectory:
                         raise
                     path = self.default.with_name(f"{self.default.name}-{n}")
         except OSError as error:
-            raise UsageError(f"out: {path} cannot be created ({error.strerror})") from None
+            raise UsageError(f"out: {path} cannot be created ({error.strerror}); choose another directory") from None
         self._created = path
         return path
 

@@ -33,7 +33,7 @@ def resume_args(file: Path, overrides: list[str], config_name: str = "train_dqn"
     valid_keys = cli.keys(config_name)
     for key, value in data["config"].items():
         if key not in valid_keys:
-            raise cli.UsageError(f"resume: {file}: config: experiments.{config_name} has no key {key!r}")
+            raise cli.UsageError(f"resume: {file}: config: experiments.{config_name} has no key {key!r}; remove it")
         if key == "network" and value is not None and key not in keys:
             raise cli.UsageError(f"resume: {file}: config: `network` names Python code; type network= yourself")
         if key not in ("program", "workload", "task", "target", "machine", "out", "resume"):  # the directory decides

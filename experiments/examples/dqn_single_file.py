@@ -1,22 +1,26 @@
-"""Trains a masked DQN with structure2vec on GpuMemory-v1 in one file (CleanRL style, PyTorch and NumPy only).
+"""Trains a masked DQN on one task of either environment in one file (CleanRL style, PyTorch and NumPy only).
 
     python -m experiments.examples.dqn_single_file --steps 20000 --seed 0
+    python -m experiments.examples.dqn_single_file --task GpuMemoryEdit/unet-50-v1 --reward-scale 100
 
-Source: "GPU memory management for neural networks using deep Q-network" (2020), equations 1 to 5, plus a target
-network. Shapes: N nodes, E edges, B states, F features, p embedding size.
+Source: "GPU memory management for neural networks using deep Q-network" (2020), equations 1 to 5 (structure2vec, on
+GpuMemory), plus a target network. On GpuMemoryEdit an edit's Q-value is the sum over its changes.
+Shapes: N nodes, E edges, B states, F features, p embedding size, G gaps, M edits.
 """
 
 import argparse
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-import envs  # noqa: F401  # registers GpuMemory-v1
+import envs  # noqa: F401  # registers GpuMemory/… and GpuMemoryEdit/…
+from envs.edit.columns import N_CHANGES
 from experiments.common import report
 from experiments.common.curves import Curve
 
@@ -27,12 +31,14 @@ MASKED = -1e8  # value of an invalid action; not -inf, because 0 * -inf is NaN
 class Args:
     """Settings of a run, which are also its command-line options."""
 
+    task: str = "GpuMemory-v1"
     steps: int = 20_000  # total over all environments
     seed: int = 0
-    limit: float = 0.7  # fraction of the peak of the built-in task
+    limit: float = 0.7  # fraction of the peak of GpuMemory-v1; a named task has its own
     num_envs: int = 8
     size: int = 16  # embedding size p
     rounds: int = 3  # rounds of message passing
+    width: int = 64  # hidden width on GpuMemoryEdit
     learning_rate: float = 1e-3
     buffer: int = 10_000  # transitions
     batch: int = 32
@@ -76,10 +82,50 @@ class QNetwork(nn.Module):
         return self.q(self.mix(joint).relu())[..., 0].masked_fill(~mask, MASKED)  # equation 3
 
 
-def state_of(observation: dict[str, np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the network's inputs: nodes, current, mask."""
-    nodes, current, mask = (observation[key] for key in ("nodes", "current", "action_mask"))
-    return torch.from_numpy(nodes.copy()), torch.from_numpy(current.copy()), torch.from_numpy(mask != 0)
+class EditQNetwork(nn.Module):
+    """Q (B, M) of every edit, the sum of its changes' values; MASKED for invalid actions."""
+
+    def __init__(self, static: np.ndarray, columns: int, width: int):
+        super().__init__()
+        self.static = torch.from_numpy(static)  # (G, F)
+        self.of_static = nn.Linear(static.shape[1], width)
+        self.of_state = nn.Linear(columns, width)
+        self.q = nn.Sequential(nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, N_CHANGES))
+
+    def forward(self, gaps: Tensor, plan: Tensor, edits: Tensor, mask: Tensor) -> Tensor:
+        """Returns Q (B, M) from gaps (B, G, F), plan (B, F), edits (B, M, changes) and mask (B, M)."""
+        state = torch.cat([gaps, plan[:, None].expand(-1, gaps.shape[1], -1)], 2)
+        values = self.q(self.of_static(self.static) + self.of_state(state)).flatten(1)  # of gap * N_CHANGES + change
+        changes = values.gather(1, edits.clamp(min=0).flatten(1)).view_as(edits)
+        return changes.masked_fill(edits < 0, 0.0).sum(2).masked_fill(~mask, MASKED)
+
+
+def state_of(observation: dict[str, np.ndarray]) -> tuple[Tensor, ...]:
+    """Returns the network's inputs: nodes, current, mask; or gaps, plan, edits, mask."""
+    mask = torch.from_numpy(observation["action_mask"] != 0)
+    if "edits" in observation:
+        gaps, plan, edits = (torch.from_numpy(observation[key].copy()) for key in ("gaps", "plan", "edits"))
+        return gaps, plan, edits.long(), mask
+    return *(torch.from_numpy(observation[key].copy()) for key in ("nodes", "current")), mask
+
+
+def network_of(args: Args, graph: Any, observation: dict[str, np.ndarray]) -> nn.Module:
+    """Returns the network for the task's graph and observations."""
+    if "edits" in observation:
+        columns = observation["gaps"].shape[2] + observation["plan"].shape[1]
+        return EditQNetwork(observation["static"][0].copy(), columns, args.width)
+    return QNetwork(graph.edges, graph.weights, observation["nodes"].shape[2], args.size, args.rounds)
+
+
+def environment(args: Args, count: int, **options: Any) -> gymnasium.vector.VectorEnv:
+    """Returns a vector environment of ``count`` environments."""
+    limit = {"limit": args.limit} if args.task == "GpuMemory-v1" else {}
+    return gymnasium.make_vec(args.task, count, "vector_entry_point", **limit, **options)
+
+
+def overhead_of(info: dict[str, np.ndarray]) -> np.ndarray:
+    """Returns the overhead that each episode ended with, NaN in a dead end; in GpuMemoryEdit of the best plan."""
+    return info.get("best_overhead", info["overhead"])
 
 
 def main(args: Args) -> float:
@@ -87,8 +133,7 @@ def main(args: Args) -> float:
     rng = np.random.default_rng(args.seed)
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
-    options = {"limit": args.limit, "autoreset_mode": "Disabled"}
-    env = gymnasium.make_vec("GpuMemory-v1", args.num_envs, "vector_entry_point", **options)
+    env = environment(args, args.num_envs, autoreset_mode="Disabled")
     task = env.unwrapped.tasks[0]
     metadata = {"agent": "dqn_single_file", "seed": args.seed, "reward": "paper"}
     curve = Curve(
@@ -101,8 +146,8 @@ def main(args: Args) -> float:
         args.greedy_every,
     )
     observation, _ = env.reset(seed=args.seed)
-    n, features = observation["nodes"].shape[1:]
-    q, target = (QNetwork(task.graph.edges, task.graph.weights, features, args.size, args.rounds) for _ in range(2))
+    n = observation["action_mask"].shape[1]
+    q, target = (network_of(args, task.graph, observation) for _ in range(2))
     target.load_state_dict(q.state_dict())
     optimizer = torch.optim.Adam(q.parameters(), args.learning_rate)
 
@@ -122,10 +167,11 @@ def main(args: Args) -> float:
         state = state_of(observation)
         with torch.no_grad():
             greedy = q(*state).argmax(1).numpy()
-        random = np.where(state[2], rng.random((args.num_envs, n)), -1).argmax(1)
+        random = np.where(state[-1], rng.random((args.num_envs, n)), -1).argmax(1)
         actions = np.where(rng.random(args.num_envs) < epsilon, random, greedy)
 
-        observation, reward, terminated, _, info = env.step(actions)
+        observation, reward, terminated, truncated, info = env.step(actions)
+        terminated |= truncated  # only a spent budget truncates, and the state has its fraction
         slots = torch.arange(stored, stored + args.num_envs) % size
         for ring, values in zip((*obs, *next_obs), (*state, *state_of(observation)), strict=True):
             ring[slots] = values
@@ -136,7 +182,7 @@ def main(args: Args) -> float:
         returns += reward
         for ended in np.flatnonzero(terminated):
             episodes += 1
-            curve.add_episode(info["overhead"][ended])  # NaN if the plan is infeasible
+            curve.add_episode(overhead_of(info)[ended])
             if episodes % 50 == 0:
                 print(f"step {step:,}, episode {episodes:,}: return {returns[ended]:.4f}, epsilon {epsilon:.2f}")
             returns[ended] = 0.0
@@ -155,9 +201,9 @@ def main(args: Args) -> float:
             optimizer.step()
         if step % args.target_every == 0:
             target.load_state_dict(q.state_dict())
-        curve.add_point_if_due(step + args.num_envs, lambda: greedy_overhead(q, args.limit))
+        curve.add_point_if_due(step + args.num_envs, lambda: greedy_overhead(q, args))
 
-    greedy_cost = greedy_overhead(q, args.limit)
+    greedy_cost = greedy_overhead(q, args)
     curve.add_point(stored, greedy_cost)
     overhead = greedy_cost if math.isfinite(greedy_cost) else math.inf
     rows = [report.score(name, task.program, task.machine, task.limit, args.seed)[0] for name in report.heuristics()]
@@ -166,20 +212,20 @@ def main(args: Args) -> float:
     return overhead
 
 
-def greedy_overhead(q: QNetwork, limit: float) -> float:
+def greedy_overhead(q: nn.Module, args: Args) -> float:
     """Returns the overhead of the greedy episode; NaN if its plan is infeasible."""
-    env = gymnasium.make_vec("GpuMemory-v1", 1, "vector_entry_point", limit=limit)
-    observation, info = env.reset()
+    env = environment(args, 1)
+    observation, info = env.reset(seed=0)
     is_done = False
     while not is_done:
         with torch.no_grad():
-            observation, _, terminated, _, info = env.step(q(*state_of(observation)).argmax(1).numpy())
-        is_done = bool(terminated[0])
-    return float(info["overhead"][0])
+            observation, _, terminated, truncated, info = env.step(q(*state_of(observation)).argmax(1).numpy())
+        is_done = bool(terminated[0] or truncated[0])
+    return float(overhead_of(info)[0])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Trains a masked DQN on GpuMemory-v1.")
+    parser = argparse.ArgumentParser(description="Trains a masked DQN on GpuMemory or GpuMemoryEdit.")
     for f in fields(Args):
         parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
     main(Args(**vars(parser.parse_args())))

@@ -1,14 +1,17 @@
-"""Trains a masked PPO with an MLP on a GpuMemory task in one file (CleanRL style, PyTorch and NumPy only).
+"""Trains a masked PPO on one task of either environment in one file (CleanRL style, PyTorch and NumPy only).
 
     python -m experiments.examples.ppo_single_file --task GpuMemory/vgg16-45-v1 --steps 400000 --seed 0
+    python -m experiments.examples.ppo_single_file --task GpuMemoryEdit/unet-50-v1 --hidden 64 --reward-scale 100
 
 Sources: "Proximal policy optimization algorithms" (2017), equations 7 and 9; generalized advantage estimation (2015),
 equation 16; "A closer look at invalid action masking in policy gradient algorithms" (2020): logits of invalid actions
-are MASKED in sampling and in the update. The policy fits one program and does not transfer to others.
-Shapes: N nodes, M environments, T steps per environment between updates, F features.
+are MASKED in sampling and in the update. On GpuMemory the policy is an MLP that fits one program; on GpuMemoryEdit an
+edit's logit is the sum over its changes.
+Shapes: N nodes or edits, M environments, T steps per environment between updates, F features, G gaps.
 """
 
 import argparse
+import math
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-import envs  # noqa: F401  # registers GpuMemory/…
+import envs  # noqa: F401  # registers GpuMemory/… and GpuMemoryEdit/…
+from envs.edit.columns import N_CHANGES
 from envs.graph import Feature
 from experiments.common.curves import Curve
 
@@ -33,8 +37,8 @@ class Args:
     task: str = "GpuMemory/vgg16-45-v1"
     steps: int = 400_000  # total over all environments
     seed: int = 0
-    reward: str = "paper"  # or causal, or episodic (the whole reward at the last step)
-    actions: str = "paper"  # or copy, keep, at, full: action spaces with more forms
+    reward: str = "paper"  # of GpuMemory; or causal, or episodic (the whole reward at the last step)
+    actions: str = "paper"  # of GpuMemory; or copy, keep, at, full: action spaces with more forms
     min_bytes: int = 2**20  # smaller tensors stay resident and offer no action
     num_envs: int = 64  # M
     num_steps: int = 64  # T
@@ -55,7 +59,7 @@ class Args:
 
 
 class Agent(nn.Module):
-    """Actor with logits (B, N) and critic with value (B, 1) for states (B, inputs)."""
+    """Actor with logits (B, N) and critic with value (B, 1) for states (B, inputs) of GpuMemory."""
 
     def __init__(self, inputs: int, nodes: int, hidden: int):
         super().__init__()
@@ -74,9 +78,13 @@ class Agent(nn.Module):
         """Returns the policy (B, N) over valid actions."""
         return Categorical(logits=torch.where(masks, self.actor(states), MASKED))
 
+    def value(self, states: Tensor) -> Tensor:
+        """Returns the value of each state, (B,)."""
+        return self.critic(states)[:, 0]
+
 
 class States:
-    """Converts observations to network inputs.
+    """Converts observations of GpuMemory to network inputs.
 
     Inputs: validity of every action, planned memory pressure at every node, distance to the kernel at which the walk
     gets stuck, and position of the walk.
@@ -97,12 +105,79 @@ class States:
         return torch.from_numpy(parts.astype(np.float32)), torch.from_numpy(observation["action_mask"] != 0)
 
 
+class EditAgent(nn.Module):
+    """Actor with logits (B, N) of edits and critic for states (B, inputs) of ``EditStates``."""
+
+    def __init__(self, states_of: "EditStates", hidden: int):
+        super().__init__()
+        self.shapes = states_of.shapes
+        self.static = states_of.static
+        self.of_static = nn.Linear(self.static.shape[1], hidden)
+        self.of_gap = nn.Linear(self.shapes["gaps"][1], hidden)
+        (plan,) = self.shapes["plan"]
+        self.of_plan = nn.Linear(plan, hidden)
+        self.actor = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, N_CHANGES))
+        self.critic = nn.Sequential(nn.Linear(hidden + plan, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def read(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns hidden features of the gaps (B, G, hidden), plan (B, F) and edits (B, N, changes)."""
+        parts = states.split([math.prod(shape) for shape in self.shapes.values()], 1)
+        gaps, plan, edits = (part.unflatten(1, shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
+        hidden = self.of_static(self.static) + self.of_gap(gaps) + self.of_plan(plan)[:, None]
+        return hidden.relu(), plan, edits.long()
+
+    def policy(self, states: Tensor, masks: Tensor) -> Categorical:
+        """Returns the policy (B, N) over valid edits."""
+        hidden, _, edits = self.read(states)
+        changes = self.actor(hidden).flatten(1).gather(1, edits.clamp(min=0).flatten(1)).view_as(edits)
+        logits = changes.masked_fill(edits < 0, 0.0).sum(2)
+        return Categorical(logits=torch.where(masks, logits, MASKED))
+
+    def value(self, states: Tensor) -> Tensor:
+        """Returns the value of each state, (B,)."""
+        hidden, plan, _ = self.read(states)
+        return self.critic(torch.cat([hidden.mean(1), plan], 1))[:, 0]
+
+
+class EditStates:
+    """Flattens observations of GpuMemoryEdit to network inputs: gaps, plan and edits (gap * N_CHANGES + change)."""
+
+    def __init__(self, observation: dict[str, np.ndarray]):
+        self.static = torch.from_numpy(observation["static"][0].copy())  # (G, F)
+        self.shapes = {key: observation[key].shape[1:] for key in ("gaps", "plan", "edits")}
+
+    def __call__(self, observation: dict[str, np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Returns states, float32 (M, inputs), and masks of valid actions, bool (M, N)."""
+        parts = [observation[key].reshape(len(observation[key]), -1) for key in self.shapes]
+        return torch.from_numpy(np.concatenate(parts, 1).astype(np.float32)), torch.from_numpy(
+            observation["action_mask"] != 0
+        )
+
+
+def agent_of(args: Args, observation: dict[str, np.ndarray]) -> tuple[Agent | EditAgent, States | EditStates]:
+    """Returns the agent for observations (M, …), and the conversion of observations to its inputs."""
+    if "edits" in observation:
+        edit_states = EditStates(observation)
+        return EditAgent(edit_states, args.hidden), edit_states
+    states_of = States(observation)
+    return Agent(states_of.size, observation["action_mask"].shape[1], args.hidden), states_of
+
+
 def environment(args: Args, count: int, **options: str) -> gymnasium.vector.VectorEnv:
     """Returns a vector environment of ``count`` environments."""
+    if args.task.startswith("GpuMemoryEdit"):
+        if (args.reward, args.actions) != ("paper", "paper"):
+            raise SystemExit(f"{args.task} takes no --reward or --actions; leave them out")
+        return gymnasium.make_vec(args.task, count, "vector_entry_point", min_bytes=args.min_bytes, **options)
     reward = "causal" if args.reward == "episodic" else args.reward
     return gymnasium.make_vec(
         args.task, count, "vector_entry_point", reward=reward, actions=args.actions, min_bytes=args.min_bytes, **options
     )
+
+
+def overhead_of(info: dict[str, np.ndarray]) -> np.ndarray:
+    """Returns the overhead that each episode ended with, NaN in a dead end; in GpuMemoryEdit of the best plan."""
+    return info.get("best_overhead", info["overhead"])
 
 
 def main(args: Args) -> float:
@@ -115,8 +190,7 @@ def main(args: Args) -> float:
     t = args.num_steps
     n = observation["action_mask"].shape[1]
     task = env.unwrapped.tasks[0]
-    states_of = States(observation)
-    agent = Agent(states_of.size, n, args.hidden)
+    agent, states_of = agent_of(args, observation)
     state, mask = states_of(observation)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5)
     states = torch.zeros(t, *state.shape)
@@ -156,23 +230,25 @@ def main(args: Args) -> float:
                 masks[k] = mask
                 actions[k] = action
                 logs[k] = policy.log_prob(action)
-                values[k] = agent.critic(state)[:, 0]
-            observation, reward, terminated, _, info = env.step(action.numpy())
+                values[k] = agent.value(state)
+            observation, reward, terminated, truncated, info = env.step(action.numpy())
+            terminated |= truncated  # only a spent budget truncates, and the state has its fraction
             if args.reward == "episodic":
                 pending += reward
                 reward = np.where(terminated, pending, 0.0)
                 pending[terminated] = 0.0
             calls += m if args.reward == "paper" else int(terminated.sum())  # causal: one call at the end of an episode
             if terminated.any():
-                for overhead in info["final_info"]["overhead"][terminated]:  # NaN if the plan is infeasible
+                overheads = overhead_of(info["final_info"])[terminated]
+                for overhead in overheads:
                     curve.add_episode(overhead)
-                costs += info["final_info"]["overhead"][terminated & info["final_info"]["feasible"]].tolist()
+                costs += overheads[np.isfinite(overheads)].tolist()
             rewards[k] = torch.from_numpy(args.reward_scale * np.maximum(reward, args.worst)).float()
             ends[k] = torch.from_numpy(terminated).float()
             state, mask = states_of(observation)
 
         with torch.no_grad():
-            values[t] = agent.critic(state)[:, 0]
+            values[t] = agent.value(state)
             advantages = torch.zeros(t, m)
             advantage = torch.zeros(m)
             for k in reversed(range(t)):
@@ -190,7 +266,7 @@ def main(args: Args) -> float:
                 ratio = (policy.log_prob(a) - old).exp()
                 gain = (gain - gain.mean()) / (gain.std() + 1e-8)
                 surrogate = torch.min(ratio * gain, ratio.clamp(1 - args.clip, 1 + args.clip) * gain).mean()
-                error = 0.5 * (agent.critic(s)[:, 0] - target).square().mean()
+                error = 0.5 * (agent.value(s) - target).square().mean()
                 loss = args.value * error - surrogate - remaining * args.entropy * policy.entropy().mean()
                 optimizer.zero_grad()
                 loss.backward()
@@ -211,7 +287,7 @@ def main(args: Args) -> float:
     return overhead
 
 
-def greedy(args: Args, agent: Agent, states_of: States) -> float:
+def greedy(args: Args, agent: Agent | EditAgent, states_of: States | EditStates) -> float:
     """Returns the overhead of the greedy episode; NaN if its plan is infeasible."""
     env = environment(args, 1)
     observation, info = env.reset(seed=0)
@@ -219,13 +295,13 @@ def greedy(args: Args, agent: Agent, states_of: States) -> float:
     while not is_done:
         with torch.no_grad():
             action = agent.policy(*states_of(observation)).probs.argmax(1)
-        observation, _, terminated, _, info = env.step(action.numpy())
-        is_done = bool(terminated[0])
-    return float(info["overhead"][0])
+        observation, _, terminated, truncated, info = env.step(action.numpy())
+        is_done = bool(terminated[0] or truncated[0])
+    return float(overhead_of(info)[0])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Trains a masked PPO on GpuMemory.")
+    parser = argparse.ArgumentParser(description="Trains a masked PPO on GpuMemory or GpuMemoryEdit.")
     for f in fields(Args):
         parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
     main(Args(**vars(parser.parse_args())))

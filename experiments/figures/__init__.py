@@ -201,5 +201,5 @@ def checked_packing(name: str, intervals: Intervals, alignment: int = 1, seconds
     """
     blocks, packing = run(name, intervals, alignment, seconds)
     if pair := overlap(blocks, packing.offsets):
-        raise AssertionError(f"{name}: blocks {pair[0]} and {pair[1]} share a byte")
+        raise AssertionError(f"{name}: blocks {pair[0]} and {pair[1]} share a byte; correct this allocator")
     return packing

@@ -76,7 +76,7 @@ class Core(Figure):
         if built.fingerprint[: len(task["fingerprint"])] != task["fingerprint"]:
             raise cli.UsageError(
                 f"figure.tasks.{task['task']}.fingerprint: the suite uses {task['fingerprint']}, but this PyTorch "
-                f"captures {built.fingerprint[:12]}; scores of different programs cannot be compared"
+                f"captures {built.fingerprint[:12]}; install the PyTorch of the suite"
             )
         limit = int(task["limit"] * built.peak_bytes)
         begin = time.perf_counter()
@@ -192,7 +192,9 @@ def run_agent(
         try:
             gap = round(100 * (simulate(built, plan, machine, limit).overhead - bound), 4)
         except (PlanError, agents.Infeasible) as error:
-            raise cli.UsageError(f"the plan of {planner.name!r} for {built.name!r} is invalid: {error}") from None
+            raise cli.UsageError(
+                f"the plan of {planner.name!r} for {built.name!r} is invalid: {error}; correct the planner"
+            ) from None
     late = "seconds" in options and seconds > LATE[0] * options["seconds"] + LATE[1]
     return {
         "gap": None if late else gap,

@@ -152,7 +152,10 @@ class Figure:
                 continue
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             if len(cells) != len(Claim._fields) or cells[-1] not in VERDICTS:
-                raise ValueError(f"{self.name}: not a claim with a verdict: {line!r}")
+                raise ValueError(
+                    f"{self.name}: expected a claim of {len(Claim._fields)} cells, the last of {', '.join(VERDICTS)}, "
+                    f"got {line!r}"
+                )
             claims.append(Claim(*cells))
         return claims
 

@@ -73,7 +73,9 @@ class Table2(Figure):
             bounded = largest_batch(partial(is_fast, method), plain_batch, batch, task["resolution"])
             program = sizes.timed(home.program(network, machine, batch))
             if program.fingerprint != sizes.at_batch(batch).fingerprint:
-                raise AssertionError(f"{network}: the capture at batch {batch} differs from the planned program")
+                raise AssertionError(
+                    f"{network}: the capture at batch {batch} differs from the program that was planned; report it"
+                )
             paper_batch = NETWORKS[network].batch[i]
             results[method] = {
                 "batch": batch,

@@ -199,6 +199,9 @@ def plan(program: Program, offload: bool = True, strategy: str | None = None, br
         branches: Forks and joins are checkpoints that are swapped out too, as in the authors' code, and swapped-out
             tensors return only when used. Table 1's ResNets need both.
 
+    Returns:
+        The plan with every allowed technique.
+
     Raises:
         ValueError: The strategy is unknown.
     """

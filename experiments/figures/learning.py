@@ -128,7 +128,7 @@ def learning_curve(file: Path) -> Row:
             raise TypeError("names may hold letters, digits, spaces and ,.:+- only")  # they are drawn and printed
         return {**{key: stored[key] for key in (*CASE, "reward", "agent", "seed", "floor")}, **columns}
     except (KeyError, TypeError) as error:
-        raise FormatError(f"{file}: not the curve of a training ({json.dumps(str(error))})") from None
+        raise FormatError(f"{file}: not the curve of a training ({json.dumps(str(error))}); remove it") from None
 
 
 def summarize(file: Path) -> Row | None:
@@ -167,7 +167,7 @@ def summarize(file: Path) -> Row | None:
             "gap": dqn["gap"],
         }
     except (KeyError, TypeError) as error:
-        raise FormatError(f"{file}: not the summary of a run ({json.dumps(str(error))})") from None
+        raise FormatError(f"{file}: not the summary of a run ({json.dumps(str(error))}); remove it") from None
 
 
 def spread(values: list[float | None]) -> str:

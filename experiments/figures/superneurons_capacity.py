@@ -164,12 +164,14 @@ class Deeper:
         for neighbor in (layer - 1, layer + 1):
             others = self._tensors_of(neighbor)
             if [_plain(program.tensors[t]) for t in members] != [_plain(program.tensors[t]) for t in others]:
-                raise ValueError(f"{program.name}: layers {neighbor} and {layer} differ")
+                raise ValueError(
+                    f"{program.name}: layers {neighbor} and {layer} differ; choose a layer with equal neighbors"
+                )
             self._twin.update(zip(others, members, strict=True))
         self._pieces = [list(piece) for _, piece in groupby(range(len(program.kernels)), self._piece_key)]
         phases = [program.kernels[p[0]].phase for p in self._pieces if self._kernels[p[0]] == layer]
         if len(phases) != len(set(phases)):
-            raise ValueError(f"{program.name}: the kernels of layer {layer} are not contiguous")
+            raise ValueError(f"{program.name}: the kernels of layer {layer} are not contiguous; choose another layer")
 
     def _tensors_of(self, layer: int) -> list[int]:
         return [t for t, owner in enumerate(self._tensors) if owner == layer]
@@ -291,10 +293,12 @@ class Table4(Figure):
         if task["captured"]:
             program_captured = capture(batch, n3, machine)
             if without_names(program_captured) != without_names(program):
-                raise AssertionError(f"n3 = {n3}: the captured program differs from the one with repeated blocks")
+                raise AssertionError(
+                    f"n3 = {n3}: the captured program differs from the one with repeated blocks; report it"
+                )
             program = program_captured
             if METHODS[method].planner and run_method(method, program_captured, machine) is None:
-                raise AssertionError(f"{method}: n3 = {n3} fits with repeated blocks, but not as captured")
+                raise AssertionError(f"{method}: n3 = {n3} fits with repeated blocks, but not as captured; report it")
         sums = [m for m in feature_maps(program) if program.kernels[m.layer].kind in JOINS]
         return {
             "n3": n3,
@@ -408,7 +412,9 @@ class Table5(Figure):
             results[method] = {"batch": batch, **iteration}
         batch = results[self.checked]["batch"]
         if figures.program(name, machine, batch_size=batch, algorithms=False) != sizes.at_batch(batch):
-            raise AssertionError(f"{name}: at batch {batch} the captured program differs from the interpolated one")
+            raise AssertionError(
+                f"{name}: at batch {batch} the captured program differs from the interpolated one; report it"
+            )
         kernels = len(small.kernels)
         return {"found": results, "kernels": kernels, "memory": machine.memory_bytes, "host": machine.host_bytes}
 

@@ -54,7 +54,11 @@ class Batches:
     def __post_init__(self) -> None:
         if _structure(self.program) != _structure(self.larger):
             # PyTorch omits broadcasts and copies of a dimension of 1.
-            hint = "; plan a batch of 2 to see larger ones" if 1 in (self.batch, self.larger_batch) else ""
+            hint = (
+                "; plan a batch of 2 to see larger ones"
+                if 1 in (self.batch, self.larger_batch)
+                else "; plan each alone"
+            )
             raise BatchError(
                 f"the step's kernels differ between {self.what} {self.batch} and {self.larger_batch}{hint}"
             )
@@ -345,7 +349,7 @@ def sequences(
 
     length, longest = workloads.length_of_workload(workload, workloads.build(workload))
     if length < 2 or length % 2:
-        raise BatchError(f"a sequence of {length} tokens cannot be halved")
+        raise BatchError(f"a sequence of {length} tokens cannot be halved: choose an even length")
     captured = with_early_update(workloads.load(workload, machine, as_cuda=True, length=length // 2), in_backward)
     card = None if memory_bytes is None else _card(captured, machine, memory_bytes)
     shorter = rescaled(captured.program, program, 0.5)
@@ -375,7 +379,9 @@ def check(
     captured = workloads.load(workload, machine, as_cuda=True, **size)
     peak = with_early_update(captured, in_backward).program.peak_bytes
     if peak != peak_bytes:
-        raise BatchError(f"the peak at {what} {batch} is {peak:,} bytes, but {peak_bytes:,} were predicted")
+        raise BatchError(
+            f"the peak at {what} {batch} is {peak:,} bytes, but {peak_bytes:,} were predicted: try a {what} by hand"
+        )
 
 
 def _card(captured: Captured, machine: Machine, memory_bytes: int | None) -> DevicePeak | None:

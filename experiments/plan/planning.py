@@ -258,6 +258,9 @@ def with_memory(families: Sequence[Best], card: DevicePeak | None, alignment: in
         card: device memory without a plan; None: only tensors count.
         alignment: alignment of addresses in bytes (``Machine.alignment``).
         as_graph: as in ``planned_peak``.
+
+    Returns:
+        the plans in the same order, with ``card`` set unless ``card`` is None.
     """
     if card is None:
         return list(families)

@@ -75,7 +75,7 @@ def import_target(target: object) -> Callable[..., Any]:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             files = sorted(path.stem for path in Path.cwd().glob("*.py"))
             raise WorkloadError(f"target: module {error.name!r} not found{_nearest(name, files)}") from None
-        raise WorkloadError(f"target: cannot import module {name!r} (no module {error.name!r})") from error
+        raise WorkloadError(f"target: cannot import module {name!r} (no module {error.name!r}); install it") from error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}{_line(error)}"
         raise WorkloadError(f"target: cannot import module {name!r} ({reason})") from error
@@ -123,7 +123,7 @@ def batch_size_of(parts: Parts) -> int:
     """
     sizes = {tuple(t.shape[:1]) for t in flatten(parts[-1])[0] if isinstance(t, Tensor) and t.dim()}
     if len(sizes) != 1 or 0 in (size := sizes.pop()):
-        raise WorkloadError("the tensors of the example batch do not share a first dimension, so it has no known size")
+        raise WorkloadError("example batch: expected tensors that share a first dimension, the batch size")
     return int(size[0])
 
 

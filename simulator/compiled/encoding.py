@@ -381,7 +381,7 @@ def choice_of(row: Sequence[int]) -> Choice:
         return Choice.SWAPPED
     if row[KIND] == RECOMPUTE:
         return Choice.CHAIN_KEPT if row[EXTRA] == 1 else Choice.RECOMPUTED
-    raise ValueError(f"a row of kind {row[KIND]} makes no choice for a single gap")
+    raise ValueError(f"row: expected kind {SWAP} or {RECOMPUTE}, which fill a single gap, got {row[KIND]}")
 
 
 def rows_for(gaps: Iterable[Gap], choice: int) -> Ints:
@@ -401,7 +401,7 @@ def decisions_of(rows: Ints) -> tuple[Decision, ...]:
     try:
         return tuple(_OF_CODE[row[KIND]].from_row(row) for row in rows.tolist())
     except KeyError as error:
-        raise ValueError(f"rows: no decision is of kind {error}") from None
+        raise ValueError(f"rows: expected kinds of {', '.join(map(str, _OF_CODE))}, got {error}") from None
 
 
 def ragged(*tables: Sequence[Iterable[int]]) -> Ints:

@@ -330,6 +330,9 @@ class Engine:
             rows: int64 (sum of lengths, 6).
             lengths: int64 (plans,) number of rows of each plan.
             threads: Largest number of threads; None: one per core. Each thread scores at least SHARE plans.
+
+        Returns:
+            columns of shape (plans,); an infeasible plan has ``iteration_ns`` NEVER.
         """
         n = len(lengths)
         ends = np.zeros(n + 1, np.int64)
@@ -417,7 +420,9 @@ class Engine:
             kernels, n_steps = lower_reruns(kernels, tensors, graph, rows, arrays.by_kernel, arrays.by_row, work.steps)
             if n_steps < 0:
                 lower(self.program, Plan(decisions_of(rows)))  # raises the PlanError
-                raise AssertionError("compiled code refuses a plan that schedule.lower accepts")
+                raise AssertionError(
+                    "compiled code refuses a plan that schedule.lower accepts; report it with program and plan"
+                )
             return kernels, n_steps
         if (kinds != RECOMPUTE).all():
             swap_residency(kernels, tensors, rows, work.by_kernel.planned)
@@ -471,7 +476,9 @@ class Engine:
                 settings = settings.copy()
                 settings[HOST_BYTES] = NEVER
             elif status == Status.STUCK:
-                raise AssertionError("simulation is stuck although the planned residency fits the limit")
+                raise AssertionError(
+                    "simulation is stuck although the planned residency fits the limit; report it with program and plan"
+                )
             elif status == Status.MORE_STEPS:
                 work.make_steps(4 * len(work.steps))
             elif (rows[:, KIND] == RERUN).any():
@@ -492,7 +499,7 @@ class Engine:
             log = engine.log(rows_of(plan.decisions), limit_until, self.iterations)
             status, _, required, _, period = engine._work.flat_results.tolist()
             if status != Status.DONE:
-                raise AssertionError(f"compiled code refuses a schedule that fits (status {status})")
+                raise AssertionError(f"compiled code refuses a schedule that fits (status {status}); report it")
             read = read_log(log, plan.decisions, schedule)
             return Timeline.assemble(self.program, self.limit, required, *read, period)
 
@@ -566,6 +573,9 @@ def simulate(
         iterations: Least number of simulated iterations; the last one, which is steady, is reported (rule 10).
         limit_until: Enforce the limit only for kernels before this one; None: everywhere.
         schedule: Result of ``lower`` for this plan; None: computed here.
+
+    Returns:
+        The timeline of all simulated iterations; its iteration time and breakdown are those of the last, in ns.
 
     Raises:
         PlanError: The plan does not fit the program, or holds more bytes on the host than the machine has.

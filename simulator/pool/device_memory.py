@@ -78,6 +78,9 @@ def under_plan(unplanned: DevicePeak, timeline: Timeline) -> tuple[int, bool]:
     Args:
         unplanned: device memory of the unplanned step.
         timeline: covers at least two iterations.
+
+    Returns:
+        bytes of device memory, and whether the allocator serves every request within ``memory_bytes``.
     """
     other_bytes = unplanned.fixed
     blocks, _ = timeline_lifetimes(timeline).intervals.unrolled(ITERATIONS)
@@ -94,6 +97,9 @@ def in_graph(unplanned: DevicePeak, timeline: Timeline, alignment: int) -> tuple
         unplanned: device memory of the unplanned step.
         timeline: covers at least two iterations.
         alignment: alignment of every address in bytes.
+
+    Returns:
+        bytes of device memory, and whether they are at most ``memory_bytes`` (True if that is unknown).
     """
     other_bytes = unplanned.fixed
     room = timeline.peak_bytes if unplanned.memory_bytes is None else unplanned.memory_bytes - other_bytes
@@ -110,6 +116,9 @@ def planned_peak(unplanned: DevicePeak, timeline: Timeline, alignment: int, as_g
         alignment: alignment of every address in bytes.
         as_graph: whether the step is one CUDA graph, whose blocks have packed addresses. Otherwise PyTorch's allocator
             chooses them, so a plan whose tensors fit may still not run.
+
+    Returns:
+        bytes of device memory, and whether the step runs in ``memory_bytes``.
     """
     return in_graph(unplanned, timeline, alignment) if as_graph else under_plan(unplanned, timeline)
 

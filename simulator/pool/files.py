@@ -123,14 +123,19 @@ def _csv(lines: list[str], iteration: bool | None) -> Buffers:
             for name in dict.fromkeys(columns.values()):
                 if header.count(name) != 1:
                     count = "no" if name not in header else "more than one"
-                    raise FormatError(f"line {rows.line_num}: {count} column {name!r}")
+                    raise FormatError(
+                        f"line {rows.line_num}: {count} column {name!r}; expected one each of "
+                        f"{', '.join(dict.fromkeys(columns.values()))}"
+                    )
             continue
         if len(cells) != len(header):
             raise FormatError(f"line {rows.line_num}: expected {len(header)} cells, got {len(cells)}")
         entry = dict(zip(header, cells, strict=True))
         name = entry["id"]
         if name in ids:
-            raise FormatError(f"line {rows.line_num}: id {name!r} was in line {ids[name]} already")
+            raise FormatError(
+                f"line {rows.line_num}: id {name!r} was in line {ids[name]} already; give each buffer its own"
+            )
         ids[name] = rows.line_num
         where = f"line {rows.line_num}: "
         lower = _integer(entry["lower"], f"{where}lower", NEVER - 1)
@@ -217,7 +222,7 @@ def _unpickled(raw: bytes) -> Any:
     except FormatError:
         raise
     except Exception as error:  # a broken pickle may raise any exception
-        raise FormatError(f"not a pickle ({type(error).__name__}: {error})") from None
+        raise FormatError(f"not a pickle of torch.cuda.memory, or damaged ({type(error).__name__}: {error})") from None
 
 
 def _snapshot(raw: bytes, iteration: bool | None) -> Buffers:

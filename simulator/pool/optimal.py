@@ -53,6 +53,9 @@ def pack(
         seed: seed of the search orders. With several workers, or on a timeout, results may differ between runs.
         workers: threads; None: one per core.
 
+    Returns:
+        the packing: int64[n] offsets in bytes in the order of the blocks, and the footprint in bytes.
+
     Raises:
         ValueError: ``alignment`` is below 1.
     """

@@ -49,6 +49,9 @@ def packed_bytes(timeline: Timeline, limit: int, alignment: int = 1) -> int:
         timeline: covers at least two iterations.
         limit: memory limit in bytes; a packing within it is not improved further.
         alignment: alignment of every address in bytes (``Machine.alignment``).
+
+    Returns:
+        the footprint in bytes of the packing with the smallest footprint found.
     """
     return pack_within(timeline_lifetimes(timeline).intervals, limit, alignment).footprint
 

@@ -85,6 +85,9 @@ def pack(
         seed: seed of the search.
         work: budget in visited entries instead of ``seconds``, for deterministic packings.
 
+    Returns:
+        the packing: int64[n] offsets in bytes in the order of the blocks, and the footprint in bytes.
+
     Raises:
         ValueError: ``alignment`` is below 1.
     """

@@ -164,7 +164,7 @@ def test_several_programs_and_limits():
 def test_another_file_under_a_name_is_refused(monkeypatch):
     monkeypatch.setitem(FINGERPRINTS, "unet", "0123456789ab")
     tasks.load.cache_clear()
-    with pytest.raises(FormatError, match=r"expected fingerprint 0123456789ab, got [0-9a-f]{12}$"):
+    with pytest.raises(FormatError, match=r"expected fingerprint 0123456789ab, got [0-9a-f]{12}; restore the file$"):
         gymnasium.make("GpuMemory/unet-50-v1")
 
 

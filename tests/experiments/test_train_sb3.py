@@ -1,5 +1,6 @@
-"""Tests Stable-Baselines3 on GpuMemory-v1: its training command, and the single-file DQN."""
+"""Tests Stable-Baselines3 on both environments: its training command, and the single-file agents."""
 
+import dataclasses
 import json
 import math
 import tempfile
@@ -16,17 +17,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from agents.learned import sb3
+from agents.learned.external import ArchivePlanner
 from agents.learned.optimization import MASKED
 from agents.learned.training import Episode
 from envs import Task
 from envs.memory_env import small_task
-from experiments.common import curves
+from envs.tasks import load
+from experiments.common import curves, report
 from experiments.examples import dqn_single_file, ppo_single_file
 from simulator import Plan, simulate
 from tests.experiments.conftest import Run, chain, check_rows, rows_in
 
 PROGRAM, MACHINE = small_task()
 ENVIRONMENT = {"limit": 0.7}
+EDITS = {"id": "GpuMemoryEdit-v1", "program": PROGRAM, "machine": MACHINE, "limit": 0.6, "start": "empty"}
 LIMIT = int(0.7 * PROGRAM.peak_bytes)
 PPO = {"n_steps": 64, "batch_size": 64, "n_epochs": 5, "learning_rate": 3e-3, "gamma": 1.0}
 SMALL: dict[str, dict[str, Any]] = {
@@ -35,8 +39,8 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(algorithm: str, seed: int = 0, **options: Any) -> Any:
-    return sb3.make(algorithm, ENVIRONMENT, seed, **{"num_envs": 4, "reward_scale": 10.0, "network": {}, **options})
+def make_model(algorithm: str, seed: int = 0, environment: Mapping[str, Any] = ENVIRONMENT, **options: Any) -> Any:
+    return sb3.make(algorithm, environment, seed, **{"num_envs": 4, "reward_scale": 10.0, "network": {}, **options})
 
 
 def overhead(plan: Plan | None) -> float:
@@ -111,9 +115,80 @@ def test_what_the_network_cannot_be_is_refused() -> None:
     assert sb3.graph_of([tasks[0], Task(PROGRAM, MACHINE, LIMIT)]) is tasks[0].graph
 
 
+# ---------------------------------------------------------------------------------------------- edits
+
+
+@pytest.mark.parametrize("algorithm", sb3.ALGORITHMS)
+def test_both_algorithms_train_on_edits(algorithm: str) -> None:
+    """A spent budget ends an episode as a terminal state, and its overhead is the best plan's."""
+    model = make_model(algorithm, 1, EDITS, **SMALL[algorithm])
+    before = [parameter.clone() for parameter in model.policy.parameters()]
+    record = sb3.EpisodeRecorder(algorithm)
+    invalid = Invalid()
+    model.learn(320, [record, invalid])
+    assert not invalid.count and len(record.history) >= 20 and all(e.feasible for e in record.history)
+    assert record.best is not None
+    best = simulate(PROGRAM, record.best, MACHINE, int(0.6 * PROGRAM.peak_bytes)).overhead
+    assert min(e.overhead for e in record.history) == record.history[-1].best_overhead == pytest.approx(best)
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.policy.parameters(), strict=True))
+    plan = sb3.greedy(model, EDITS, "mine")
+    assert plan is not None and plan.planner == "mine"
+
+
+def edit_inputs() -> tuple[sb3.BudgetedEdits, dict[str, Tensor]]:
+    """Returns an environment, and its first observation as a batch of one."""
+    env = sb3.make_env(EDITS)
+    assert isinstance(env, sb3.BudgetedEdits)
+    observation, _ = env.reset(seed=0)
+    return env, {key: torch.from_numpy(value[None]) for key, value in observation.items()}
+
+
+def test_an_edits_score_is_the_sum_of_its_changes_scores() -> None:
+    """Permuted edits have permuted scores; edits of one change add up to the edit of all; padding adds nothing."""
+    torch.manual_seed(0)
+    env, inputs = edit_inputs()
+    kind, arguments = sb3.extractor_of(env, {"edit_width": 8}, None)
+    extractor = kind(env.observation_space, **arguments)
+    edits = inputs["edits"]
+    count = edits.shape[1]
+    order = torch.randperm(count)
+
+    def scores(edits: Tensor) -> Tensor:
+        return extractor({**inputs, "edits": edits})[0, : edits.shape[1]]
+
+    assert scores(edits).unique().numel() > 3
+    torch.testing.assert_close(scores(edits[:, order]), scores(edits)[order])
+    changes = torch.tensor([2, 16, 30])
+    single = torch.full((1, 3, 10), -1)
+    single[0, :, 0] = changes
+    united = torch.full((1, 1, 10), -1)
+    united[0, 0, 2:5] = changes
+    torch.testing.assert_close(scores(united)[0], scores(single).sum())
+
+
+def test_a_network_of_edits_refuses_several_programs_and_classes_of_ones_own() -> None:
+    for environment, network in ((EDITS, torch.nn.Linear), ({**EDITS, "limit": [0.6, 0.65]}, None)):
+        with pytest.raises(ValueError, match="one program and no custom network"):
+            sb3.extractor_of(sb3.make_env(environment), {}, network)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("algorithm", sb3.ALGORITHMS)
+def test_the_command_trains_on_a_named_task_of_edits(run: Run, tmp_path: Path, algorithm: str) -> None:
+    """Covers that the archive plans as the trained model."""
+    out = tmp_path / "out"
+    words = ("task=GpuMemoryEdit/unet-50-v1", "steps=600", "algo.num_envs=2", "planners=null", "tracker=none")
+    run("train_sb3", f"algo={algorithm}", *words, f"out={out}").ok()
+    *_, greedy = rows_in(out)
+    program, machine = load("unet")
+    row, _, _ = report.score_with(ArchivePlanner(out / "model.zip"), program, machine, greedy["limit_bytes"], 0)
+    assert row["overhead"] == greedy["overhead"] < 0.054
+
+
 # ---------------------------------------------------------------------------------------------- masks
 
 
+@pytest.mark.parametrize("environment", [ENVIRONMENT, EDITS])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -122,8 +197,8 @@ def test_what_the_network_cannot_be_is_refused() -> None:
         {"learning_starts": 0, "exploration_initial_eps": 0.0, "exploration_final_eps": 0.0},  # greedy
     ],
 )
-def test_the_dqn_takes_no_invalid_action(settings: dict[str, Any]) -> None:
-    model = make_model("dqn", **{**SMALL["dqn"], **settings})
+def test_the_dqn_takes_no_invalid_action(settings: dict[str, Any], environment: dict[str, Any]) -> None:
+    model = make_model("dqn", 0, environment, **{**SMALL["dqn"], **settings})
     invalid = Invalid()
     model.learn(400, invalid)
     assert not invalid.count
@@ -227,6 +302,39 @@ def test_the_single_file_of_ppo_learns_the_small_task(capsys: pytest.CaptureFixt
     assert ppo_single_file.main(args) <= 0.01
     first, *_, last = capsys.readouterr().out.splitlines()
     assert float(first.split("overhead ")[1].split("%")[0]) > 5 and "greedy plan: overhead 0.00%" in last
+
+
+@pytest.mark.nightly
+def test_the_single_files_train_on_edits(capsys: pytest.CaptureFixture[str]) -> None:
+    """The greedy plan is never worse than the start, and the best of all episodes is better."""
+    task = "GpuMemoryEdit/unet-50-v1"
+    _, info = gymnasium.make(task).reset(seed=0)
+    dqn = dqn_single_file.Args(task=task, steps=400, num_envs=2, warm_up=100, buffer=200, greedy_every=10**6)
+    ppo = ppo_single_file.Args(task=task, steps=640, num_envs=2, num_steps=64, hidden=16, greedy_every=10**6)
+    for greedy in (dqn_single_file.main(dqn), ppo_single_file.main(ppo)):
+        assert 0 < greedy <= info["overhead"]
+    assert float(capsys.readouterr().out.split()[-1].rstrip("%")) < 100 * info["overhead"]
+    with pytest.raises(SystemExit, match="--reward"):
+        ppo_single_file.main(dataclasses.replace(ppo, reward="causal"))
+
+
+def test_the_single_files_score_each_edit_alone() -> None:
+    """Masked edits get no probability or MASKED; permuted edits have permuted values."""
+    options = {key: value for key, value in EDITS.items() if key != "id"}
+    env = gymnasium.make_vec("GpuMemoryEdit-v1", 2, "vector_entry_point", **options)
+    observation, _ = env.reset(seed=0)
+    observation["action_mask"][:, ::5] = 0
+    order = np.random.default_rng(0).permutation(observation["action_mask"].shape[1])
+    permuted = observation | {key: observation[key][:, order] for key in ("edits", "action_mask")}
+    agent, states_of = ppo_single_file.agent_of(ppo_single_file.Args(hidden=8), observation)
+    network = dqn_single_file.network_of(dqn_single_file.Args(width=8), None, observation)
+    masked = torch.from_numpy(observation["action_mask"] == 0)
+    for values, of_permuted, excluded in (
+        (*(agent.policy(*states_of(x)).probs for x in (observation, permuted)), 0.0),
+        (*(network(*dqn_single_file.state_of(x)) for x in (observation, permuted)), MASKED),
+    ):
+        torch.testing.assert_close(of_permuted, values[:, order])
+        assert torch.equal(values == excluded, masked) and values[~masked].unique().numel() > 3
 
 
 def test_the_single_files_mask() -> None:

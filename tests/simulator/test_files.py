@@ -90,7 +90,10 @@ def test_a_mapping_is_read_into_a_dataclass() -> None:
     assert read(Options, {"steps": 2, "rate": 1, "level": "high", "names": ["x"]}, "here").rate == 1.0
     for wrong, message in (
         ({}, "here: missing key 'steps'"),
-        ({"steps": 1, "step": 1}, "here: unknown key 'step'"),
+        (
+            {"steps": 1, "step": 1},
+            "here: unknown key 'step'; expected some of steps, rate, kind, level, names, seconds",
+        ),
         ({"steps": 0}, "here.steps: expected at least 1, got 0"),
         ({"steps": True}, "here.steps: expected an integer, got true"),
         ({"steps": 1, "rate": 0}, "here.rate: expected more than 0, got 0.0"),

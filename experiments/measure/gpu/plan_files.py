@@ -104,7 +104,10 @@ def prepare(
     try:
         program, plans = load_plans(folder, name, fraction, (form,))
         if shape_of(captured.program).fingerprint != shape_of(program).fingerprint:
-            raise CaptureError(f"{name}: the step captured here differs from {program_file(folder, name).name}")
+            raise CaptureError(
+                f"{name}: the step captured here differs from {program_file(folder, name).name}; write it again with "
+                "`make gpu ARGS=plans`"
+            )
         return Prepared(replace(captured, program=program), plans, "")
     except CaptureError as error:
         profile = measure(captured, device, machine.name, 1, cache="cold" if device == "cuda" else "hot")

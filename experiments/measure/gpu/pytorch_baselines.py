@@ -168,6 +168,9 @@ def trial(
         prepare: applies the method to the network and returns its step.
         setting: label of the setting.
         steps: measured steps that alternate with eager steps (on the CPU without a peak); 0: five steps without them.
+
+    Returns:
+        the measured time and peak.
     """
     free_cache()
     eager_step = build_eager_step(name, device) if steps else None
@@ -271,7 +274,9 @@ class Levels:
         """Returns the mildest setting whose peak is within ``limit`` bytes; raises Unreachable."""
         last = self.count - 1
         if self.at(last).peak > limit:
-            raise Unreachable(f"at its strongest it needs {self.at(last).peak:,} bytes, over the limit of {limit:,}")
+            raise Unreachable(
+                f"at its strongest it needs {self.at(last).peak:,} bytes, over the limit of {limit:,}: raise it"
+            )
         milder = largest(lambda n: self.at(last - n).peak <= limit, (last + 1) // 2, last) if last else 0
         return self.at(last - milder)
 

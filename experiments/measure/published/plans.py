@@ -122,7 +122,7 @@ def planned(
     retimed = None if error is None else Retimed(*task, error, seed=0)
     best = times.recommended(found, retimed)
     if best is None or best.plan is None:
-        raise agents.Infeasible(f"{program.name!r} has no plan within {limit:,} bytes")
+        raise agents.Infeasible(f"no planner found a plan of {program.name!r} within {limit:,} bytes; raise the limit")
     return best.plan, None if retimed is None else retimed.spread(best.plan)
 
 

@@ -56,6 +56,9 @@ def replays(
         folder: results of the run.
         kernel_ns, copy_ns: costs of the executor per kernel and per copy.
         queue_depth: pending kernels, each with its event, until the host blocks (probe.json, "queue").
+
+    Returns:
+        one prediction per plan.
     """
     machine = Machine.load(folder / "machine.yaml")
     costs = replace(machine, d2h_latency_ns=copy_ns, h2d_latency_ns=copy_ns, queue_depth=queue_depth)

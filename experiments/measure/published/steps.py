@@ -235,7 +235,7 @@ def paired(captured: Captured, trace: Sequence[Operator]) -> list[tuple[Operator
                 found.append((row, [queue.pop() for queue in queues]))
                 break
         else:
-            raise ValueError(f"line {line}: the trace has more of {row.name} than the capture")
+            raise ValueError(f"line {line}: the trace has more of {row.name} than the capture; correct `network`")
     return found
 
 

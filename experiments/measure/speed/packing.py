@@ -49,7 +49,7 @@ def perfect(n: int, seed: int, width: int = 2**20, height: int = 2**20) -> Inter
     while len(heap) < n:
         _, start, duration, nbytes = heapq.heappop(heap)
         if max(duration, nbytes) < 2:
-            raise ValueError(f"n: a rectangle of {width} x {height} cannot be cut into {n} blocks")
+            raise ValueError(f"n: a rectangle of {width} x {height} cannot be cut into {n} blocks; choose fewer")
         part = rng.uniform(0.2, 0.8)
         cut_time = duration / width * rng.uniform(0.5, 1.5) > nbytes / height * rng.uniform(0.5, 1.5)
         if duration > 1 and (cut_time or nbytes < 2):

@@ -61,10 +61,13 @@ class Model:
         self.env = simpy.Environment()
         self.schedule = schedule
         if schedule.required_bytes > limit:
-            raise MemoryError(f"the plan needs {schedule.required_bytes:,} bytes, over the limit of {limit:,}")
+            raise MemoryError(
+                f"the plan needs {schedule.required_bytes:,} bytes, over the limit of {limit:,}; raise it or plan again"
+            )
         if max(schedule.on_host) > machine.host_bytes:
             raise MemoryError(
-                f"the plan needs {max(schedule.on_host):,} bytes of host memory, more than {machine.host_bytes:,}"
+                f"the plan needs {max(schedule.on_host):,} bytes of host memory, more than {machine.host_bytes:,}; "
+                "swap less"
             )
         self.program = program = schedule.program
         self.machine = machine

@@ -63,7 +63,7 @@ def simulation(
         "reference": rules.simulate(program, plan, machine, limit, iterations=1).iteration_ns,
     }
     if len(set(results.values())) > 1:
-        raise AssertionError(f"{program.name}: the simulators disagree on the iteration (ns): {results}")
+        raise AssertionError(f"{program.name}: the simulators disagree on the iteration (ns): {results}; report it")
     engine_s, simpy_s, reference_s = (
         median(timeit.repeat(call, number=1, repeat=repeats))
         for call, repeats in (

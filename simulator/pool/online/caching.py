@@ -72,6 +72,9 @@ def serve(intervals: Intervals, limit: int | None = None, expandable: bool = Fal
         expandable: ``expandable_segments:True``: each pool is one segment that grows at its end, by 2 MiB (small) or
             20 MiB; none is released.
 
+    Returns:
+        bytes, and False if a request failed within ``limit``.
+
     Raises:
         ValueError: time repeats.
     """

@@ -98,7 +98,7 @@ def test_what_names_an_absent_network_is_left_out() -> None:
 def test_a_claim_without_a_rule_is_refused() -> None:
     text = TEXT.replace("{{holds(even, count)}}", "holds")
     squares = type("Squares", (type(figure()),), {"text": text})()
-    with pytest.raises(ValueError, match="not a claim with a verdict"):
+    with pytest.raises(ValueError, match="expected a claim of"):
         squares.claims([])
 
 

@@ -40,5 +40,5 @@ def test_rows_do_not_depend_on_the_clock() -> None:
 
 
 def test_a_limit_without_a_plan_is_refused() -> None:
-    with pytest.raises(Infeasible, match="'chain' has no plan within 1,000 bytes"):
+    with pytest.raises(Infeasible, match="no planner found a plan of 'chain' within 1,000 bytes"):
         plans.planned(chain(), H100, 1000, 50, None, ("annealing",))

@@ -112,7 +112,10 @@ def test_plans_from_files(folder):
 def test_another_step_is_planned_here_and_the_row_says_so(folder):
     captured = build("tiny_resnet", "cpu", batch=4).captured(HOST)
     prepared = prepare(captured, folder, "tiny_resnet", FRACTION, "kernels", "cpu", HOST)
-    assert prepared.planned_here == ("tiny_resnet: the step captured here differs from tiny_resnet-program.json.gz")
+    assert prepared.planned_here == (
+        "tiny_resnet: the step captured here differs from tiny_resnet-program.json.gz; write it again with "
+        "`make gpu ARGS=plans`"
+    )
     (plan,) = prepared.plans
     assert plan.fingerprint == prepared.captured.program.fingerprint
 
