@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from rich import box
 from rich.table import Table
 
-from envs.tasks import FINGERPRINTS, load
+from envs.tasks import load
 from experiments.common import cli, report
 from experiments.common.tracking import tracker_class
 from simulator.files import write_json
@@ -120,9 +120,8 @@ def read_several(cfg: DictConfig) -> Several:
     for factor in lists["links"]:
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
             raise cli.UsageError(f"several.links: expected numbers above 0, got {factor!r}")
-    shared = {program_of("train", name)[0] for name in lists["train"]} & {
-        program_of("test", name)[0] for name in lists["test"]
-    }
+    programs = {key: {cli.named_task(f"several.{key}", name)[0] for name in lists[key]} for key in ("train", "test")}
+    shared = programs["train"] & programs["test"]
     if shared:
         raise cli.UsageError(
             f"several.test: {min(shared)!r} is in several.train, too, and would not be unseen; remove it"
@@ -131,22 +130,12 @@ def read_several(cfg: DictConfig) -> Several:
     return Several(**lists, **counts)
 
 
-def program_of(key: str, name: object, prefix: str = "several.") -> tuple[str, float]:
-    """Returns program and limit (fraction) of a task's name such as vgg16-45; raises UsageError naming the key."""
-    program, _, percent = str(name).rpartition("-")
-    if program not in FINGERPRINTS or not percent.isdigit() or not 0 < int(percent) <= 100:
-        raise cli.UsageError(
-            f"{prefix}{key}: {name!r} is not PROGRAM-PERCENT, such as vgg16-45; programs are {', '.join(FINGERPRINTS)}"
-        )
-    return program, int(percent) / 100
-
-
 def make_task(name: object, factor: float, args: Any) -> EditTask:
     """Returns the task of a name; ``factor`` scales the bandwidth of its machine's link."""
     from envs.edit.starts import empty
     from envs.edit.task import EditTask
 
-    key, fraction = program_of("train", name)
+    key, fraction = cli.named_task("several", name)
     program, machine = load(key)
     try:
         limit = int(fraction * program.peak_bytes)

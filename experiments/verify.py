@@ -18,7 +18,6 @@ from omegaconf import DictConfig
 from agents.floor import floor
 from envs.tasks import TASKS, load
 from experiments.common import cli, report
-from experiments.train_unseen import program_of
 from simulator.files import FormatError, write_json
 from simulator.plan import Plan, PlanError
 
@@ -30,11 +29,10 @@ def main(cfg: DictConfig) -> Path:
     if folder is None or not folder.is_dir():
         raise cli.UsageError(f"plans: expected a folder with a file TASK.json per task, got {cfg.plans!r}")
     names = list(TASKS) if cfg.tasks is None else [str(name) for name in cli.values(cfg, "tasks")]
-    for name in names:
-        program_of("tasks", name, prefix="")
+    tasks = {name: cli.named_task("tasks", name) for name in names}
     screen = report.console()
     with report.RunDirectory(cli.path(cfg, "out"), "verify") as out:
-        rows = [verify(folder, name) for name in report.track(names, "verifying")]
+        rows = [verify(folder, name, *tasks[name]) for name in report.track(names, "verifying")]
         report.write_rows(out / "results.jsonl", rows)
         write_json(out / "summary.json", {**report.run_info(cfg), "results": rows}, indent=1)
     for name, row in zip(names, rows, strict=True):
@@ -50,9 +48,17 @@ def main(cfg: DictConfig) -> Path:
     return out
 
 
-def verify(folder: Path, name: str) -> report.Row:
-    """Returns the row of the plan of a task; infeasible, with the reason, if it is missing or does not count."""
-    key, fraction = program_of("tasks", name, prefix="")
+def verify(folder: Path, name: str, key: str, fraction: float) -> report.Row:
+    """Returns the row of the plan of a task; infeasible, with the reason, if it is missing or does not count.
+
+    Args:
+        folder: Folder of the submitted plans.
+        name: Name of the task and of its file.
+        key, fraction: The task's program, and its limit as a fraction of the peak.
+
+    Returns:
+        The row, with the floor.
+    """
     program, machine = load(key)
     limit = int(fraction * program.peak_bytes)
     file = folder / f"{name}.json"

@@ -7,7 +7,6 @@ from ``module:function`` and ``model.zip``.
 from __future__ import annotations
 
 import io
-import json
 import math
 import zipfile
 from collections.abc import Callable, Mapping
@@ -66,11 +65,7 @@ class FunctionPlanner:
         options = {"program": program, "machine": machine, "limit": limit, "min_bytes": self.min_bytes}
         env: Any
         try:
-            env = (
-                MemoryEditEnv(**options, mode=self.mode)
-                if kind == ENVIRONMENTS[0]
-                else MemoryEnv(**options, mode=self.mode)
-            )
+            env = (MemoryEditEnv if kind == ENVIRONMENTS[0] else MemoryEnv)(**options, mode=self.mode)
         except ValueError as error:
             raise Infeasible(f"{self.name}: {error}") from None
         observation, info = env.reset(seed=self.seed)
@@ -114,9 +109,10 @@ class ArchivePlanner:
     simulator_calls: int = field(init=False, default=0)
     _config: dict[str, Any] = field(init=False)
     _algorithm: str = field(init=False)
+    _weights: dict[str, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._weights()
+        self._weights = self._read_weights()
 
         def read(data: object) -> dict[str, Any]:
             config = data.get("config") if isinstance(data, dict) else None
@@ -130,7 +126,7 @@ class ArchivePlanner:
         self._algorithm = "maskable_ppo" if "n_epochs" in self._config["algo"] else "dqn"
         self.name = f"sb3_{self._algorithm}"
 
-    def _weights(self) -> dict[str, Any]:
+    def _read_weights(self) -> dict[str, Any]:
         """Returns the weights of the policy without executing any content; raises FormatError."""
         import torch
 
@@ -167,14 +163,14 @@ class ArchivePlanner:
         else:
             keys += ["reward", "actions"]
         environment |= {key: self._config[key] for key in keys}
-        settings = json.loads(json.dumps(self._config["algo"])) | {"num_envs": 1}
+        settings = self._config["algo"] | {"num_envs": 1}
         if "buffer_size" in settings:
             settings["buffer_size"] = 1  # nothing is stored
         try:
             model = sb3.make(self._algorithm, environment, 0, **settings)
         except ValueError as error:
             raise Infeasible(f"{self.name}: {error}") from None
-        weights = self._weights()
+        weights = self._weights
         parameters = dict(model.policy.named_parameters())  # buffers depend on the program
         fits = all(key in weights and weights[key].shape == value.shape for key, value in parameters.items())
         if not fits:

@@ -257,6 +257,22 @@ def launcher(cfg: DictConfig) -> tuple[str, int | None]:
     return name, None if name == "ray" and cfg.jobs is None else jobs(cfg)
 
 
+def named_task(key: str, name: object) -> tuple[str, float]:
+    """Returns the program and the limit, as a fraction of its peak, of a task's name such as vgg16-45.
+
+    Raises:
+        UsageError: the name, given at ``key``, is not PROGRAM-PERCENT.
+    """
+    from envs.tasks import FINGERPRINTS  # Gymnasium takes seconds to import
+
+    program, _, percent = str(name).rpartition("-")
+    if program not in FINGERPRINTS or not percent.isdigit() or not 0 < int(percent) <= 100:
+        raise UsageError(
+            f"{key}: {name!r} is not PROGRAM-PERCENT, such as vgg16-45; programs are {', '.join(FINGERPRINTS)}"
+        )
+    return program, int(percent) / 100
+
+
 def path(cfg: DictConfig, key: str) -> Path | None:
     """Returns the path at a key, or None if it is null.
 
