@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -318,7 +319,9 @@ def jobs_case(seed: int) -> JobsCase:
 
 
 def _plain(result: Any) -> Any:
-    """Returns a timeline as tuples, because field names are not part of a digest."""
+    """Returns a timeline as tuples, because field names are not part of a digest; of an error its class and numbers."""
+    if isinstance(result, str):
+        return re.findall(r"^\w+|\d+", result)
     if isinstance(result, tuple):
         return tuple(_plain(x) for x in result)
     if hasattr(result, "__dataclass_fields__"):
