@@ -23,6 +23,8 @@ from simulator.program import Program
 
 ENVIRONMENTS = ("GpuMemoryEdit", "GpuMemory")
 SUMMARY = "summary.json"  # of train_sb3, beside the archive: the settings that built the network
+EDIT_SETTINGS = ("min_bytes", "mode")  # settings of the environment that GpuMemoryEdit takes from the summary
+WALK_SETTINGS = (*EDIT_SETTINGS, "reward", "actions")  # and GpuMemory
 
 
 @dataclass(eq=False)
@@ -108,6 +110,7 @@ class ArchivePlanner:
     name: str = field(init=False)
     simulator_calls: int = field(init=False, default=0)
     _config: dict[str, Any] = field(init=False)
+    _keys: tuple[str, ...] = field(init=False)
     _algorithm: str = field(init=False)
     _weights: dict[str, Any] = field(init=False, repr=False)
 
@@ -120,6 +123,10 @@ class ArchivePlanner:
                 raise FormatError("config: expected the settings of experiments.train_sb3, with a mapping algo")
             if config.get("network") is not None:
                 raise FormatError("`network` names Python code, which an archive cannot bring; submit plans instead")
+            kind = str(config.get("task")).partition("/")[0]
+            self._keys = EDIT_SETTINGS if kind == ENVIRONMENTS[0] else WALK_SETTINGS
+            if missing := [key for key in self._keys if key not in config]:
+                raise FormatError(f"config: {', '.join(missing)} missing; keep the {SUMMARY} that train_sb3 wrote")
             return config
 
         self._config = load_json(self.path.with_name(SUMMARY), read)
@@ -155,14 +162,10 @@ class ArchivePlanner:
 
         if program.peak_bytes <= limit:
             return Plan.of(program, (), self.name, limit, machine.name)
-        keys = ["min_bytes", "mode"]
-        kind = str(self._config.get("task")).partition("/")[0]
         environment = {"program": program, "machine": machine, "limit": limit}
-        if kind == ENVIRONMENTS[0]:
-            environment["id"] = f"{kind}-v1"
-        else:
-            keys += ["reward", "actions"]
-        environment |= {key: self._config[key] for key in keys}
+        if self._keys == EDIT_SETTINGS:
+            environment["id"] = f"{ENVIRONMENTS[0]}-v1"
+        environment |= {key: self._config[key] for key in self._keys}
         settings = self._config["algo"] | {"num_envs": 1}
         if "buffer_size" in settings:
             settings["buffer_size"] = 1  # nothing is stored

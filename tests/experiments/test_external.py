@@ -99,6 +99,10 @@ def test_a_malformed_archive_is_refused(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({"config": {"algo": {}, "network": "mine:Net"}}))
     with pytest.raises(FormatError, match="network"):
         ArchivePlanner(file)
+    config = {"algo": {}, "task": "GpuMemory/vgg16-45", "min_bytes": 0, "mode": "swap"}
+    (tmp_path / "summary.json").write_text(json.dumps({"config": config}))
+    with pytest.raises(FormatError, match="reward, actions missing"):
+        ArchivePlanner(file)
 
 
 class Runs:
