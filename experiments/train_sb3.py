@@ -162,6 +162,9 @@ def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine, int]
     """Returns program, machine and limit in bytes.
 
     The small built-in task is the default if no task, workload or program is given.
+
+    Raises:
+        UsageError: The task is unknown, or it is given with a setting that it contains.
     """
     if cfg.task is not None:
         tasks = {f"{kind}/{name}-v1": task for kind in ENVIRONMENTS for name, task in TASKS.items()}

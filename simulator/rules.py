@@ -489,7 +489,10 @@ def simulate_jobs(
 def simulate(
     program: Program, plan: Plan, machine: Machine, limit: int, iterations: int = 2, limit_until: int | None = None
 ) -> Timeline:
-    """Simulates one program until its iterations repeat (rule 10); parameters as in ``simulator.simulate``."""
+    """Simulates one program until its iterations repeat (rule 10).
+
+    Arguments, result and errors are those of ``simulator.simulate``.
+    """
     plan.check(program)
     schedule = lower(program, plan)
     until = len(program.kernels) if limit_until is None else limit_until

@@ -74,7 +74,13 @@ class ExperienceBuffer:
         )
 
     def add(self, trail: list[tuple[State, int, float]], n_step: int, gamma: float = 1.0) -> None:
-        """Adds a finished episode of (state, action, reward); an episode longer than the ring loses its start."""
+        """Adds a finished episode of (state, action, reward); an episode longer than the ring loses its start.
+
+        Args:
+            trail: The episode in order.
+            n_step: Number of rewards that a transition sums.
+            gamma: Discount per step.
+        """
         rewards = np.array([reward for _, _, reward in trail])
         discounts = gamma ** np.arange(len(trail))
         for i in range(max(0, len(trail) - self.capacity), len(trail)):

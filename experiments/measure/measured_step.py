@@ -89,6 +89,8 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
     """Returns the measured step of a profile.
 
     Args:
+        captured: the profiled step.
+        profile: measured durations of its kernels.
         rates: machine as measured by ``executor.calibrate``.
         entries: attributes of MeasuredStep that a profile lacks (default: None).
 

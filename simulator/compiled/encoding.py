@@ -385,7 +385,11 @@ def choice_of(row: Sequence[int]) -> Choice:
 
 
 def rows_for(gaps: Iterable[Gap], choice: int) -> Ints:
-    """Returns ``row_of`` each gap, int64 (m, 6)."""
+    """Returns ``row_of`` each gap, int64 (m, 6).
+
+    Args:
+        choice: A ``Choice``, the same for all gaps.
+    """
     columns = columns_of(gaps)
     rows = np.empty((len(columns), 6), np.int64)
     rows[:, 1:4] = columns

@@ -135,7 +135,7 @@ def start_proposal(now, new, differ):
 
 @stage(entry=True)
 def put(plan, nbytes, differ, i, empty, row):
-    """Empties gap i of a plan as ``row`` specifies, or fills it."""
+    """Empties gap i of a plan as ``row`` specifies, or fills it; ``nbytes``: (gaps,) sizes of the tensors."""
     _record_change(differ, i)
     rows = plan.rows
     if plan.on[i]:

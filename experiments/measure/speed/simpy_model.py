@@ -304,6 +304,9 @@ def simulate(schedule: Schedule, machine: Machine, limit: int, iterations: int =
     """Returns the steady iteration's duration in ns, equal to ``Engine.score``; raises MemoryError if infeasible.
 
     Args:
+        schedule: lowered plan.
+        machine: machine to simulate.
+        limit: memory limit in bytes.
         iterations: minimum number of simulated iterations.
     """
     return Model(schedule, machine, limit, iterations).run()
