@@ -123,7 +123,7 @@ def make_model(
     except CustomNetworkError as error:
         raise cli.UsageError(str(error)) from None
     except (TypeError, ValueError, AssertionError) as error:
-        raise cli.UsageError(f"algo: {error}") from None
+        raise cli.UsageError(f"algo: {algorithm} rejects its settings ({error}); correct them") from None
 
 
 def train(
