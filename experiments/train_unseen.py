@@ -131,7 +131,12 @@ def read_several(cfg: DictConfig) -> Several:
 
 
 def make_task(name: object, factor: float, args: Any) -> EditTask:
-    """Returns the task of a name; ``factor`` scales the bandwidth of its machine's link.
+    """Returns the task of a name.
+
+    Args:
+        name: task, such as "vgg16-45".
+        factor: scales the bandwidth of the machine's link.
+        args: settings of the agent, with ``mode`` and ``min_bytes``.
 
     Raises:
         UsageError: The name is unknown, or the task has no feasible start.

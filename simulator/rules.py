@@ -83,7 +83,7 @@ class World:
         return self.machine.compute_share(len(self.steps)) - loss
 
     def in_flight(self) -> list[tuple[Activity, int]]:
-        """Returns running steps and copies in flight with their speeds; opposite copies slow each other down (g)."""
+        """Returns running steps and copies with their speeds in 1 / ALONE; opposite copies slow each other down (g)."""
         shares = {"d2h": self.machine.d2h_share, "h2d": self.machine.h2d_share}
         is_duplex = len(self.copies) == 2
         copies = [(copy, shares[direction] if is_duplex else ALONE) for direction, copy in self.copies.items()]

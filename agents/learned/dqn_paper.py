@@ -38,8 +38,8 @@ class State(NamedTuple):
     """Dynamic part of an observation."""
 
     dynamic: NDArray[np.float16]  # (N, 3): dynamic node features, from column STATIC on
-    current: int
-    mask: NDArray[np.bool_]  # (A,)
+    current: int  # node of the walk
+    mask: NDArray[np.bool_]  # (A,), valid actions
 
 
 class ExperienceBuffer:
@@ -114,7 +114,7 @@ class ExperienceBuffer:
 class Variant(NamedTuple):
     """Reward and actions of Walk, and an optional custom network class (structure2vec.py)."""
 
-    reward: str = "paper"
+    reward: str = "paper"  # as in ``MemoryEnv``, also ``actions``
     actions: str = "paper"
     network: type[nn.Module] | None = None
 

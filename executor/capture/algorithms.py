@@ -30,14 +30,14 @@ Stage = tuple[float, float]  # FLOPs, bytes moved
 class Convolution:
     """A 2-D convolution without groups, transposition or dilation."""
 
-    batch: int
-    channels: int
-    image: tuple[int, int]
-    filters: int
+    batch: int  # images
+    channels: int  # of the input
+    image: tuple[int, int]  # height and width of the input; likewise below
+    filters: int  # channels of the output
     filter: tuple[int, int]
     padding: tuple[int, int] = (0, 0)
     stride: tuple[int, int] = (1, 1)
-    itemsize: int = 4
+    itemsize: int = 4  # bytes per number
 
     @property
     def output(self) -> tuple[int, int]:

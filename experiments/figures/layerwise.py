@@ -49,7 +49,7 @@ class MemoryStep(NamedTuple):
     name: str
     phase: Phase
     nbytes: int
-    tensors: tuple[int, ...]
+    tensors: tuple[int, ...]  # indices of those in memory
 
 
 def alexnet() -> list[Layer]:

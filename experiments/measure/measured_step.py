@@ -38,7 +38,7 @@ class Operator:
     named: dict[str, Value]
     result: Value  # the output tensor; None if there are several
     flops: int  # of one call, as in the program
-    bytes: int
+    bytes: int  # of one call
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class MeasuredStep:
     workload: str  # display name
     device: str  # name that the driver reports
     machine: str  # preset of configs/machine to compare with
-    torch: str
+    torch: str  # version
     cuda: str  # version; "" without
-    cudnn: str
+    cudnn: str  # version
     precision: Precision
     cache: Cache  # as in ``Profile``
     event_ns: int

@@ -43,7 +43,7 @@ class Controlled:
 
     jobs: tuple[Job, ...]  # with all plans they received
     timeline: JobsTimeline
-    replanned: tuple[Replanned, ...]
+    replanned: tuple[Replanned, ...]  # in order of time
 
 
 def control(

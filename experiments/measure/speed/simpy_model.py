@@ -48,8 +48,8 @@ class Copy:
     """A copy in flight."""
 
     work: int  # remaining ns at full speed when ``since`` was set, times ALONE
-    since: int
-    rate: int
+    since: int  # time in ns
+    rate: int  # speed, in 1 / ALONE
     disturbed: simpy.Event | None = None  # fires when the other direction starts or ends; None: no effect on this copy
 
 
