@@ -30,6 +30,12 @@ def host_needed(program: Program, machine: Machine, limit: int, mode: str = "joi
     """Returns the host memory (bytes) that a quick planner's plan needs, if the machine has less.
 
     Returns None if the machine's host memory is sufficient or if the quick planners find no plan.
+
+    Args:
+        program: Program to plan.
+        machine: Machine to plan for.
+        limit: Memory limit in bytes.
+        mode: Mode of the plan.
     """
     evictable = {gap.tensor for gap in program.gaps()}
     if sum(program.tensors[t].nbytes for t in evictable) <= machine.host_bytes:

@@ -31,7 +31,13 @@ class JobsPlanner(Protocol):
     simulator_calls: int
 
     def plan_jobs(self, programs: Sequence[Program], machine: Machine, limit: int) -> tuple[Plan, ...]:
-        """Returns one plan per program that together fit ``limit`` (bytes); raises Infeasible if it finds none."""
+        """Returns one plan per program that together fit ``limit`` (bytes); raises Infeasible if it finds none.
+
+        Args:
+            programs: The jobs.
+            machine: Machine that they share.
+            limit: Memory limit in bytes for all jobs.
+        """
         ...
 
 

@@ -237,7 +237,14 @@ class Batch(EnvBatch):
         self._run(np.empty(0, np.int64), resets, tasks)
 
     def step(self, actions: NDArray[np.int64]) -> None:
-        """Steps every walk. ``actions``: (M,) node + ``size`` * form."""
+        """Steps every walk.
+
+        Args:
+            actions: int64 (M,), node + ``size`` * form of each walk.
+
+        Raises:
+            ValueError: ``actions`` has another shape.
+        """
         if actions.shape != (self.count,):
             raise ValueError(f"actions: expected {self.count}, got shape {actions.shape}")
         self._run(np.ascontiguousarray(actions, np.int64), self._no_walks, self._random_tasks)

@@ -63,6 +63,13 @@ def make_tasks(
 ) -> list[Task]:
     """Returns one task per program, machine and limit.
 
+    Args:
+        program: one or several programs, as in ``MemoryEnv``.
+        machine: one or several machines, as in ``MemoryEnv``.
+        limit: one or several limits, as in ``MemoryEnv``.
+        min_bytes: size in bytes below which tensors are left out.
+        mode: "swap", "recompute" or "joint".
+
     Raises:
         ValueError: if a limit is invalid or unreachable, or a program has no machine.
     """

@@ -27,7 +27,7 @@ class Frame(NamedTuple):
     caption: str
     live_bytes: NDArray[np.int64]  # (n,) without a plan
     need_bytes: NDArray[np.int64]  # (n,) under the plan
-    limit: int
+    limit: int  # bytes
     start_ns: NDArray[np.int64]  # (n + 1,)
     position: int | None = None  # kernel that the agent has reached
 

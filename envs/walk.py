@@ -26,8 +26,8 @@ class Step(NamedTuple):
     """Result of one action."""
 
     reward: float
-    terminated: bool
-    dead_end: bool
+    terminated: bool  # whether the episode has ended
+    dead_end: bool  # whether it ended without a plan that fits
 
 
 class Walk:

@@ -506,6 +506,9 @@ def _measured(captured: Captured, device: torch.device, machine: str) -> Profile
 def machine_of(device: str) -> Machine:
     """Returns the preset whose name occurs in the GPU's, with the host memory that can be pinned.
 
+    Args:
+        device: name of the GPU, such as "NVIDIA H200".
+
     Raises:
         FitError: no preset matches.
     """
@@ -573,6 +576,14 @@ def planned_in_mode(
     mode: str = "recompute",
 ) -> tuple[Plan, int | None]:
     """Returns a plan of a mode, and a certified lower bound of its time if the planner has one (executor/compiled).
+
+    Args:
+        program: program to plan.
+        machine: machine to plan for.
+        limit: memory limit in bytes.
+        planner: name of a planner, or a function.
+        seconds: time for a named planner; None: its default.
+        mode: mode of the plan.
 
     Raises:
         FitError: no plan exists or was found, or the planner lacks a library.

@@ -75,6 +75,10 @@ def make(
     """Computes and plots figures by their settings into ``out``; prints their tables.
 
     Args:
+        chosen: settings of each figure.
+        quick: whether to use the settings of a quick run.
+        machine: machine for all figures; None: their own.
+        out: directory to write.
         typed_keys: settings given by the user, which ``quick`` does not override.
         launcher, jobs: see ``workers.results``.
 

@@ -179,7 +179,11 @@ def read_run(cfg: DictConfig) -> Run:
 
 
 def train_agent(run: Run, cfg: DictConfig, out: Path, log: Console) -> tuple[Trainer, DQNResult, Curve]:
-    """Trains with a progress bar, a tracker and a learning curve; returns the trainer, its result and the curve."""
+    """Trains with a progress bar, a tracker and a learning curve; returns the trainer, its result and the curve.
+
+    Raises:
+        UsageError: The custom network is invalid.
+    """
     from agents.learned import dqn, dqn_paper
     from agents.learned.structure2vec import CustomNetworkError
     from agents.learned.training import train
@@ -244,7 +248,9 @@ def compare_planners(
 
     Args:
         task: program, machine and limit in bytes.
+        seed: seed of the planners.
         mode: eviction mode; None: the default of each planner.
+        names: planners to compare.
         controls: planners by row name.
         plans: plan (None: infeasible) and simulator calls by row name.
         train_s: training time in seconds.
@@ -263,7 +269,11 @@ def compare_planners(
 
 
 def variant_of(cfg: DictConfig) -> tuple[str, str, Any]:
-    """Returns reward, actions and the class of ``network`` (None: the default network)."""
+    """Returns reward, actions and the class of ``network`` (None: the default network).
+
+    Raises:
+        UsageError: ``reward`` or ``actions`` is unknown, or ``network`` cannot be imported.
+    """
     from envs.task import ACTIONS, REWARDS
     from experiments.workloads.module import WorkloadError, import_target
 

@@ -123,7 +123,7 @@ def make_model(
     except CustomNetworkError as error:
         raise cli.UsageError(str(error)) from None
     except (TypeError, ValueError, AssertionError) as error:
-        raise cli.UsageError(f"algo: {error}") from None
+        raise cli.UsageError(f"algo: {algorithm} rejects its settings ({error}); correct them") from None
 
 
 def train(
@@ -162,6 +162,9 @@ def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine, int]
     """Returns program, machine and limit in bytes.
 
     The small built-in task is the default if no task, workload or program is given.
+
+    Raises:
+        UsageError: The task is unknown, or it is given with a setting that it contains.
     """
     if cfg.task is not None:
         tasks = {f"{kind}/{name}-v1": task for kind in ENVIRONMENTS for name, task in TASKS.items()}

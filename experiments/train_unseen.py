@@ -131,7 +131,16 @@ def read_several(cfg: DictConfig) -> Several:
 
 
 def make_task(name: object, factor: float, args: Any) -> EditTask:
-    """Returns the task of a name; ``factor`` scales the bandwidth of its machine's link."""
+    """Returns the task of a name.
+
+    Args:
+        name: task, such as "vgg16-45".
+        factor: scales the bandwidth of the machine's link.
+        args: settings of the agent, with ``mode`` and ``min_bytes``.
+
+    Raises:
+        UsageError: The name is unknown, or the task has no feasible start.
+    """
     from envs.edit.starts import empty
     from envs.edit.task import EditTask
 
@@ -163,6 +172,9 @@ def test(tasks: Sequence[EditTask], net: EditNet | None, several: Several, ranks
     """Returns the overhead of the plan found with ``several.calls`` simulator calls, by task and seed.
 
     Args:
+        tasks: tasks to plan.
+        net: network that ranks the edits; None: none.
+        several: settings with the seeds and the number of calls.
         ranks: ranking of edits, as in the planner ``dqn``.
     """
     from agents.learned.dqn_planner import DQN as Planner

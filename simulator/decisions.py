@@ -37,7 +37,12 @@ class Kind:
     plan_1_keys: ClassVar[tuple[str, ...]] = ()  # keys that ``plan/1`` has; empty if it does not have the kind
 
     def check(self, program: Program, where: str) -> None:
-        """Raises PlanError if the decision is impossible in ``program``."""
+        """Raises PlanError if the decision is impossible in ``program``.
+
+        Args:
+            program: Program of the plan.
+            where: Entry of the plan, with which the message begins.
+        """
 
     def check_conflicts(self, program: Program, i: int, restored_before: Mapping[int, Sequence[int]]) -> None:
         """Raises PlanError if the plan's other decisions conflict with decision ``i``.
@@ -107,6 +112,10 @@ class Evict(Kind):
 
     def claim(self, program: Program, where: str) -> Hashable:
         """Returns the tensor and the index of the use that opens the gap, which only one decision may claim.
+
+        Args:
+            program: Program of the plan.
+            where: Entry of the plan, with which the message begins.
 
         Raises:
             PlanError: An id is dangling or the decision does not lie within one gap.
@@ -342,7 +351,11 @@ class Rerun(Kind):
     codes: ClassVar[tuple[int, ...]] = (3,)
 
     def claim(self, program: Program, where: str) -> Hashable:
-        """Returns the decision itself after the checks that need no other decision; ``lower`` makes the others."""
+        """Returns the decision itself after the checks that need no other decision; ``lower`` makes the others.
+
+        Raises:
+            PlanError: A kernel does not exist or cannot run twice, or ``kernel`` is not earlier than ``before``.
+        """
         n = len(program.kernels)
         if not (0 <= self.kernel < n and 0 <= self.before < n):
             raise _missing_kernel(n, where, kernel=self.kernel, before=self.before)

@@ -141,7 +141,7 @@ class JobTimeline:
 class JobsTimeline:
     """Timeline of several jobs on one machine, until the last has left."""
 
-    limit: int
+    limit: int  # bytes of all jobs together
     sharing: Sharing
     end_ns: int  # when the last job left
     peak_bytes: int

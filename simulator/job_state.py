@@ -69,10 +69,10 @@ class OpenGap:
     """An evicted tensor. Positions count the job's kernels since its start or its last change of plans."""
 
     tensor: int
-    block: int
+    block: int  # its block in the schedule
     before: int  # position of the kernel that needs it
     ready: int  # position from which it may be swapped in
-    sync: bool = False
+    sync: bool = False  # as in ``Swap``
     pinned: bool = False  # it has a prefetch kernel
     on_demand: bool = False  # evicted on demand
     host_bytes: int = 0  # host memory in addition to what is reserved for the plan
@@ -87,8 +87,8 @@ class Activity:
     job: JobState
     span: int = -1  # index among the job's spans
     remaining: int = 0  # remaining work, in ns / ALONE
-    tensor: int = -1
-    block: int = -1
+    tensor: int = -1  # of a copy
+    block: int = -1  # of a copy
     issued: int = 0  # number of kernels of all jobs that had ended at its issue
     is_stale: bool = False  # the tensor was written since its issue
 

@@ -215,6 +215,12 @@ class Machine:
     def kernel_ns(self, kind: str, flops: int, nbytes: int, dtype: str = "float32") -> int:
         """Returns the roofline time max(flops / peak, bytes / bandwidth) at the kind's efficiency, plus the launch.
 
+        Args:
+            kind: Kind of the kernel.
+            flops: FLOPs of the kernel.
+            nbytes: Bytes that it reads and writes.
+            dtype: Key of ``flops_per_s``.
+
         Raises:
             FormatError: The machine has no peak for ``dtype``.
         """

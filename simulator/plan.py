@@ -49,7 +49,15 @@ class Plan:
     def of(
         cls, program: Program, decisions: tuple[Decision, ...], planner: str = "", limit: int = 0, machine: str = ""
     ) -> Plan:
-        """Returns a plan with the program's fingerprint and structure, so that it can be ``retimed``."""
+        """Returns a plan with the program's fingerprint and structure, so that it can be ``retimed``.
+
+        Args:
+            program: Program of the plan.
+            decisions: Decisions, which are not checked.
+            planner: Key of the planner.
+            limit: Memory limit in bytes; 0: none.
+            machine: Name of the machine.
+        """
         return cls(decisions, program.fingerprint, planner, limit, machine, structure=program.structure)
 
     def retimed(self, program: Program) -> Plan:

@@ -120,7 +120,14 @@ class Gap(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One memory operation of the iteration in the terms of the DQN paper (section 4.2)."""
+    """One memory operation of the iteration in the terms of the DQN paper (section 4.2).
+
+    Attributes:
+        kind: What is done to the tensor.
+        tensor: Index of the tensor.
+        kernel: Index of the kernel at whose start or end it is done.
+        time_ns: Time since the start of the iteration, with unlimited memory.
+    """
 
     kind: Literal["malloc", "write", "read", "free"]
     tensor: int

@@ -83,7 +83,7 @@ class World:
         return self.machine.compute_share(len(self.steps)) - loss
 
     def in_flight(self) -> list[tuple[Activity, int]]:
-        """Returns running steps and copies in flight with their speeds; opposite copies slow each other down (g)."""
+        """Returns running steps and copies with their speeds in 1 / ALONE; opposite copies slow each other down (g)."""
         shares = {"d2h": self.machine.d2h_share, "h2d": self.machine.h2d_share}
         is_duplex = len(self.copies) == 2
         copies = [(copy, shares[direction] if is_duplex else ALONE) for direction, copy in self.copies.items()]
@@ -489,7 +489,10 @@ def simulate_jobs(
 def simulate(
     program: Program, plan: Plan, machine: Machine, limit: int, iterations: int = 2, limit_until: int | None = None
 ) -> Timeline:
-    """Simulates one program until its iterations repeat (rule 10); parameters as in ``simulator.simulate``."""
+    """Simulates one program until its iterations repeat (rule 10).
+
+    Arguments, result and errors are those of ``simulator.simulate``.
+    """
     plan.check(program)
     schedule = lower(program, plan)
     until = len(program.kernels) if limit_until is None else limit_until

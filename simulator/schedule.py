@@ -61,7 +61,7 @@ class Allocation(NamedTuple):
 class Step(NamedTuple):
     """One launch on the compute stream: a kernel, or a recomputed kernel."""
 
-    kind: StepKind
+    kind: StepKind  # "kernel" or "recompute"
     subject: int  # a kernel
     duration_ns: int
     before: int  # the kernel whose pass it belongs to; for ``kernel``, itself
@@ -91,7 +91,7 @@ class Schedule:
 
     program: Program  # with the plan's variants applied
     plan: Plan
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...]  # in order of launch
     first: tuple[int, ...]  # (kernels + 1,) first step of each kernel's pass, or its own step; then number of steps
     blocks: tuple[Allocation, ...]  # those of persistent tensors first, by tensor
     # Kernel that ends each gap; an earlier one than planned if the pass of that kernel swaps the tensor in, or recovers

@@ -25,12 +25,10 @@ BETTER = {  # a regular expression, and what to write instead
 WORDS = 1_200  # of a page, table pipes included
 LONGER = {  # pages with long tables or lists that comments cite
     "CHANGELOG.md": 1_700,
-    "experiments/figures/README.md": 1_480,
     "experiments/figures/home.md": 1_350,
     "experiments/figures/own.md": 1_550,
     "experiments/figures/smartpool.md": 1_850,
     "experiments/figures/superneurons.md": 1_850,
-    "experiments/results/gpu_h200/README.md": 1_600,
     "experiments/results/README.md": 2_400,  # generated, as are the next five
     "experiments/results/home.md": 1_850,
     "experiments/results/own.md": 2_900,

@@ -54,21 +54,21 @@ class Linear:
         self.lazy_rows: list[Row] = []  # rows that rarely bind
 
     def column(self, upper: float = 1.0, cost: float = 0.0) -> int:
-        """Adds a column with bounds 0 and ``upper``."""
+        """Adds a column with bounds 0 and ``upper`` and this cost; returns its index."""
         self.cost.append(cost)
         self.upper.append(upper)
         return len(self.cost) - 1
 
     def columns(self, count: int, upper: float = 1.0) -> list[int]:
-        """Adds ``count`` columns."""
+        """Adds ``count`` columns of cost 0 with bounds 0 and ``upper``; returns their indices."""
         return [self.column(upper) for _ in range(count)]
 
     def row(self, terms: Iterable[tuple[int, float]], right: float) -> None:
-        """Adds sum(coefficient * column) <= right."""
+        """Adds sum(coefficient * column) <= right; ``terms``: (column, coefficient)."""
         self.rows.append((list(terms), right))
 
     def equation(self, terms: Iterable[tuple[int, float]], right: float) -> None:
-        """Adds sum(coefficient * column) = right."""
+        """Adds sum(coefficient * column) = right; ``terms``: (column, coefficient)."""
         self.equations.append((list(terms), right))
 
 
@@ -211,7 +211,11 @@ class Solver:
 
         Args:
             knapsacks: rows over 0/1 columns that hold in every plan; cuts are derived from them.
+            rounds: maximum number of rounds of cuts.
             work: budget of simplex steps times rows after the first optimum; no round starts beyond it.
+
+        Returns:
+            The optimum of the last round; None if the program is infeasible.
         """
         solution = self.optimum()
         self.work = 0.0
@@ -238,7 +242,9 @@ class Solver:
         leaf has a dual solution.
 
         Args:
+            root: optimum without branching.
             integer_sums: the sums, each with its weight in the branching choice.
+            nodes: node limit.
             work: budget as in ``cut``, reduced by the work done there.
         """
         from highspy import HighsBasisStatus

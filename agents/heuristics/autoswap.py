@@ -162,9 +162,12 @@ def greedy(area, start, rows, nbytes, scores, heap, scored, trees, order, values
 
     Args:
         area: float64[n + 1], byte-nanoseconds before each kernel; ``start``: ns before it.
+        rows: int64[m, 6], the candidates as rows of a plan.
+        nbytes: int64[m], sizes in bytes.
         scores, heap: initial scores of the m candidates, and the candidates as a heap by score.
         scored: int64[m], number of selections when each was scored: 0.
         trees: float64[2, n + 2], zeros: see ``_saved_area``.
+        order, values: int64[m] and float64[m], filled: candidates in order of selection, and their scores then.
     """
     size = heap.shape[0]
     end = start.shape[0] - 1
@@ -237,6 +240,8 @@ class AutoSwapBO(RowsPlanner):
         """Returns the selection of the best weights, as indices of ``candidates``; all of them if none runs.
 
         Args:
+            candidates: swaps to select from.
+            engine: program, machine and limit.
             schedule: sets the prefetch times of the swaps, whose overhead is minimized.
         """
         program = engine.program
@@ -291,6 +296,7 @@ def propose(evaluated: Floats, overheads: Floats, rng: np.random.Generator) -> F
     Args:
         evaluated: float64[k, 4], weights evaluated so far.
         overheads: float64[k], their overheads.
+        rng: draws the weights that are compared.
     """
     from scipy.stats import norm
     from sklearn.exceptions import ConvergenceWarning

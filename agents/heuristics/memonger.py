@@ -117,7 +117,7 @@ class Split(NamedTuple):
 class Cuts(NamedTuple):
     """Candidate cuts of a forward pass."""
 
-    splits: list[Split]
+    splits: list[Split]  # in program order
     through: frozenset[int]  # tensors that cross all blocks of a model of repeated blocks, and stay
 
 

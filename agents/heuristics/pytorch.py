@@ -73,7 +73,15 @@ class Checkpoint(RowsPlanner):
 
 
 def layer_ends(program: Program, min_bytes: int = MIB) -> list[Split]:
-    """Returns the end of each layer but the last (choice 1)."""
+    """Returns the end of each layer but the last (choice 1).
+
+    Args:
+        program: program with phases.
+        min_bytes: size in bytes from which feature maps count.
+
+    Returns:
+        The split of least crossing bytes within each layer; a layer without a split is left out.
+    """
     forward = [k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward"]
     heads = [k for k in forward if program.kernels[k].kind in COMPUTE_INTENSIVE]
     heads = heads or sorted({m.layer for m in feature_maps(program, min_bytes)})

@@ -70,7 +70,13 @@ class VDNN(RowsPlanner):
 
 
 def offloads(program: Program, configuration: str, min_bytes: int = MIB) -> list[Gap]:
-    """Returns the gaps in which an X is offloaded, each opened by its last consumer (section III-C)."""
+    """Returns the gaps in which an X is offloaded, each opened by its last consumer (section III-C).
+
+    Args:
+        program: program with layers.
+        configuration: layers that offload: "none", "conv" or "all".
+        min_bytes: size in bytes below which tensors stay.
+    """
     if configuration == "none":
         return []
     kernels = program.kernels

@@ -54,7 +54,7 @@ class PortfolioOptions:
     measured_s: float = 0.02  # seconds from which the share of the processor is known
     lp_s: float = 3.0  # seconds from which the LP solution is accurate enough to guide a search
     search_s: float = 2e-3  # seconds of a search per kernel, at least 1 s in all
-    max_searches: int = 16
+    max_searches: int = 16  # upper bound of the searches in a share of the time
     hot: tuple[float, ...] = (3e-3, 3e-2, 1e-2)  # first temperatures of successive restarts
     cold: float = 3e-5  # last temperature of all restarts
     kicks: int = 60  # of rerun_search without a time budget
@@ -69,9 +69,9 @@ class Share(NamedTuple):
 
     method: str
     fraction: float
-    hot: float = OPTIONS.hot[0]
-    cold: float = OPTIONS.cold
-    by_class: bool = True
+    hot: float = OPTIONS.hot[0]  # first temperature
+    cold: float = OPTIONS.cold  # last temperature
+    by_class: bool = True  # whether classes of gaps are moved
 
 
 def shares(mode: str, kernels: int, seconds: float | None, network: bool, repetitive: bool = False) -> list[Share]:

@@ -38,8 +38,8 @@ class State(NamedTuple):
     """Dynamic part of an observation."""
 
     dynamic: NDArray[np.float16]  # (N, 3): dynamic node features, from column STATIC on
-    current: int
-    mask: NDArray[np.bool_]  # (A,)
+    current: int  # node of the walk
+    mask: NDArray[np.bool_]  # (A,), valid actions
 
 
 class ExperienceBuffer:
@@ -74,7 +74,13 @@ class ExperienceBuffer:
         )
 
     def add(self, trail: list[tuple[State, int, float]], n_step: int, gamma: float = 1.0) -> None:
-        """Adds a finished episode of (state, action, reward); an episode longer than the ring loses its start."""
+        """Adds a finished episode of (state, action, reward); an episode longer than the ring loses its start.
+
+        Args:
+            trail: The episode in order.
+            n_step: Number of rewards that a transition sums.
+            gamma: Discount per step.
+        """
         rewards = np.array([reward for _, _, reward in trail])
         discounts = gamma ** np.arange(len(trail))
         for i in range(max(0, len(trail) - self.capacity), len(trail)):
@@ -108,7 +114,7 @@ class ExperienceBuffer:
 class Variant(NamedTuple):
     """Reward and actions of Walk, and an optional custom network class (structure2vec.py)."""
 
-    reward: str = "paper"
+    reward: str = "paper"  # as in ``MemoryEnv``, also ``actions``
     actions: str = "paper"
     network: type[nn.Module] | None = None
 

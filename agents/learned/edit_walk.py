@@ -203,10 +203,18 @@ def try_best_edits(
     """Tries the best neighbors of walker i.
 
     Args:
+        walkers: state of all walkers.
         calls: maximum number of simulator calls.
         draws, first_draws: neighbors drawn per call, and at the first call after an accepted edit.
         answer_ns: see ``walkers.step``.
+        pool: neighbors drawn so far, with their scores.
+        h, base, head: encoding of the state, and weights of the output layer, as in ``rank``.
         ranking: a ``Ranking``.
+        accept, hot, cold: rule of acceptance, and its first and last temperature.
+        ideal: ideal time in ns.
+        limit: memory limit in bytes.
+        gaps, new, scratch: tables of the gaps, the plan tried, and work arrays.
+        engine: arrays of ``Engine.direct``.
         enough_ns: iteration time of a plan that ends the walk.
         accepts: accepted edits after which to return.
 

@@ -152,7 +152,11 @@ class Rounds(nn.Module):
 
 @torch.no_grad()
 def gap_probabilities(net: PolicyNet, graph: GapGraph, decided: Choices) -> Probabilities:
-    """Returns the network's probabilities of all modes for each gap, given the ``decided`` modes."""
+    """Returns the network's probabilities of all modes for each gap, given the ``decided`` modes.
+
+    Returns:
+        float32 (G, 4), each row summing to 1.
+    """
     probabilities: Probabilities = net(batch_of([data_of(graph, decided)])).softmax(-1).numpy()
     return probabilities
 

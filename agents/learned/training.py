@@ -24,7 +24,7 @@ class Episode(NamedTuple):
 
     episode: int  # number of the episode or iteration, from 1
     overhead: float  # of its plan (iteration: mean of its ended episodes); NaN in a dead end or without ended episodes
-    feasible: bool
+    feasible: bool  # whether it found a plan that fits
     best_overhead: float  # so far; NaN before the first feasible plan
     epsilon: float  # NaN for Stable-Baselines3
     loss: float  # mean over the updates since the last entry; NaN without updates and for Stable-Baselines3

@@ -416,8 +416,12 @@ def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):
 
     Args:
         rng: uint64[1], not 0.
+        table: program as ``Tables``.
+        limit: memory limit in bytes.
         rules: int64[nodes] of ``Rule``.
         runs: int64, the first ``m`` are the start; overwritten with the final state.
+        moves: number of moves.
+        hot, cold: first and last temperature in ns.
         price: ns per byte of excess.
 
     Returns:

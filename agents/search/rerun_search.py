@@ -34,8 +34,8 @@ class RerunSearchOptions:
     hot: float = 1e-3  # first temperature of a start from the program without reruns
     warm: float = 3e-4  # first temperature of a kick, and, divided by 3, after it
     cold: float = 1e-5  # last temperature of all
-    start_moves: int = 200_000
-    kick_moves: int = 20_000
+    start_moves: int = 200_000  # moves of a start
+    kick_moves: int = 20_000  # moves of a kick, with its rule
     settle_moves: int = 10_000  # after a kick, without its rule
     patience: int = 40  # kicks without improvement before a restart
     clock_moves: int = 1_000  # moves between looks at the clock

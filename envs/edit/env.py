@@ -36,6 +36,10 @@ def make_edit_tasks(
 ) -> list[EditTask]:
     """Returns one task per program, machine and limit.
 
+    Args:
+        program, machine, limit: as in ``MemoryEditEnv``; a limit may be a fraction of the peak, bytes, or a size.
+        min_bytes, mode, start, by_class: as in ``EditTask``, for all tasks.
+
     Raises:
         ValueError: see ``EditTask``; also if a limit is invalid or a program has no machine.
     """

@@ -24,7 +24,7 @@ class Start(NamedTuple):
     """A feasible plan and its iteration time."""
 
     iteration_ns: int
-    rows: Ints
+    rows: Ints  # (n, 6), the plan
 
 
 StartMaker: TypeAlias = "Callable[[EditTask], Sequence[Ints]]"

@@ -143,7 +143,14 @@ def _read_changes(current, new, differ, codes, rows):
 
 @stage
 def draw(walkers, i, slot, limit, gaps, new, scratch):
-    """Draws neighbor ``slot`` of walker i. ``new`` must match its plan, or scratch.differ[0] must be -1."""
+    """Draws neighbor ``slot`` of walker i. ``new`` must match its plan, or scratch.differ[0] must be -1.
+
+    Args:
+        walkers: state of all walkers.
+        i, slot: walker, and the slot to fill.
+        limit: memory limit in bytes.
+        gaps, new, scratch: tables of the gaps, the plan that is changed, and work arrays.
+    """
     current = plan_of(walkers, i)
     walkers.counts[i, slot] = 0
     walkers.codes[i, slot, :] = -1
@@ -208,7 +215,14 @@ def _change_gap(rng, limit, gaps, current, new, scratch, g, change):
 
 @stage
 def open_trial(state, rng, accept, hot, cold, ideal):
-    """Counts a trial and draws its acceptance threshold (time in ns) into state.accept."""
+    """Counts a trial and draws its acceptance threshold (time in ns) into state.accept.
+
+    Args:
+        state, rng: the walker's state and random state.
+        accept: rule of acceptance.
+        hot, cold: first and last temperature, as fractions of the ideal time.
+        ideal: ideal time in ns.
+    """
     now_ns = state.now_ns
     state.steps += 1
     state.since += 1
@@ -239,7 +253,16 @@ def score_trial(state, rows, ideal, scratch, engine):
 
 @stage
 def close_trial(walkers, i, slot, ns, rows, ideal, new, scratch):
-    """Records the trial of neighbor ``slot`` and accepts or rejects its plan; returns whether it was accepted."""
+    """Records the trial of neighbor ``slot`` and accepts or rejects its plan; returns whether it was accepted.
+
+    Args:
+        walkers: state of all walkers.
+        i, slot: walker and neighbor.
+        ns: iteration time of the plan in ns.
+        rows: number of rows of the plan.
+        ideal: ideal time in ns.
+        new, scratch: the plan tried, and work arrays.
+    """
     state = walkers.state[i]
     current = plan_of(walkers, i)
     codes = walkers.codes[i, slot]

@@ -30,14 +30,14 @@ Stage = tuple[float, float]  # FLOPs, bytes moved
 class Convolution:
     """A 2-D convolution without groups, transposition or dilation."""
 
-    batch: int
-    channels: int
-    image: tuple[int, int]
-    filters: int
+    batch: int  # images
+    channels: int  # of the input
+    image: tuple[int, int]  # height and width of the input; likewise below
+    filters: int  # channels of the output
     filter: tuple[int, int]
     padding: tuple[int, int] = (0, 0)
     stride: tuple[int, int] = (1, 1)
-    itemsize: int = 4
+    itemsize: int = 4  # bytes per number
 
     @property
     def output(self) -> tuple[int, int]:
@@ -114,7 +114,17 @@ def _transformed(name: str, tensors: tuple[int, ...], spectra: list[int], work: 
 def pareto_front(
     conv: Convolution, passes: tuple[Pass, ...], machine: Machine, dtype: str = "float32"
 ) -> list[tuple[int, int]]:
-    """Returns the Pareto front of (time in ns, workspace in bytes) over algorithms of all passes, by workspace."""
+    """Returns the Pareto front of (time in ns, workspace in bytes) over algorithms of all passes, by workspace.
+
+    Args:
+        conv: The convolution.
+        passes: Passes that the kernel runs, one after the other.
+        machine: Machine with the rates.
+        dtype: Type of the arithmetic.
+
+    Returns:
+        Sum of the times of the passes in ns, and the workspace in bytes that they share, by increasing workspace.
+    """
     fronts = [[(a.time_ns(machine, dtype), a.workspace) for a in algorithms(conv, conv_pass)] for conv_pass in passes]
     points: list[tuple[int, int]] = []
     for limit in sorted({w for choices in fronts for _, w in choices}):

@@ -71,7 +71,10 @@ def kernel_ns(
     """Returns the modeled duration of a captured kernel in ns.
 
     Args:
+        kernel: The kernel.
         nodes: The kernel's operator, followed by its getitems.
+        machine: Machine with the rates of the model.
+        precision: Flags that allow TF32.
         multi_tensor: Whether the kernel updates many parameters, or is a part of such a kernel.
 
     Returns:

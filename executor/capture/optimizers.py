@@ -121,6 +121,8 @@ def changed_number(
     """Returns the location of a changed number of an optimizer, or None.
 
     Args:
+        before: Numbers by location, as ``numbers_of`` returned them.
+        optimizer: The optimizer now.
         is_first: Whether the step may create numbers, apart from options.
     """
     groups = range(len(optimizer.param_groups))

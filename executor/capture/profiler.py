@@ -61,6 +61,7 @@ def measure(
     """Measures every kernel of a captured program.
 
     Args:
+        captured: Captured step whose kernels are measured.
         device: "cuda" or "cpu".
         machine: Name of the machine to record in the profile.
         repeats: Measured runs of each kernel, at least 1.
@@ -74,6 +75,7 @@ def measure(
     Raises:
         ProfileError: If a kernel cannot run alone, the step does not fit the device ("step"), the time budget is
             exhausted, or the device does not exist.
+        ValueError: If ``repeats`` is below 1, or ``cache`` is unknown.
     """
     if repeats < 1:
         raise ValueError(f"repeats: expected at least 1, got {repeats}")

@@ -304,7 +304,11 @@ class Changes(NamedTuple):
 
 
 def compare_constants(watched: Iterable[Watched]) -> Changes:
-    """Compares watched values with their current values."""
+    """Compares watched values with their current values.
+
+    Returns:
+        What changed, what is left to watch, and the current values of changed constants.
+    """
     remaining: list[Watched] = []
     updated: list[Watched] = []
     first: Change | None = None

@@ -42,6 +42,8 @@ def reserve_bytes(
         rows: Time steps times sequences.
         hidden_size: Hidden units per layer and direction.
         output_size: Width of a layer's output per direction: ``hidden_size``, or the size of an LSTM's projection.
+        layers: Number of layers.
+        directions: 1, or 2 if bidirectional.
         itemsize: Bytes per value.
 
     Returns:

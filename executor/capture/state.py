@@ -148,7 +148,15 @@ class StepState(Reach):
     def fake(
         self, tensor: Tensor, name: str, kind: TensorKind, home: Home | None = None, registered: bool = True
     ) -> Tensor:
-        """Returns the fake tensor that replaces ``tensor``; creates it and its entry on first use."""
+        """Returns the fake tensor that replaces ``tensor``; creates it and its entry on first use.
+
+        Args:
+            tensor: The user's tensor.
+            name, kind, home, registered: As in ``Entry``.
+
+        Raises:
+            CaptureError: If the tensor is a DTensor, or an argument of the step with a hook.
+        """
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)]
         if type(tensor).__name__ == "DTensor":

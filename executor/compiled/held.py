@@ -31,7 +31,7 @@ class _Inputs(NamedTuple):
 class Update(NamedTuple):
     """Memory of an optimizer's update in bytes."""
 
-    state: int
+    state: int  # between steps
     temporary: int  # at most at once
     per_byte: float = 0.0  # ``temporary`` per byte of the largest parameter
 

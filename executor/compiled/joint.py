@@ -38,7 +38,7 @@ class Call(NamedTuple):
     launch: Launch | None
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    reuses: tuple[tuple[str, str], ...] = ()
+    reuses: tuple[tuple[str, str], ...] = ()  # (result, dying input whose memory it takes)
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Joint:
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    first: Launches
-    second: Launches
+    first: Launches  # of the forward
+    second: Launches  # of the backward
     outputs: int
     copies: int = 1
     gradients: int = 0

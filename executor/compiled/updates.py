@@ -103,6 +103,8 @@ def updated_early(
     """Makes a backward graph update parameters in place of returning their gradients.
 
     Args:
+        forward: Forward graph, of which input i is the parameter of gradient i.
+        backward: Backward graph, which is modified.
         parameters: Key of the parameter of each gradient that the graph returns, or None.
         temporary: As in ``Updates``.
 

@@ -131,6 +131,11 @@ class Backend(ABC):
     def allocate(self, device_bytes: int, host_bytes: int, slots: int = 0) -> None:
         """Allocates the arena (one allocation of exactly ``device_bytes``), the host buffer and an empty log.
 
+        Args:
+            device_bytes: size of the arena.
+            host_bytes: size of the host buffer.
+            slots: entries of the log.
+
         Raises:
             BackendError: if device or host memory does not suffice, or an arena exists already.
         """

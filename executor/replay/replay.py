@@ -112,6 +112,7 @@ def replay(
         PlanError, OutOfMemory: as in ``simulate``.
         ReplayError: if the plan does not become steady, or a check fails; the message names tensor and kernel.
         BackendError: if the device refused or failed; its memory is freed.
+        ValueError: if ``iterations``, ``warmup`` or ``mode`` is invalid.
     """
     if iterations < 2 or warmup < 1:
         raise ValueError(f"expected iterations >= 2 and warmup >= 1, got {iterations} and {warmup}")

@@ -124,7 +124,13 @@ def obstacle(captured: Captured, numbers_of_optimizers: bool = True) -> str | No
 
 
 def graph_refusal(captured: Captured, calls: Calls, undo: bool) -> str | None:
-    """Returns why the step cannot be captured as a graph, or None if it can."""
+    """Returns why the step cannot be captured as a graph, or None if it can.
+
+    Args:
+        captured: The captured step.
+        calls: Its operator calls.
+        undo: Whether steps can be undone.
+    """
     schedule = calls.schedule
     device = device_of(captured)
     inputs = inputs_of(captured)

@@ -137,7 +137,11 @@ class Blocks:
         self.faults: list[str] = []
 
     def attach_storage(self, block: Block, slots: Sequence[int]) -> None:
-        """Finds the storage of a tensor created in the step, shared by the values in these table slots."""
+        """Finds the storage of a tensor created in the step, shared by the values in these table slots.
+
+        Raises:
+            TransferError: If its size is not that of the program.
+        """
         if block.storage is None:
             for slot in slots:
                 if (value := self.values[slot]) is not None:

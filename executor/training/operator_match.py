@@ -36,7 +36,7 @@ class Form(NamedTuple):
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # elements, as ``stride``
     dtype: torch.dtype
 
     @staticmethod

@@ -325,6 +325,8 @@ def program(cfg: DictConfig, target: Machine, limits: str | None = None) -> Prog
     """Returns the program to plan: the file of ``program=``, else a capture of ``workload=`` for the machine.
 
     Args:
+        cfg: settings of the command.
+        target: machine that the durations are for.
         limits: key of memory limits, which are checked before the capture; None: no limits.
 
     Raises:

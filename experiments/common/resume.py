@@ -20,6 +20,7 @@ def resume_args(file: Path, overrides: list[str], config_name: str = "train_dqn"
     Args:
         file: settings of the run, as written by ``report.run_info``.
         overrides: arguments of the command line.
+        config_name: name of the command.
 
     Raises:
         UsageError: the file does not hold the settings of this command, or names Python code to import.

@@ -35,17 +35,17 @@ class Args:
     steps: int = 20_000  # total over all environments
     seed: int = 0
     limit: float = 0.7  # fraction of the peak of GpuMemory-v1; a named task has its own
-    num_envs: int = 8
+    num_envs: int = 8  # environments that step together
     size: int = 16  # embedding size p
     rounds: int = 3  # rounds of message passing
     width: int = 64  # hidden width on GpuMemoryEdit
     learning_rate: float = 1e-3
     buffer: int = 10_000  # transitions
-    batch: int = 32
+    batch: int = 32  # transitions per update
     warm_up: int = 1_000  # steps before the first update
     target_every: int = 800  # steps
     explore: float = 0.3  # fraction of the steps over which epsilon decays from 1 to 0.02
-    reward_scale: float = 10.0
+    reward_scale: float = 10.0  # factor of the rewards
     greedy_every: int = 2_000  # steps (one simulator call each) between evaluations of the greedy policy
     curve: str = ""  # learning-curve file for figure=learning, e.g. curve.json
 

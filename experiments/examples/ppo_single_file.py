@@ -42,17 +42,17 @@ class Args:
     min_bytes: int = 2**20  # smaller tensors stay resident and offer no action
     num_envs: int = 64  # M
     num_steps: int = 64  # T
-    hidden: int = 256
+    hidden: int = 256  # width of the layers
     learning_rate: float = 1e-3  # decays to 0
-    epochs: int = 4
-    minibatches: int = 8
+    epochs: int = 4  # passes over the transitions of an update
+    minibatches: int = 8  # per epoch
     gamma: float = 1.0  # undiscounted: episodes are finite and returns are overheads
-    gae_lambda: float = 0.95
-    clip: float = 0.2
+    gae_lambda: float = 0.95  # of generalized advantage estimation
+    clip: float = 0.2  # range of the probability ratio around 1
     entropy: float = 0.01  # decays to 0
-    value: float = 0.5
-    max_grad_norm: float = 0.5
-    reward_scale: float = 10.0
+    value: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # gradients are clipped to it
+    reward_scale: float = 10.0  # factor of the rewards
     worst: float = -1.0  # lower bound of rewards, because that of an infeasible plan would dominate
     greedy_every: int = 10_000  # simulator calls between evaluations of the greedy policy
     curve: str = ""  # learning-curve file for figure=learning, e.g. curve.json

@@ -155,7 +155,10 @@ def evaluate(program: Program, machine: Machine, limit: int, name: str, **option
     """Runs a planner and simulates its plan.
 
     Args:
+        program: Program to plan.
+        machine: Machine to plan for.
         limit: Memory limit in bytes.
+        name: Name of the planner.
         options: Options of ``agents.make``.
 
     Returns:
@@ -193,6 +196,7 @@ def checked_packing(name: str, intervals: Intervals, alignment: int = 1, seconds
 
     Args:
         name: Allocator of simulator.pool.
+        intervals: Blocks to pack.
         alignment: Alignment of addresses in bytes.
         seconds: Time limit of the search.
 

@@ -179,7 +179,11 @@ def planner_factory(agent: Mapping[str, Any], entry: str) -> tuple[Callable[...,
 def run_agent(
     make: Callable[..., Planner], options: Mapping[str, Any], built: Program, machine: Machine, limit: int, bound: float
 ) -> Row:
-    """Runs one agent on one task and returns its result."""
+    """Runs one agent on one task and returns its result.
+
+    Raises:
+        UsageError: The planner returns a plan that is invalid or does not fit.
+    """
     begin = time.perf_counter()
     planner = make(**options)
     try:

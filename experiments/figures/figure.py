@@ -259,7 +259,7 @@ class _Absent(jinja2.ChainableUndefined):
 
     def __init__(self, hint: str | None = None, obj: Any = jinja2.runtime.missing, name: Any = None, *_: Any) -> None:
         if obj is not None and not isinstance(obj, _Absent):
-            raise KeyError(name)
+            raise KeyError(f"the template has an unknown name, {name!r}; let template_values return it")
         super().__init__(hint, obj, name)
 
 

@@ -167,8 +167,10 @@ def largest_batch(is_feasible: Callable[[int], bool], low: int, high: int, resol
     """Returns the largest batch that fits, to within the fraction ``resolution``.
 
     Args:
+        is_feasible: Whether a batch fits; asked for sizes from ``low`` to ``high``.
         low: Batch that fits.
         high: Upper bound, which is tried first.
+        resolution: Relative width of the last bracket.
     """
     if is_feasible(high):
         return high

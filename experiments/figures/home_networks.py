@@ -74,6 +74,8 @@ def first_plan(method: str, program: Program, machine: Machine, task: Row) -> Pl
     """Returns the plan of the first planner of ``method`` that fits the machine's memory, or None.
 
     Args:
+        method: Name of the method.
+        program, machine: Program and machine to plan for.
         task: Contains HOME's options.
     """
     for name, defaults in METHODS[method]:

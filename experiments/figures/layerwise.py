@@ -49,7 +49,7 @@ class MemoryStep(NamedTuple):
     name: str
     phase: Phase
     nbytes: int
-    tensors: tuple[int, ...]
+    tensors: tuple[int, ...]  # indices of those in memory
 
 
 def alexnet() -> list[Layer]:
@@ -135,6 +135,8 @@ def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 
     """Returns the layers' forward and backward steps as a program.
 
     Args:
+        name: Name of the program.
+        layers: Layers in order.
         batch_size: Images per batch.
         image: Numbers in one image, the size of the gradient of the first layer's input.
     """
@@ -192,6 +194,7 @@ def plan(program: Program, offload: bool = True, strategy: str | None = None, br
     """Applies the paper's techniques wherever allowed, whether or not memory is short.
 
     Args:
+        program: Result of ``program``.
         offload: Section 3.3.1: outputs of convolutions are swapped out, and swapped in when the backward step of the
             last checkpoint before their use begins. Fully connected layers count as checkpoints, since CONV5 of AlexNet
             has no other.

@@ -299,7 +299,13 @@ def paired_marks(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: st
 
 
 def scatter(large: list[list[Any]], column: int, title: str) -> Panel:
-    """Draws predicted against measured times of each kernel, by kind."""
+    """Returns a panel of predicted against measured times of kernels, by kind.
+
+    Args:
+        large: Kernels as lists: name, kind, measured and predicted time in us, and that of one roofline.
+        column: Index of the prediction to draw.
+        title: Title of the panel.
+    """
     low = min(kernel[2] for kernel in large) / 1.5
     high = max(kernel[2] for kernel in large) * 1.5
     ends = np.array([low, high])

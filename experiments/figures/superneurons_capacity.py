@@ -90,8 +90,11 @@ def max_size(method: str, build: Callable[[int], Program], machine: Machine, sta
     """Returns the largest size up to ``limit`` at which a method fits, and its iteration if the method has a planner.
 
     Args:
+        method: Name in ``METHODS``.
         build: Returns the program of a size.
+        machine: Machine with the memory to fit.
         start: Initial size of the search.
+        limit: Largest size that is tried.
     """
     top = largest(lambda n: lower_bound(method, build(n)) <= machine.memory_bytes, min(start, limit), limit)
     if not METHODS[method].planner:
@@ -122,7 +125,12 @@ def panel(
     """Returns a panel with a hollow bar per framework of the paper, and a bar per method of ours.
 
     Args:
+        title: Title of the panel.
+        paper: Size by framework; None: not available.
         ours: Method, name, size and text of each bar.
+        axis: Label of the axis of sizes.
+        room: Factor by which the axis exceeds the largest bar.
+        bound: Size to mark with a line, or None.
     """
     n = len(paper)
     texts = ["N/A" if value is None else f"{value:,}" for value in paper.values()]

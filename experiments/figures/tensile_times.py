@@ -347,6 +347,8 @@ def build_schedule(program: Program, machine: Machine, across_boundary: bool = T
     """Swaps until no swap succeeds (Algorithm 3 without a limit); returns the schedule and its plan.
 
     Args:
+        program: Program to plan.
+        machine: Machine with the speed of the link.
         across_boundary: Whether tensors may be evicted over the iteration boundary.
     """
     schedule = Schedule(Engine(program, machine, 0), MIB, 1.0, program.start_ns)

@@ -38,7 +38,7 @@ class Operator:
     named: dict[str, Value]
     result: Value  # the output tensor; None if there are several
     flops: int  # of one call, as in the program
-    bytes: int
+    bytes: int  # of one call
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class MeasuredStep:
     workload: str  # display name
     device: str  # name that the driver reports
     machine: str  # preset of configs/machine to compare with
-    torch: str
+    torch: str  # version
     cuda: str  # version; "" without
-    cudnn: str
+    cudnn: str  # version
     precision: Precision
     cache: Cache  # as in ``Profile``
     event_ns: int
@@ -89,6 +89,8 @@ def measured_step(captured: Captured, profile: Profile, rates: Machine | None = 
     """Returns the measured step of a profile.
 
     Args:
+        captured: the profiled step.
+        profile: measured durations of its kernels.
         rates: machine as measured by ``executor.calibrate``.
         entries: attributes of MeasuredStep that a profile lacks (default: None).
 

@@ -93,7 +93,11 @@ def profiled(
 
 
 def build_network(network: str, device: str) -> Network:
-    """Builds the network on the device with PyTorch's default optimizer settings; see ``profiled``."""
+    """Builds the network on the device with PyTorch's default optimizer settings; see ``profiled``.
+
+    Raises:
+        WorkloadError: the name is unknown, or the factory returns no optimizer or no parameters on the device.
+    """
     if network in NETWORKS:
         return build(network, device)
     if ":" not in network:

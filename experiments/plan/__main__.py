@@ -170,11 +170,13 @@ def read_step(
     """Captures the workload, or reads the program file, with kernel times scaled to a measured step.
 
     Args:
+        cfg: settings of the command.
+        workload: settings of the workload; None: a program file.
+        machine: machine to plan for.
+        memory: device memory in bytes, or None.
+        step_times: kernel times to use.
+        in_backward: whether the update is in the backward pass.
         show: callback, receives how far the capture is.
-        cfg: Settings of the command.
-        machine: Machine to plan for.
-        memory: Device memory in bytes, or None.
-        in_backward: Whether the update is in the backward pass.
 
     Returns:
         The captured step.
@@ -207,8 +209,12 @@ def choose_order(
     """Returns the step in the order of its kernels for which a first plan is faster, and what decided.
 
     Args:
+        step: step as captured.
+        machine: machine to plan for.
         limit_of: returns the bytes that a step's tensors may take.
+        mode: mode of the plans.
         seconds: time of both first plans.
+        seed: seed of the searches.
     """
 
     def overhead(step: Step, program: Program) -> float:

@@ -61,7 +61,7 @@ class Largest:
     # searched.
     planned: int | None = None
     planner: str = ""
-    most_overhead: float = 0.0
+    most_overhead: float = 0.0  # as a fraction of the ideal time
     checked: bool = False  # whether a capture confirmed the peak at ``without``
     # Size and number of micro-batches that make up the original batch and fit without a plan, including held
     # gradients; None: not found or not needed.

@@ -114,7 +114,9 @@ class Batches:
 
         Args:
             plan_overhead: returns the overhead of a plan for a program within a number of bytes; None without a plan.
+            limit: bytes that the tensors may take.
             least: a batch that fits without a plan; 0: none.
+            most_overhead: maximum overhead as a fraction.
         """
 
         def fits(units: int) -> bool:
@@ -369,6 +371,10 @@ def check(
     """Captures a workload at a batch; raises BatchError unless its peak is ``peak_bytes``, and as ``batches`` does.
 
     Args:
+        workload: settings of the workload.
+        machine: machine to capture for.
+        batch: size to capture.
+        peak_bytes: expected peak in bytes.
         in_backward: as in ``batches``.
         what: "batch" or "sequence length", of which ``batch`` is the size.
     """

@@ -207,8 +207,11 @@ def best_of(
     """Returns the best plan of several planners.
 
     Args:
+        family: name of the family that the planners belong to.
         planners: names, or planner objects.
+        task: program, machine and limit.
         mode: mode of the plans.
+        seed: seed of the planners.
         each_s: time in s after which a named planner is aborted.
         total_s: time in s of all named planners.
         required: names that run even if ``total_s`` is over, as long as no plan exists.
@@ -255,6 +258,7 @@ def with_memory(families: Sequence[Best], card: DevicePeak | None, alignment: in
     """Evaluates the device memory of each family's plan, as the executor runs it.
 
     Args:
+        families: the best plan of each family.
         card: device memory without a plan; None: only tensors count.
         alignment: alignment of addresses in bytes (``Machine.alignment``).
         as_graph: as in ``planned_peak``.
@@ -282,6 +286,10 @@ def plan_tighter(task: Task, card: DevicePeak, mode: str, seed: int, seconds: fl
     """Returns the first plan of ``best``, over decreasing limits, for which the device has room; None without one.
 
     Args:
+        task: program, machine and the limit of which decreasing shares are tried.
+        card: device memory without a plan.
+        mode: mode of the plans.
+        seed: seed of the planner.
         seconds: total time.
         as_graph: as in ``with_memory``.
     """

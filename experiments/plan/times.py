@@ -26,6 +26,8 @@ def read(cfg: DictConfig, machine: Machine, captured: bool) -> Times:
     """Returns the kernel times by ``step_ms=``, ``times=`` and the machine.
 
     Args:
+        cfg: settings of the command.
+        machine: machine that the times are for.
         captured: whether the program is captured, with modeled times.
 
     Raises:

@@ -94,6 +94,11 @@ def checkpoints(
     Sets consist of modules of one depth; modules of which the plan recomputes the largest share come first.
 
     Args:
+        program: program of the plan.
+        machine: machine to simulate.
+        limit: memory limit in bytes.
+        plan: plan whose recomputations the checkpoints replace.
+        origins: source locations of the kernels; None: unknown.
         modules: paths of the callable modules.
     """
     if origins is None or not plan.decisions or not all(isinstance(d, Recompute) for d in plan.decisions):

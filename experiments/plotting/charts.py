@@ -58,19 +58,19 @@ class Line:
     y: Values
     color: str = INK
     label: str = ""
-    marker: str = ""
+    marker: str = ""  # Matplotlib's, as ``line`` and ``alpha``
     line: Any = "-"
     width: float = 1.6
     size: float = 5.5
-    hollow: bool = False
-    step: bool = False
+    hollow: bool = False  # whether markers are not filled
+    step: bool = False  # whether y stays until the next x
     alpha: float = 1.0
     band: tuple[Any, Any] | None = None
-    shade: float = 0.2
+    shade: float = 0.2  # opacity of the band
     texts: Sequence[str] = ()
     side: str = "right"
     end: str = ""
-    front: float = 3.0
+    front: float = 3.0  # order of drawing; larger is in front
 
     def draw(self, axes: Axes) -> None:
         """Draws the line with its band and texts."""

@@ -52,6 +52,7 @@ def panel_grid(
     """Yields ``n`` axes in rows of at most ``max_columns`` and the number of columns; saves them as ``figure`` does.
 
     Args:
+        path: Picture to write.
         size: Width and height of each pair of axes, in inches.
         margins: Additional width and height of the whole picture, in inches.
     """
@@ -125,6 +126,7 @@ def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], plan
         history: Episodes with ``episode``, ``overhead``, ``feasible`` and ``best_overhead``.
         rows: Results of the other planners.
         path: Picture to write.
+        planner: Name of the trained planner, whose rows are not drawn.
         title: Title.
     """
     with figure(path, 9.0, 4.8) as axes:
@@ -249,6 +251,7 @@ def unseen_learning(
     """Plots the greedy policy's overhead on unseen tasks during a training from scratch, above its controls.
 
     Args:
+        path: Picture to write.
         points: ``calls`` and ``overheads`` (by task and seed) of each test.
         levels: overheads (by task and seed) of the controls.
         names: the tasks.
@@ -438,6 +441,11 @@ def write_training(
     """Writes the best plan of a training, its timeline, pictures and rows to the run directory.
 
     Args:
+        out: Run directory.
+        program: Program of the plan.
+        machine: Machine to simulate.
+        plan: Best plan.
+        planner: Name of the trained planner.
         history: Episodes, as for ``learning_curve``.
         rows: Certified results, including the trained planner's.
         edits: Iterations and points for ``edit_learning``, which replace ``history`` for the DQN over edits.

@@ -114,6 +114,8 @@ def classifier(model: nn.Module, batch_size: int, image: int = 32, least: int = 
     """Returns an image classifier with cross-entropy, SGD with momentum, and a batch on the default device.
 
     Args:
+        model: The classifier.
+        batch_size: Images per batch.
         image: Side of the images in pixels.
         least: Smallest side that the model's strides do not reduce to nothing.
         adam: Whether Adam replaces SGD.

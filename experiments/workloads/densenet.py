@@ -135,6 +135,10 @@ def fc_densenet(*, stages: str, growth: int = 16, batch_size: int = 3, image: in
 
     Args:
         stages: Layers of the blocks down to the bottleneck, as in "4-5-7-10-12-15".
+        growth: Channels that each layer adds.
+        batch_size: Images per batch.
+        image: Side of the images in pixels.
+        classes: Number of classes.
 
     Raises:
         WorkloadError: ``stages`` is malformed, or the pools do not divide the side of the image.

@@ -128,7 +128,11 @@ def _step(step: str, channels: int) -> tuple[nn.Module, int]:
 
 
 def inception(*, version: int, batch_size: int = 32, image: int = 299, classes: int = 1000) -> Parts:
-    """Returns Inception V3 or V4; see ``_shared.classifier``."""
+    """Returns Inception V3 or V4; see ``_shared.classifier``.
+
+    Raises:
+        WorkloadError: The version is neither 3 nor 4; or as for ``classifier``.
+    """
     if version not in (3, 4):
         raise WorkloadError(f"workload.version: inception has 3 and 4, not {version}")
     small = image <= SMALL

@@ -279,9 +279,15 @@ def llama(
     """Returns a Llama decoder; the defaults are TinyLlama 1.1B (Zhang et al., 2024, Table 2).
 
     Args:
+        layers: Number of blocks.
+        width: Width of the residual stream.
+        hidden: Width inside the feed-forward network.
+        vocabulary: Number of tokens.
         batch_size: Sequences of ``length`` tokens.
         kv_heads: Heads of keys and values, shared by the ``heads`` of queries.
         head_size: Size of a head; None is width / heads.
+        rope_base: Base of the rotary angles.
+        epsilon: Added to the mean square by every RMSNorm.
         qk_norm: Whether queries and keys pass an RMSNorm per head (Qwen3 Technical Report, 2025, section 2).
 
     Raises:
@@ -324,6 +330,12 @@ def mixtral(
     """Returns a Mixtral decoder; the defaults are those of Table 1, whose 32 layers take 93 GB in bfloat16.
 
     Args:
+        layers: Number of blocks.
+        width: Width of the residual stream.
+        kv_heads: Heads of keys and values, shared by the ``heads`` of queries.
+        hidden: Width inside an expert.
+        experts, top: Experts of a block, and how many process each token.
+        vocabulary: Number of tokens.
         batch_size: Sequences of ``length`` tokens.
         capacity: Capacity factor of an expert, relative to balanced routing (``top`` · tokens / ``experts``), rounded
             up; 1 fills every place if routing is balanced. The paper gives none: Mixtral drops no tokens.

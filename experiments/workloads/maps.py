@@ -93,7 +93,12 @@ def unet(*, batch_size: int = 8, image: int = 572) -> Parts:
 
 
 class Bottleneck(nn.Module):
-    """Pre-activated 1x1, 3x3 and 1x1 convolutions with a residual connection on ``[batch, channels, …]``."""
+    """Pre-activated 1x1, 3x3 and 1x1 convolutions with a residual connection on ``[batch, channels, …]``.
+
+    Args:
+        channels: Channels of the input.
+        width: Channels of the output; the first two convolutions have half as many.
+    """
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -277,6 +282,9 @@ def yolov3(
     Args:
         stages: Residual blocks of the five stages.
         width: Channels of the first convolution.
+        classes: Number of classes.
+        batch_size: Images per batch.
+        image: Side of the images in pixels.
 
     Raises:
         WorkloadError: ``stages`` does not have five numbers, or the side of the image is no multiple of 32.

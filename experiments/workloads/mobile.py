@@ -153,8 +153,8 @@ class Network(NamedTuple):
 
     stem: int  # channels after the first convolution
     last: int  # channels after the last convolution
-    act: str
-    last_act: str
+    act: str  # key of ``ACTIVATIONS``
+    last_act: str  # key of ``ACTIVATIONS``
     stages: Sequence[tuple[int, int, int, int, int]] = ()  # or ``blocks``
     blocks: Sequence[tuple[int, int, int, bool, str, int]] = ()
     linear: int = 0  # width of a linear layer after the last convolution; 0 for none

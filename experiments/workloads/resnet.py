@@ -277,7 +277,11 @@ def plain(
 def resnet_imagenet(
     *, stages: str, batch_size: int = 32, image: int = 224, classes: int = 1000, halve: int = 1
 ) -> Parts:
-    """Returns an ``ImageNetResNet`` with ``stages`` blocks, as in "3-4-6-3"; see ``_shared.classifier``."""
+    """Returns an ``ImageNetResNet`` with ``stages`` blocks, as in "3-4-6-3"; see ``_shared.classifier``.
+
+    Raises:
+        WorkloadError: ``halve`` is neither 1 nor 3, or ``stages`` is malformed; or as for ``classifier``.
+    """
     if halve not in (1, 3):
         raise WorkloadError(f"workload.halve: expected 1 or 3, got {halve!r}")
     blocks = counts(stages, "four numbers of blocks", "3-4-6-3", 4, 4)

@@ -209,6 +209,9 @@ def vit(
     The paper uses Adam with high weight decay (section 4.1); this uses AdamW.
 
     Args:
+        size: Key of VIT_SIZES.
+        patch: Side of a patch in pixels.
+        classes: Number of classes.
         layers: Number of blocks; None is the size's own.
 
     Raises:

@@ -44,9 +44,9 @@ class Tensors(NamedTuple):
     size: Ints  # bytes
     persistent: Ints  # 0 or 1
     first: Ints  # first kernel that uses it
-    last: Ints
-    d2h_ns: Ints
-    h2d_ns: Ints
+    last: Ints  # last kernel that uses it
+    d2h_ns: Ints  # duration of a copy to the host
+    h2d_ns: Ints  # duration of a copy from the host
 
 
 class Graph(NamedTuple):
@@ -63,13 +63,13 @@ class Settings(NamedTuple):
     """Limit and machine: an int64 array (SETTINGS,)."""
 
     limit: int  # bytes
-    copy_engines: int
+    copy_engines: int  # 1 or 2
     d2h_share: int  # speed beside an opposite copy
     h2d_share: int
-    host_bytes: int
-    persistent_bytes: int
-    max_iterations: int
-    issue_ns: int
+    host_bytes: int  # host memory for copies
+    persistent_bytes: int  # of all persistent tensors
+    max_iterations: int  # after which a simulation ends
+    issue_ns: int  # as in ``Machine``, as are the next three
     queue_depth: int
     wait_ns: int
     event_ns: int
@@ -385,7 +385,11 @@ def choice_of(row: Sequence[int]) -> Choice:
 
 
 def rows_for(gaps: Iterable[Gap], choice: int) -> Ints:
-    """Returns ``row_of`` each gap, int64 (m, 6)."""
+    """Returns ``row_of`` each gap, int64 (m, 6).
+
+    Args:
+        choice: A ``Choice``, the same for all gaps.
+    """
     columns = columns_of(gaps)
     rows = np.empty((len(columns), 6), np.int64)
     rows[:, 1:4] = columns

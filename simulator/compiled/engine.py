@@ -293,7 +293,12 @@ class Engine:
         return Score(False, NEVER, required, peak if is_done else 0, 0)
 
     def log(self, rows: Ints, limit_until: int | None = None, iterations: int = 1) -> NDArray[Any]:
-        """Returns the log of a plan's simulation, LOG (entries,): start, end, event, index (encoding.py)."""
+        """Returns the log of a plan's simulation, LOG (entries,): start, end, event, index (encoding.py).
+
+        Args:
+            rows: int64 (n, 6), the plan.
+            limit_until, iterations: as in ``simulate``.
+        """
         log = np.empty(self._log_entries, LOG)
         while (entries := self._simulate(self._work, rows, limit_until, iterations, log.view(np.int64))) >= len(log):
             # One spare entry (see ``event_loop``), and some more, so that the logs of similar plans fit at once.

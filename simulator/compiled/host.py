@@ -19,10 +19,10 @@ class Queue(NamedTuple):
 
     durations: Ints  # of the kernels in ns
     steps: NDArray[Any]  # recomputed kernels
-    n_steps: int
+    n_steps: int  # number of ``steps``
     issues: Ints  # by_kernel.issues
-    issue_ns: int
-    depth: int
+    issue_ns: int  # of one step
+    depth: int  # steps that may be issued before they run
 
 
 @stage

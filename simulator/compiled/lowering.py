@@ -200,6 +200,8 @@ def read_plan(tables, work, rows, lowered):
     by_tensor.copied: For swapped tensors, the position of the newest host copy: _NO_COPY.
 
     Args:
+        tables, work: ``Tables`` to read, and ``Arrays`` to fill.
+        rows: int64 (n, 6), the plan.
         lowered: Whether by_row has ``returns``, ``by_pass`` and ``away_at_start``.
 
     Returns:

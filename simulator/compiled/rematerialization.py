@@ -37,7 +37,10 @@ CHAIN = 10_000  # most kernels of a chain whose times are summed
 
 
 class Case(NamedTuple):
-    """Arguments of ``lower_recomputations``. Stages take single fields, because a call copies every argument."""
+    """Arguments of ``lower_recomputations``: tables of encoding.py, of which stages take single ones.
+
+    A call copies every argument.
+    """
 
     kernels: Ints
     tensors: Ints

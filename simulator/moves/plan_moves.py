@@ -135,7 +135,13 @@ def start_proposal(now, new, differ):
 
 @stage(entry=True)
 def put(plan, nbytes, differ, i, empty, row):
-    """Empties gap i of a plan as ``row`` specifies, or fills it."""
+    """Empties gap i of a plan as ``row`` specifies, or fills it.
+
+    Args:
+        plan: plan to change.
+        nbytes: int64 (gaps,), sizes of the tensors.
+        differ: gaps in which the proposal differs, as in the move's arrays.
+    """
     _record_change(differ, i)
     rows = plan.rows
     if plan.on[i]:

@@ -105,7 +105,7 @@ class Packing:
     proven: bool = False  # whether the footprint is proven minimal
     steps: int = 0  # list or table entries that all mallocs and frees visit
     driver_mallocs: int = 0  # cudaMalloc calls
-    driver_frees: int = 0
+    driver_frees: int = 0  # cudaFree calls
 
     def ratio(self, intervals: Intervals) -> float:
         """Returns the competitive ratio: the footprint over the peak load of the blocks; 1 without blocks."""

@@ -74,7 +74,11 @@ class Stream:
 
     @cached_property
     def mallocs(self) -> Ints:
-        """int64[n], index of the malloc of each operation's block."""
+        """int64[n], index of the malloc of each operation's block.
+
+        Raises:
+            StreamError: A block is allocated while it is held, or used while it is not.
+        """
         order = np.argsort(self.block, kind="stable")  # groups operations by block, in time order
         block = self.block[order]
         kind = self.kind[order]

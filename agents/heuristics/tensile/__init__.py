@@ -73,6 +73,9 @@ class TENSILE(RowsPlanner):
         """Plans jobs that share ``limit`` bytes by Algorithm 3; returns one plan per job.
 
         Args:
+            programs: the jobs.
+            machine: machine that they share.
+            limit: memory limit in bytes for all jobs.
             sequences: per job n + 1 times in ns, when its kernels start and its iteration ends; None: choice 1.
 
         Raises:

@@ -43,7 +43,7 @@ class Controlled:
 
     jobs: tuple[Job, ...]  # with all plans they received
     timeline: JobsTimeline
-    replanned: tuple[Replanned, ...]
+    replanned: tuple[Replanned, ...]  # in order of time
 
 
 def control(
@@ -59,18 +59,19 @@ def control(
 
     Args:
         jobs: their own plans and switches are ignored.
-        until_ns: all jobs leave at their first iteration boundary after this time.
-        check_ns: interval between checks of measured times.
-        times: predicts unmeasured times; None: a kernel's own time multiplied by the number of running jobs.
         machine: machine that the jobs share.
         limit: memory limit in bytes for all jobs.
         planner: plans the jobs.
+        until_ns: all jobs leave at their first iteration boundary after this time.
+        check_ns: interval between checks of measured times.
+        times: predicts unmeasured times; None: a kernel's own time multiplied by the number of running jobs.
 
     Returns:
         The jobs with all plans that they received, their timeline, and when plans changed.
 
     Raises:
         Infeasible: the running jobs have no plans that fit together.
+        ValueError: ``check_ns`` is below 1.
     """
     if check_ns < 1:
         raise ValueError(f"check_ns: expected at least 1, got {check_ns}")

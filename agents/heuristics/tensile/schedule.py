@@ -36,7 +36,7 @@ class Channel:
         self.busy: list[tuple[int, int]] = []
 
     def regions(self, duration: int, earliest: int, latest: int) -> list[tuple[int, int]]:
-        """Returns the feasible regions of a transfer: free intervals between two times that are long enough."""
+        """Returns the free intervals from ``earliest`` to ``latest`` that are long enough for a transfer."""
         regions = []
         free_from = earliest
         for start, end in sorted(self._busy(earliest, latest)):

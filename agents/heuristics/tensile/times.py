@@ -117,6 +117,10 @@ def drift(times: Times, measured: Times) -> float:
 
     The result is the largest shift of a kernel's start as a fraction of the planned iteration. Single kernel times are
     not compared, because time slicing makes them arbitrary.
+
+    Args:
+        times: planned times of the kernels in ns.
+        measured: their measured times in ns.
     """
     return float(np.abs(np.cumsum(measured - times)).max() / max(times.sum(), 1))
 

@@ -100,6 +100,18 @@ def prepare(
     """Returns a captured step with its plans from files; profiles and plans it here if they are for another step.
 
     Planning here takes one short profile and one plan, of which a section's time limit is the bound.
+
+    Args:
+        captured: step to run.
+        folder: folder of the program and plan files.
+        name: network name in the names of the files.
+        fraction: limit as a fraction of the activation peak.
+        form: whether the step runs as a CUDA graph.
+        device: device of a profile made here.
+        machine: machine to plan for.
+
+    Raises:
+        CaptureError: a file is missing, or the captured step has other kernels than the program of the files.
     """
     try:
         program, plans = load_plans(folder, name, fraction, (form,))

@@ -377,7 +377,11 @@ class Ours:
         return self.at(self.aim, steps)
 
     def at(self, aim: int, steps: int = 0) -> Trial:
-        """Measures a step planned for ``aim`` bytes; with ``steps``, alternating with as many eager steps."""
+        """Measures a step planned for ``aim`` bytes; with ``steps``, alternating with as many eager steps.
+
+        Raises:
+            Unreachable: No plan reaches ``aim``, or the step cannot be captured, profiled or run.
+        """
         self.aim = aim
 
         def prepare(network: Network) -> Step:

@@ -41,6 +41,8 @@ def load_rows(folder: Path, machine: Machine, fraction: float, networks: dict[st
 
     Args:
         folder: folder with ``traces`` and ``plans``.
+        machine: machine of the traces.
+        fraction: limit in the names of the plans.
         networks: name of a traced network -> name of its plans.
     """
     found = []

@@ -103,6 +103,7 @@ def time_planned(probe: Probe, name: str, form: Form, fraction: float = FRACTION
     """Times a planned step against eager steps and records the row.
 
     Args:
+        probe: settings and record of the section.
         name: network name.
         form: whether the step runs as a CUDA graph (on the CPU kernel by kernel). If its memory exceeds the limit, the
             next plan is tried.

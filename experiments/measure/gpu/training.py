@@ -119,7 +119,15 @@ class Training:
             return {"losses": losses(lambda: step(*network.batch))}
 
     def beside_eager(self, cap: float, count: int) -> dict[str, Any]:
-        """Times ``count`` capped steps that alternate with eager steps (see ``time_beside_eager``)."""
+        """Times ``count`` capped steps that alternate with eager steps (see ``time_beside_eager``).
+
+        Args:
+            cap: memory cap as in ``step``.
+            count: steps to time.
+
+        Returns:
+            the entries of ``time_beside_eager`` with bytes of memory.
+        """
         eager = build_eager_step(self.case.workload, self.device)
         free_cache()
         held_bytes = allocated_bytes(self.device)

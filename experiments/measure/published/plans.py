@@ -106,9 +106,12 @@ def planned(
     """Returns the recommended plan and, if ``error`` is given, its spread (agents/search/retimed.py).
 
     Args:
+        program: program to plan.
+        machine: machine to plan for.
         limit: memory limit in bytes.
         calls: simulator calls of each search.
         error: error of the program's durations.
+        searches: names of the planners to choose from.
 
     Raises:
         Infeasible: if no search finds a plan.

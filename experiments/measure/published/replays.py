@@ -27,6 +27,7 @@ class Replay(NamedTuple):
     """One replayed plan.
 
     Attributes:
+        fraction: limit as a fraction of the peak.
         remade: whether the plan was recomputed by the same planner instead of being the replayed one.
         before_ns: iteration time predicted at the time of the replay.
         predicted_ns: iteration time predicted with the executor's costs.

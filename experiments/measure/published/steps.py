@@ -182,7 +182,7 @@ def read_csv(path: Path, make: Callable[[dict[str, str]], T]) -> list[T]:
             try:
                 found.append(make(row))
             except (KeyError, TypeError, ValueError) as error:
-                raise FormatError(f"{path}: line {line}: {error}") from None
+                raise FormatError(f"{path}: line {line}: {error} ({type(error).__name__}); correct the file") from None
     return found
 
 

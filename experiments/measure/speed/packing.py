@@ -18,6 +18,7 @@ def packing(sizes: list[int], perfect_blocks: int, seconds: float, seed: int) ->
         sizes: numbers of blocks of the random instances.
         perfect_blocks: number of blocks of the instance with a known optimum.
         seconds: time limit of the portfolio and the exact allocator.
+        seed: seed of the instances.
     """
     optimal.pack(scattered(10, seed))  # warm-up that compiles the allocator and its initial heuristics
     results: dict[str, Any] = {"smartpool_s": {}, "smartpool_ratio": {}, "portfolio_ratio": {}}
@@ -43,7 +44,11 @@ def scattered(n: int, seed: int) -> Intervals:
 
 
 def perfect(n: int, seed: int, width: int = 2**20, height: int = 2**20) -> Intervals:
-    """Returns n shuffled blocks that fill ``height`` bytes over ``width`` instants, by cutting a rectangle."""
+    """Returns n shuffled blocks that fill ``height`` bytes over ``width`` instants, by cutting a rectangle.
+
+    Raises:
+        ValueError: the rectangle has too few unit cells for n blocks.
+    """
     rng = np.random.default_rng(seed)
     heap = [(0.0, 0, width, height)]  # (rank, start, duration, bytes) of rectangles, large ones first
     while len(heap) < n:

@@ -48,8 +48,8 @@ class Copy:
     """A copy in flight."""
 
     work: int  # remaining ns at full speed when ``since`` was set, times ALONE
-    since: int
-    rate: int
+    since: int  # time in ns
+    rate: int  # speed, in 1 / ALONE
     disturbed: simpy.Event | None = None  # fires when the other direction starts or ends; None: no effect on this copy
 
 
@@ -304,6 +304,9 @@ def simulate(schedule: Schedule, machine: Machine, limit: int, iterations: int =
     """Returns the steady iteration's duration in ns, equal to ``Engine.score``; raises MemoryError if infeasible.
 
     Args:
+        schedule: lowered plan.
+        machine: machine to simulate.
+        limit: memory limit in bytes.
         iterations: minimum number of simulated iterations.
     """
     return Model(schedule, machine, limit, iterations).run()

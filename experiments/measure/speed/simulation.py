@@ -42,6 +42,9 @@ def simulation(
     The engine and the reference lower the plan in every call; SimPy receives the lowered schedule.
 
     Args:
+        program: program of the plan.
+        plan: plan to simulate.
+        machine: machine to simulate.
         calls: timed engine calls.
         limit: memory limit in bytes; None: 65 % of the peak, or more if the plan needs more.
 
@@ -117,6 +120,10 @@ def home_search(
     """Times one search of HOME in this process: seconds in total and µs per simulator call.
 
     Args:
+        program: program to plan.
+        machine: machine to plan for.
+        particles, iterations: size of the swarm, and its iterations.
+        seed: seed of the swarm.
         limit: memory limit as a fraction of the peak.
 
     Raises:
@@ -151,9 +158,12 @@ def environment(
     SyncVectorEnv and as its NumPy vector environment.
 
     Args:
+        program: program of the task.
+        machine: machine of the task.
         limit: memory limit as a fraction of the peak.
         num_envs: environments in a batch.
         steps: total steps of each timing.
+        seed: seed of the environments and the actions.
     """
     import gymnasium
 

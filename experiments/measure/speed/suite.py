@@ -140,8 +140,10 @@ def plans(
     Args:
         tasks: program (a file in the repository or a workload), limit and mode, by task name.
         programs: programs captured so far, by workload; missing ones are added.
+        machine: machine to plan for.
         calls: simulator calls of each timing.
         plan_calls: simulator calls for making a plan.
+        seed: seed of the searches.
         begin: called with each stage's name.
 
     Returns:

@@ -33,11 +33,11 @@ ROUND_LARGE = 2 << 20  # kRoundLarge: what these segments are rounded up to
 class Blocks(NamedTuple):
     """PyTorch's blocks, free or not, as columns of equal length."""
 
-    size: Ints
-    offset: Ints
+    size: Ints  # bytes
+    offset: Ints  # address in bytes
     before: Ints  # neighbors in the segment, or -1
-    after: Ints
-    is_free: Ints
+    after: Ints  # likewise
+    is_free: Ints  # 0 or 1
 
 
 class Heap(NamedTuple):
