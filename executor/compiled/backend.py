@@ -136,6 +136,14 @@ class Partitioner(CustomPartitionerFn):
         digest.update(repr((self.memory, self.machine, self._key, self.seconds, self.mode, self.profiles)).encode())
         return digest.hexdigest()
 
+    def __deepcopy__(self, memo: Any) -> Partitioner:
+        """Returns itself: Inductor copies its configuration, and would copy the model with it."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the model, which Inductor would pickle for the key of its cache."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("held", "updates", "region")}
+
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -68,7 +68,9 @@ def calls_of(gm: fx.GraphModule, run: Any) -> CompiledGraph:
     from torch._inductor import debug
 
     run._fx_graph_cache_key = label = f"headroom {next(_LABELS)}"
-    known = {node.name: (node.meta[STEP], node.meta[KERNEL]) for node in gm.graph.nodes if KERNEL in node.meta}
+    known = {
+        node.name: (node.meta[STEP], node.meta[KERNEL]) for node in gm.graph.nodes if {STEP, KERNEL} <= node.meta.keys()
+    }
     calls = debug._inductor_triton_kernel_to_post_grad_node_info
     return CompiledGraph(
         label,
