@@ -7,6 +7,7 @@ from executor.compiled.backend import (
     allocated_peak,
     compile,
     compile_step,
+    measure,
     report,
 )
 from executor.compiled.graph_report import CompiledReport
@@ -24,6 +25,7 @@ __all__ = [
     "chunked_cross_entropy",
     "compile",
     "compile_step",
+    "measure",
     "report",
     "tag",
 ]

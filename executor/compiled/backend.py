@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import torch
@@ -32,11 +32,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from executor.capture.batches import Loss, compute_loss
 from executor.capture.optimizers import STEP_HOOKS, step_without_hooks
+from executor.capture.profile import Profile
 from executor.compiled.copies import HostSlab
 from executor.compiled.graph_report import CompiledReport, Graph, describe, frame_of
 from executor.compiled.held import Held, Update, captured_update
 from executor.compiled.joint import Joint, donatable
 from executor.compiled.launches import choices, in_order, launches_of, sizes
+from executor.compiled.measured import NAMED, CompiledGraph, calls_of, measured, profiled, with_measured
 from executor.compiled.partition import partition
 from executor.compiled.regions import Region, regions
 from executor.compiled.search import Candidate, Search
@@ -57,6 +59,7 @@ from simulator.schedule import lower
 CPU = Machine("a CPU core", 2**40, 10**10, 10**10, flops_per_s={"float32": 50 * 10**9}, memory_bytes_per_s=8 * 10**9)
 aten = torch.ops.aten
 Planner = str | Callable[[Program, Machine, int], Plan]
+Profiles = Literal["measure"] | Sequence[Profile] | None
 
 
 class CompileError(ShortenTraceback):
@@ -85,6 +88,8 @@ class Partitioner(CustomPartitionerFn):
             ``compile`` does.
         held: Tensors that the caller holds throughout a step; set by ``compile``.
         updates: Updates to make in the backward pass; set by ``compile_step``.
+        profiles: Durations of an earlier step, or None if steps are not to be measured; set by ``compile``.
+        generated: Kernel calls of the code generated for each of ``graphs``, if steps are to be measured.
         region: Modules that the graph compiled next is for; set by ``compile``.
         slabs: Pinned memory of the plans with swaps.
 
@@ -115,6 +120,9 @@ class Partitioner(CustomPartitionerFn):
         self.graphs: list[Graph] = []
         self.held = Held()
         self.updates: Updates | None = None
+        self.profiles: tuple[Profile, ...] | None = None
+        self.generated: dict[int, list[CompiledGraph]] = {}
+        self.device = torch.device("cpu")
         self.region: Region | None = None
         self.slabs: list[HostSlab] = []
         self.keys: list[int | None] = []  # of the parameters among the inputs of the graph that is compiled now
@@ -125,8 +133,16 @@ class Partitioner(CustomPartitionerFn):
         digest = hashlib.sha256()
         for path in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(path.read_bytes())
-        digest.update(repr((self.memory, self.machine, self._key, self.seconds, self.mode)).encode())
+        digest.update(repr((self.memory, self.machine, self._key, self.seconds, self.mode, self.profiles)).encode())
         return digest.hexdigest()
+
+    def __deepcopy__(self, memo: Any) -> Partitioner:
+        """Returns itself: Inductor copies its configuration, and would copy the model with it."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the model, which Inductor would pickle for the key of its cache."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("held", "updates", "region")}
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -157,26 +173,42 @@ class Partitioner(CustomPartitionerFn):
         frame = region or frame_of(name)
         joint = self._schedule(forward, backward, kwargs["num_fwd_outputs"], copies)
         peak = joint.peak_bytes()
-        device = _device(joint_inputs)
+        self.device = device = _device(joint_inputs)
         machine = self._machine(device)
         held = {} if is_fraction(self.memory) else self.held.beside(frame, copies)
         limit = self._limit(frame, peak, held)
         program = joint.program(machine, f"graph {name}", self.mode != "recompute")
+        retimed = with_measured(program, self.profiles) if self.profiles else None
         graph = Graph(
-            name, limit, peak, peak, program=program, machine=machine, held=held, region=region, copies=copies
+            name,
+            limit,
+            peak,
+            peak,
+            program=retimed or program,
+            machine=machine,
+            held=held,
+            region=region,
+            copies=copies,
+            is_measured=retimed is not None,
         )
         # 1 % of the limit is left for scratch memory of convolutions (oneDNN), which no graph shows. A memory of 1.0
         # needs no plan all the same.
         aim = int(limit * 0.99) if joint.convolves else limit
         if peak > (limit if is_fraction(self.memory) else aim):
-            joint, graph = self._planned(joint, graph, aim, device)
+            if self.profiles and retimed is None:
+                warnings.warn(
+                    f"graph {name}: no profile is of this graph, so it is planned with the roofline; measure a step "
+                    "that executes it",
+                    stacklevel=2,
+                )
+            joint, graph = self._planned(joint, graph, aim)
         self.held.add(frame, joint.between_bytes(), copies)
         seconds = time.process_time() - begin - self._scheduling_s
         graph = replace(graph, seconds=seconds, looking_s=self._scheduling_s, other_bytes=joint.other_bytes())
         self.graphs.append(graph)
         return joint.forward, joint.backward
 
-    def _planned(self, joint: Joint, graph: Graph, aim: int, device: torch.device) -> tuple[Joint, Graph]:
+    def _planned(self, joint: Joint, graph: Graph, aim: int) -> tuple[Joint, Graph]:
         """Returns graphs of a plan whose peak, as Inductor schedules them, is at most ``aim`` bytes."""
         program = graph.program
         machine = graph.machine
@@ -371,6 +403,7 @@ def compile(
     mode: str = "recompute",
     dynamic: bool = False,
     regional: bool = False,
+    profile: Profiles = None,
     fullgraph: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Any:
@@ -394,6 +427,8 @@ def compile(
             once, so that the time to compile does not grow with their number. A fraction is of what all blocks need.
             The model is compiled in place (``nn.Module.compile``), and what it computes between its submodules and
             ``loss_fn`` is neither planned nor counted. Without swaps.
+        profile: "measure" prepares the model for ``measure``, whose profiles passed here give kernel durations in place
+            of the roofline's.
         fullgraph, options: As in torch.compile.
 
     Returns:
@@ -403,9 +438,10 @@ def compile(
         CaptureError: If the optimizer's update cannot be traced.
         CompileError: At the first call with gradients: if no C++ compiler is found (on the CPU), or no plan fits.
         FormatError: If memory or machine is invalid.
-        ValueError: If the mode is unknown, or the model has no equal blocks or would swap them.
+        ValueError: If mode or profile is unknown, or the model has no equal blocks or would swap them.
     """
     partitioner = Partitioner(memory, machine, planner, seconds, mode)
+    partitioner.profiles = _profiles(profile)
     partitioner.held = Held(model, None if is_fraction(memory) else optimizer)
     if not regional:
         target = WithLoss(model, loss_fn) if loss_fn is not None else model
@@ -456,6 +492,7 @@ def compile_step(
     seconds: float | None = 3.0,
     mode: str = "recompute",
     dynamic: bool = False,
+    profile: Profiles = None,
     options: dict[str, Any] | None = None,
 ) -> CompiledStep:
     """Returns a compiled training step whose backward pass updates each parameter once its gradient is final.
@@ -466,7 +503,8 @@ def compile_step(
     Args:
         model, loss_fn: As in ``compile``; without ``loss_fn`` the model returns its loss.
         optimizer: Must update each parameter from its own gradient and state alone.
-        memory, machine, planner, seconds, mode, dynamic, options: As in ``compile``. The model must be one graph.
+        memory, machine, planner, seconds, mode, dynamic, profile, options: As in ``compile``. The model must be one
+            graph.
 
     Returns:
         A callable that takes a batch, updates the parameters and returns the loss, detached.
@@ -475,7 +513,7 @@ def compile_step(
         CaptureError: If the update cannot be traced, or needs several gradients at once (as in ``fit``).
         CompileError: As in ``compile``, or if parameters or the optimizer have hooks.
         FormatError: If memory or machine is invalid.
-        ValueError: If the mode is unknown.
+        ValueError: If mode or profile is unknown.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters) or any(
@@ -486,10 +524,13 @@ def compile_step(
         )
     update = Update.of(captured_update(model, optimizer, bucket_bytes=1, early=True))
     partitioner = Partitioner(memory, machine, planner, seconds, mode)
+    partitioner.profiles = _profiles(profile)
     partitioner.held = Held(model)
     partitioner.held.update = update
     partitioner.updates = Updates(optimizer, update.per_byte)
-    return CompiledStep(_compiled(WithLoss(model, loss_fn), partitioner, dynamic, True, options), optimizer)
+    step = CompiledStep(_compiled(WithLoss(model, loss_fn), partitioner, dynamic, True, options), optimizer)
+    _PARTITIONERS[step] = partitioner
+    return step
 
 
 def _compiled(
@@ -510,11 +551,17 @@ def _backend(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+        from torch._inductor.debug import reset_provenance_globals
         from torch._inductor.virtualized import V
 
+        index = len(partitioner.graphs)
+
         def inner(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:  # the backward is compiled at its first call
-            with V.set_choices_handler(choices()), in_order(gm):
-                return compile_fx_inner(gm, *args, **kwargs)
+            with V.set_choices_handler(choices()), in_order(gm), reset_provenance_globals():
+                run = compile_fx_inner(gm, *args, **kwargs)
+                if partitioner.profiles is not None and index < len(partitioner.graphs):
+                    partitioner.generated.setdefault(index, []).append(calls_of(gm, run))
+            return run
 
         if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in inputs):
             require_compiler()
@@ -524,6 +571,7 @@ def _backend(
             partitioner.keys = [updates.key_of(x) if isinstance(x, nn.Parameter) else None for x in inputs]
         # Buffer reuse would keep memory allocated that the plan counts as free.
         patches = {"allow_buffer_reuse": False, **(options or {}), "custom_partitioner_fn": partitioner}
+        patches |= {} if partitioner.profiles is None else NAMED
         # A cached joint graph has no report, and its plan may be for another machine.
         begin = time.process_time()
         with torch._functorch.config.patch(enable_autograd_cache=False):
@@ -543,9 +591,58 @@ def report(compiled: Any) -> CompiledReport:
     Raises:
         ValueError: If ``compile`` did not return the model.
     """
+    return CompiledReport(tuple(_partitioner(compiled).graphs))
+
+
+def measure(compiled: Any, step: Callable[[], object]) -> tuple[Profile, ...]:
+    """Executes one training step under PyTorch's profiler and returns the durations of the planned graphs' kernels.
+
+    The report then contains them beside the predicted ones. Passed as ``profile=`` when the model is compiled again,
+    they give plans in place of the roofline.
+
+    Args:
+        compiled: A model that ``compile`` or ``compile_step`` returned with ``profile=``, after its first step.
+        step: Executes forward and backward of one training step, or of several, whose medians count.
+
+    Returns:
+        One profile per graph with a plan.
+
+    Raises:
+        ProfileError: If a kernel of the generated code is missing in the profile.
+        ValueError: If the model was compiled otherwise, or no graph has a plan.
+    """
+    partitioner = _partitioner(compiled)
+    planned = {i: graph for i, graph in enumerate(partitioner.graphs) if graph.plan and i in partitioner.generated}
+    if not planned:
+        raise ValueError(
+            "measure: no graph has a plan and named kernels: compile with profile='measure' and execute a step first"
+        )
+    device = partitioner.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    runs = profiled(step, device.type)
+    profiles = []
+    for i, graph in planned.items():
+        assert graph.program is not None and graph.machine is not None
+        profile = measured(graph.name, graph.program, partitioner.generated[i], runs, graph.machine.name, name)
+        partitioner.graphs[i] = replace(graph, measured_ns=profile.step_ns)
+        profiles.append(profile)
+    return tuple(profiles)
+
+
+def _partitioner(compiled: Any) -> Partitioner:
     if compiled not in _PARTITIONERS:
         raise ValueError("compiled: expected a model that executor.compiled.compile returned")
-    return CompiledReport(tuple(_PARTITIONERS[compiled].graphs))
+    return _PARTITIONERS[compiled]
+
+
+def _profiles(profile: Profiles) -> tuple[Profile, ...] | None:
+    if isinstance(profile, str):
+        if profile != "measure":
+            raise ValueError(
+                f"profile: expected None, 'measure' or what executor.compiled.measure returns, got {profile!r}"
+            )
+        return ()
+    return None if profile is None else tuple(profile)
 
 
 def allocated_peak(step: Callable[[], object], device: str = "cpu") -> int:

@@ -35,6 +35,8 @@ class Graph:
         copies: Number of these modules; the limit and peaks are those of all of them.
         other_bytes: Bytes that the others hold while one of them runs.
         host_bytes: Pinned host memory of one step's swaps.
+        is_measured: Whether durations are those of a profiled step.
+        measured_ns: Duration of all kernels in the step that ``measure`` profiled; 0 without it.
     """
 
     name: str
@@ -55,11 +57,18 @@ class Graph:
     copies: int = 1
     other_bytes: int = 0
     host_bytes: int = 0
+    is_measured: bool = False
+    measured_ns: int = 0
 
     @property
     def frame(self) -> str:
         """Part of the name that compilations for other shapes share."""
         return self.region or frame_of(self.name)
+
+    @property
+    def kernels_ns(self) -> int:
+        """Predicted duration of all kernels of the plan, recomputed ones included; 0 without a plan."""
+        return sum(s.duration_ns for s in lower(self.program, self.plan).steps) if self.program and self.plan else 0
 
     def report(self) -> Report:
         """Returns the report of ``fit``: peaks by kind of tensor, moved tensors and predicted time.
@@ -91,7 +100,8 @@ class Graph:
         line = f"graph {self.name}{region}: limit {size(self.limit)}{beside}, peak {size(self.peak_bytes)}"
         if self.plan is None or self.program is None or self.machine is None:
             return f"{line}, which needs no plan"
-        reruns = [s.kernel for s in lower(self.program, self.plan).steps if s.is_recomputation]
+        steps = lower(self.program, self.plan).steps
+        reruns = [s.kernel for s in steps if s.is_recomputation]
         ns = sum(self.program.kernels[k].duration_ns for k in reruns)
         swaps = [self.program.tensors[d.tensor].nbytes for d in self.plan.decisions if isinstance(d, Swap)]
         swapped = f"; {len(swaps)} swaps, {size(sum(swaps))} each way, {size(self.host_bytes)} pinned" if swaps else ""
@@ -105,6 +115,12 @@ class Graph:
             f"  {plan}{swapped}",
             f"  predicted: {ms:.2f} ms, {overhead:.2%} over the ideal",
         ]
+        if self.measured_ns:
+            source = "an earlier step" if self.is_measured else "the roofline"
+            lines.append(
+                f"  measured: {self.measured_ns / 1e6:.2f} ms in kernels; predicted from {source}: "
+                f"{self.kernels_ns / 1e6:.2f} ms"
+            )
         if self.floor_ns is not None:
             lines.append(f"  floor: no plan takes less than {self.floor_ns / 1e6:.2f} ms")
         return "\n".join(lines)

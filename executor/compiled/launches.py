@@ -26,6 +26,7 @@ from simulator.program import KernelKind
 OFFLOAD = "headroom.offload.default"  # of copies.py
 STEP = "headroom_step"  # key in a node's meta: the plan's step in which it executes
 ORIGIN = "headroom_origin"  # name of the node that this node of a plan's graph repeats
+KERNEL = "headroom_kernel"  # kernel of the Program that executes a node of a plan's graph and stores its value
 TEMPORARY = "headroom_temporary"  # bytes that an update of a parameter uses meanwhile; only updates have this key
 
 

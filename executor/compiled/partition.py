@@ -18,7 +18,7 @@ from torch._guards import detect_fake_mode
 
 from executor.compiled.copies import OFFLOAD, RELOAD, WAIT
 from executor.compiled.joint import BACKWARD, FORWARD, Joint
-from executor.compiled.launches import ORIGIN, STEP, Launch, repeatable
+from executor.compiled.launches import KERNEL, ORIGIN, STEP, Launch, repeatable
 from executor.training.issue_order import Item, Move
 from simulator.program import Program
 from simulator.schedule import Step
@@ -126,7 +126,7 @@ class _Writer:
             for root in roots:
                 if root in self.permanent:  # already emitted
                     env[root] = self.permanent[root]
-                self._write(root, env)
+                self._write(root, env).meta.setdefault(KERNEL, step.kernel)
                 block = blocks.get(prefix + graph.stored.get(root.name, ""))
                 if block is not None:
                     self.values.setdefault(block, {})[root] = env[root]

@@ -5,7 +5,9 @@ inspect Inductor's launches.
 """
 
 import copy
+import pickle
 import shutil
+import threading
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from executor import compiled
 from executor.compiled import CompileError, Partitioner, allocated_peak
 from executor.compiled.graph_report import CompiledReport
+from executor.compiled.held import Held
 from executor.compiled.search import Search
 from executor.fit import FitError
 from simulator.schedule import lower
@@ -301,6 +304,16 @@ def test_the_key_of_a_cache_names_all_that_a_plan_depends_on() -> None:
         Partitioner(0.5, "h100", planner),
     ]
     assert len({same, *(p.uuid() for p in others)}) == 6
+
+
+def test_inductors_copies_of_the_partitioner_leave_out_the_model() -> None:
+    """It copies its configuration, and pickles it for the key of its cache, when it compiles a graph."""
+    net = blocks()
+    net.lock = threading.Lock()  # type: ignore[assignment]  # cannot be copied or pickled
+    partitioner = Partitioner(0.8)
+    partitioner.held = Held(net, None)
+    assert copy.deepcopy(partitioner) is partitioner
+    assert len(pickle.dumps(partitioner)) < 1000
 
 
 @pytest.mark.parametrize(("least", "needs", "drafts"), [(0, 990, 2), (950, 0, 6)])
