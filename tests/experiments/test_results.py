@@ -91,8 +91,10 @@ def test_a_figure_reads_its_result(name: str) -> None:
     figure = reproduce.figure(name)
     heads, cells, _ = figure.format_text(rows)
     assert cells and all(len(line) == len(heads) for line in cells)
-    chart = figure.chart(rows)
-    assert chart.panels and all(panel.marks for panel in chart.panels)
+    charts = figure.charts(rows)
+    assert tuple(charts) == figure.pictures
+    for chart in charts.values():
+        assert chart.panels and all(panel.marks for panel in chart.panels)
     assert figure.choices
     values = figure.template_values(rows)
     assert {key: values[key] for key in CLAIMS.get(name, {})} == CLAIMS.get(name, {})
