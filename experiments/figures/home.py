@@ -107,6 +107,12 @@ class Table2(Figure):
             "networks": networks,
             "lines": lines,
             **{f"{key}s": span(net[key] for net in networks) for key in ("gain", "gain_paper", "bounded_over")},
+            "over_capuchin": [
+                fmean(net[key]["HOME"] / net[key]["Capuchin"] - 1 for net in networks) for key in ("batch", "rate")
+            ],
+            "over_capuchin_paper": [
+                fmean(net[key][2] / net[key][1] - 1 for net in networks) for key in ("paper_batch", "paper_rate")
+            ],
             "ahead": [
                 {
                     "rival": rival,
