@@ -27,6 +27,7 @@ from agents.floor import Floor, floor
 from agents.heuristics.workspace import relaxed
 from experiments.common import cli, report, workers
 from experiments.common.report import Row
+from experiments.figures import label as network_label
 from simulator.compiled import warm
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
@@ -71,8 +72,7 @@ def main(cfg: DictConfig) -> Path:
         plan.check(program)
     from experiments.plotting import plots  # slow import of Matplotlib, overlaps with compilation
 
-    title = f"{program.name} on {machine.name}: overhead against the memory limit{f', mode={mode}' if mode else ''}"
-    title += f", workspace={str(workspace).lower()}" if workspace else ""
+    options_text = (f", mode={mode}" if mode else "") + (f", workspace={str(workspace).lower()}" if workspace else "")
     with report.RunDirectory(cli.path(cfg, "out"), f"evaluate-{program.name}") as out:
         if plan is not None:
             rows = [
@@ -84,7 +84,8 @@ def main(cfg: DictConfig) -> Path:
             ]
         else:
             rows = score_all(program, machine, limits, names, seed, jobs, {**options, "workspace": workspace})
-        plots.overhead_by_limit(out / "overhead.png", rows, title, scale)
+        task = f"{network_label(program.name)}, {network_label(machine.name)}{options_text}"
+        plots.overhead_by_limit(out / "overhead.png", rows, f"{task}: {plots.leaders(rows)}", scale)
         report.write_rows(out / "results.jsonl", rows)
         report.write_summary(out / "summary.json", cfg, program, rows)
     report.console().print(report.table(rows, limits=True))

@@ -74,8 +74,8 @@ def main(cfg: DictConfig) -> None:
         )
         solution = repeated(buffers, best.intervals)
         title = (
-            f"{file.name}, {palette.ALLOCATORS[best.name].label}: {binary(best.packing.footprint)}, "
-            f"{best.packing.footprint / load:.4f} × the peak load{', proven optimal' * best.packing.proven}"
+            f"{file.name}, {palette.ALLOCATORS[best.name].label}: {best.packing.footprint / load:.4f} of the peak "
+            f"load, {binary(best.packing.footprint)}{', proven optimal' * best.packing.proven}"
         )
         pack_plot.draw(out / "packing.png", best.intervals, best.packing, title, solution.ids, capacity)
         files.save_solution(out / "solution.csv", solution, best.packing)

@@ -367,11 +367,12 @@ def _section(path: Path, data: dict[str, Any], figure: Figure) -> list[str]:
         heads, cells, notes = figure.format_text(rows, brief=True)
     except (KeyError, TypeError) as error:
         raise FormatError(f"{path}: not a result of this figure ({error}); run it again") from None
+    pictures = [path.with_name(f"{path.stem}{suffix}.png") for suffix in figure.pictures]
     parts = [
         f'<a id="{path.stem}"></a>',
         f"## {figure.title}",
         figure.introduction,
-        f"![{path.stem}]({path.stem}.png)",
+        "\n\n".join(f"![{picture.stem}]({picture.name})" for picture in pictures),
         _table(heads, cells),
         "\n".join(f"- {note}" for note in notes),
         f"Choices: {figure.choices}" if figure.choices else "",

@@ -130,7 +130,11 @@ class Core(Figure):
         by_key = scores(rows)
         least = 0.01
         budgets = sorted({budget for _, budget in by_key if budget != (None, None)}, key=sort_key) or [(None, None)]
-        names = list(dict.fromkeys(agent for agent, _ in by_key))
+        gaps_by_agent = {
+            agent: [iqm(gaps) for (name, _), gaps in by_key.items() if name == agent] for agent, _ in by_key
+        }
+        names = sorted(gaps_by_agent, key=lambda agent: np.mean(gaps_by_agent[agent]))
+        leaders = [min(names, key=lambda n: iqm(by_key[n, b]) if (n, b) in by_key else np.inf) for b in budgets]
         panels = []
         for budget in budgets:
             marks: list[Mark] = []
@@ -152,8 +156,13 @@ class Core(Figure):
                     Axis(names=[label(agent) for agent in names]),
                 )
             )
-        title = "The gap to the floor: interquartile means and their intervals; diamonds: without a budget"
-        return Chart(title, panels, 5, (3.0, 0.42 * len(names) + 1.1), (2.6, 0.4))
+        first = max(leaders, key=leaders.count)
+        title = f"{label(first)}: smallest gap to the floor at {leaders.count(first)} of {len(budgets)} budgets"
+        note = (
+            f"Dots: interquartile means, {len(rows)} tasks, {max(g.shape[1] for g in by_key.values())} seeds; "
+            "bars: 95 % bootstrap intervals; diamonds: without a budget."
+        )
+        return Chart(title, panels, 3, (2.5, 0.34 * len(names) + 0.9), (2.3, 0.7), note=note)
 
 
 def planner_factory(agent: Mapping[str, Any], entry: str) -> tuple[Callable[..., Planner], set[str]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +24,7 @@ from experiments.common.bisection import bisect
 from experiments.common.report import Row
 from experiments.figures import group_by, network, program, share_of_peak
 from experiments.figures.figure import Figure, Rows
-from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
+from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, Rule
 from experiments.plotting.palette import FAINT, color
 from simulator import Machine, Program
 from simulator.limits import limit_bytes
@@ -56,6 +58,7 @@ SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # planner and options by ke
     "policy_search": ("policy_search", {}),
     "annealing": ("annealing", {}),
 }
+SEARCH_LABELS = {"annealing": "annealing, both, equal calls", "uniform": "no-network ablation, both, equal calls"}
 MODES = {"swap": "DQN over edits, swap", "joint": "DQN over edits, swap and recompute"}
 
 
@@ -187,6 +190,12 @@ class Fig5(Figure):
                         band=([min(o) for _, o in line], [max(o) for _, o in line]),
                     )
                 )
+            for key, style in (("annealing", "-"), ("uniform", ":")):  # at the limits where the searches ran
+                by_limit = figures.group_by([p for p in net.details["joint"] if p[key] is not None], "limit")
+                line = [(1 - limit, float(np.mean([p[key] for p in points]))) for limit, points in by_limit.items()]
+                label = SEARCH_LABELS[key]
+                x, y = zip(*sorted(line), strict=True) if line else ((), ())
+                marks.append(Line(x, y, color("annealing"), label, "", style, 1.2, front=4))
             highest = max(heights)
             top = min(1.08 * highest, self.top)
             overflow = f", to {highest:.0%}" if highest > top else ""
@@ -202,8 +211,12 @@ class Fig5(Figure):
                     Axis("overhead over the ideal time", "%", (-0.02 * top, top)),
                 )
             )
-        title = "Overhead by memory reduction; hollow: not run in the paper"
-        return Chart(title, panels, 2, (4.95, 3.6), keys=3)
+        values = self.template_values(rows)
+        title = (
+            f"DQN over edits: above a baseline at {values['above']} of {values['pairs']} pairs of limit and baseline"
+        )
+        note = f"Lines: means over {values['seeds']} seeds; bands: least to largest. Hollow: not run in the paper."
+        return Chart(title, panels, 2, (4.95, 3.6), (0.0, 1.1), keys=3, note=note)
 
 
 def compare(program: Program, machine: Machine, task: Row) -> Row:
@@ -446,22 +459,24 @@ class Paper(Figure):
         }
 
     def chart(self, rows: Rows) -> Chart:
-        marks = []
-        for (name, runs), ink in zip(
-            group_by(rows, "line").items(), self.inks, strict=False
-        ):  # others are in the table
+        values = self.template_values(rows)
+        panels = []
+        for (name, runs), ink in zip(group_by(rows, "line").items(), cycle(self.inks)):
             parts = np.array([run["parts"] for run in runs])
-            marks.append(
-                Line(
-                    (np.arange(self.parts) + 1) * runs[0]["episodes"] / self.parts,
-                    parts.mean(0),
-                    ink,
-                    name,
-                    band=(parts.min(0), parts.max(0)),
-                )
-            )
-        panel = Panel("", marks, Axis("episodes"), Axis("overhead of the episodes, %"))
-        return Chart("The DQN paper's form on VGG16 at 60 % of its peak", [panel], 1, (9.0, 4.2), keys=2)
+            middle = (np.arange(self.parts) + 0.5) * runs[0]["episodes"] / self.parts
+            marks = [Line(middle, parts.mean(0), ink, marker="o", size=4, band=(parts.min(0), parts.max(0)))]
+            if values["chance"] is not None:
+                marks.append(Rule(values["chance"], horizontal=True, label="mean of uniform random walks"))
+            axes = [Axis("episode", limits=(0, None)), Axis("overhead of episodes, %", limits=(0, 50))]
+            panels.append(Panel("\n".join(wrap(name, 28)), marks, *axes))
+        below = values["below"]
+        shown = {"as printed": below["printed"], "whole returns": below["returns"], "equation 5": below["equation5"]}
+        seeds = values["seeds"]
+        counts = [f"{name} {count}/{seeds}" for name, count in shown.items() if count is not None]
+        title = f"Seeds below random walks: {', '.join(counts) or 'not compared'}"
+        network, limit = (figures.label(rows[0]["network"]), rows[0]["limit"])
+        note = f"{network} in {limit:.0%} of its peak. Means of tenths of a training; bands: least and largest seed."
+        return Chart(title, panels, 3, (3.3, 2.7), (0.0, 1.0), note=note)
 
 
 def training_kind(task: Row) -> str:

@@ -62,6 +62,7 @@ class Figure:
         needs_all_cores: Whether a task needs all cores.
         on_demand: Whether ``figure=all`` skips the figure.
         simulated: Whether the picture's title says "(simulated)"; False for measurements.
+        pictures: Suffixes of its pictures' file names, as in ``charts``.
     """
 
     by_name: ClassVar[dict[str, type[Figure]]] = {}
@@ -70,6 +71,7 @@ class Figure:
     needs_all_cores = False
     on_demand = False
     simulated = True
+    pictures: tuple[str, ...] = ("",)
 
     def __init_subclass__(cls) -> None:
         Figure.by_name[cls.name] = cls
@@ -95,6 +97,10 @@ class Figure:
     def chart(self, rows: Rows) -> Chart:
         """Returns the picture of the rows."""
         raise NotImplementedError
+
+    def charts(self, rows: Rows) -> dict[str, Chart]:
+        """Returns the pictures of the rows by suffix of their file names; one without panels is not drawn."""
+        return {"": self.chart(rows)}
 
     @property
     def published(self) -> Any:
@@ -163,13 +169,14 @@ class Figure:
         return TEMPLATES.from_string(text).render(self.template_values(rows), rows=rows, brief=brief)
 
     def draw(self, rows: Rows, path: Path) -> None:
-        """Saves the picture as PNG."""
+        """Saves the pictures as PNG; the others' suffixes are added to the name of ``path``."""
         from experiments.plotting import charts  # importing Matplotlib is slow
 
-        chart = self.chart(rows)
-        if self.simulated and "imulated" not in chart.title:
-            chart = replace(chart, title=f"{chart.title} (simulated)")
-        charts.draw(path, chart)
+        for suffix, chart in self.charts(rows).items():
+            if self.simulated and "imulated" not in chart.title:
+                chart = replace(chart, title=f"{chart.title} (simulated)")
+            if chart.panels:
+                charts.draw(path.with_stem(f"{path.stem}{suffix}"), chart)
 
 
 @cache

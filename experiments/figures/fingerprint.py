@@ -22,7 +22,7 @@ from experiments.common.cli import CONFIGS
 ROOT = CONFIGS.parent
 PACKAGES = ("agents", "envs", "executor", "experiments.figures", "experiments.workloads", "simulator")
 NOT_COMPUTING = {f"experiments.figures.{name}" for name in ("figure", "fingerprint", "verdicts")}
-PRESENTING = ("chart", "panels", "template_values")  # methods of a figure
+PRESENTING = ("chart", "charts", "panels", "template_values")  # methods of a figure
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 LEARNED = "agents.learned.dqn"  # prefix of modules that load the weights beside them
 REGISTRY = "agents"  # imports all planners

@@ -50,7 +50,7 @@ METHODS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "HOME": (("home", {"jobs": 1}),),
 }
 LOOKS = {method: look(planners[0][0])._replace(label=method) for method, planners in METHODS.items()}
-LOOKS["Capuchin"] = Look("Capuchin", "#1f5fa8", "D")
+LOOKS["Capuchin"] = Look("Capuchin", "#13807d", "D")
 SEARCH = ("particles", "iterations")  # HOME's options
 CAPTURED = (64, 128)  # batch sizes; others are interpolated or extrapolated
 MOST = 100_000  # batch size

@@ -16,10 +16,11 @@ from omegaconf import DictConfig
 from experiments.common import cli
 from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD
 from experiments.common.report import ABLATION, Row, console
-from experiments.figures import group_by
+from experiments.figures import group_by, label as network_label
 from experiments.figures.core import WITHOUT, interval, iqm
 from experiments.figures.figure import Figure, Range, Rows
 from experiments.plotting.charts import Axis, Chart, Line, Panel
+from experiments.plotting.palette import color
 from simulator import Machine
 from simulator.files import FormatError, read_json
 
@@ -40,7 +41,13 @@ class Learning(Figure):
         "autoswap": "best AutoSwap",
         "annealing": "annealing",
     }
-    inks = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")
+    inks = ("#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")  # of other agents
+    labels: ClassVar = {  # label and color of an agent
+        "train_dqn, dqn, log": ("DQN, fine-tuned", color("dqn")),
+        "train_dqn, dqn, from scratch, log": ("DQN, from scratch", color("dqn_greedy")),
+        "ppo_single_file": ("PPO (ppo_single_file)", "#1f5fa8"),
+        "train_sb3, maskable_ppo": ("MaskablePPO (train_sb3)", "#f16913"),
+    }
     on_demand = True
     simulated = False
 
@@ -85,31 +92,54 @@ class Learning(Figure):
     def chart(self, rows: Rows) -> Chart:
         panels = []
         tasks = trainings(rows)
-        inks = dict(
-            zip(dict.fromkeys(agent for group in tasks.values() for agent in group), cycle(self.inks), strict=False)
-        )
-        for (workload, _, limit, mode), group in tasks.items():
+        names = dict.fromkeys(agent for group in tasks.values() for agent in group)
+        inks = dict(zip([name for name in names if name not in self.labels], cycle(self.inks), strict=False))
+        inks |= {name: ink for name, (_, ink) in self.labels.items()}
+        for (workload, _, limit, _), group in sorted(tasks.items(), key=lambda item: -len(item[1])):
             for key, title in MEANT.items():
                 marks = []
                 starts = []
                 ends = []
                 least = math.inf
+                most = 0.0
                 for agent, runs in group.items():
                     calls, gaps = over_seeds(runs, key)
                     if not calls:
                         continue
                     low, high = np.array([interval(seeds[None]) for seeds in gaps]).T
                     least = min(least, *low)
+                    most = max(most, *high)
                     starts.append(calls[0])
                     ends.append(calls[-1])
-                    marks.append(Line(calls, [iqm(seeds) for seeds in gaps], inks[agent], agent, band=(low, high)))
+                    middle = [iqm(seeds) for seeds in gaps]
+                    label = self.labels.get(agent, (agent, ""))[0]
+                    marks.append(Line(calls, middle, inks[agent], label, band=(low, high), step=True))
                 if not starts:
                     continue
-                ticks = [t for i in range(10) if min(starts) <= (t := 10**i) <= max(ends)]
+                steps = (1, 2, 4) if max(ends) < 20 * min(starts) else (1,)
+                ticks = [t for i in range(10) for m in steps if min(starts) <= (t := m * 10**i) <= max(ends)]
                 x = Axis("simulator calls", "{:,.0f}", (0.9 * min(starts), 1.1 * max(ends)), "log", ticks or None)
-                y = Axis("gap to the floor, points", scale="log" if least > 0 else "symlog")
-                panels.append(Panel(f"{workload}, {limit:.0%}, {mode}: {title}", marks, x, y))
-        return Chart("What trainings learned: interquartile means over the seeds, 95 % bootstrap intervals", panels)
+                scale = "linear" if most < 2 * least else "log" if least > 0 else "symlog"
+                low_end = 0 if scale == "symlog" else 0.5 * least if scale == "log" else 0.0
+                y = Axis("gap to the floor, points", "{:g}", (low_end, None), scale)
+                panels.append(Panel(f"{network_label(workload)}, {limit:.0%}\n{title}", marks, x, y))
+        seeds = max(len(runs) for group in tasks.values() for runs in group.values())
+        note = f"Lines: interquartile means over up to {seeds} seeds; bands: 95 % bootstrap intervals."
+        return Chart(self.finding(rows), panels, 3, (3.3, 2.9), (0.0, 1.1), keys=4, note=note)
+
+    def finding(self, rows: Rows) -> str:
+        """Returns the title of the picture: the greedy policies of the task with the most agents, the best first."""
+        tasks = trainings(rows)
+        (workload, _, limit, _), group = max(tasks.items(), key=lambda item: len(item[1]))
+        ends = {agent: over_seeds(runs, GREEDY)[1] for agent, runs in group.items()}
+        gaps = sorted(
+            (iqm(gap[-1:]), self.labels.get(agent, (agent, ""))[0]) for agent, gap in ends.items() if len(gap)
+        )
+        if not gaps:
+            return "Gaps of trainings to the floor"
+        (least, first), *_, (most, last) = [(gap, label.partition(" (")[0]) for gap, label in [*gaps, gaps[-1]]]
+        task = f"{network_label(workload)}, {limit:.0%}"
+        return f"{task}: greedy policy {least:.1f} points above the floor ({first}) to {most:.1f} ({last})"
 
 
 def learning_curve(file: Path) -> Row:

@@ -61,6 +61,7 @@ class Measured(Figure):
         "llmem": "LLMem",
     }
     simulated = False
+    pictures = ("", "_memory")
 
     def tasks(self, settings: DictConfig) -> Rows:
         parts = figures.choices(settings, "parts", ("steps", "fit", "peaks", "plans"), "part ")
@@ -150,10 +151,11 @@ class Measured(Figure):
 
     def chart(self, rows: Rows) -> Chart:
         panels: list[Panel] = []
+        title = "Times on GPUs, predicted and measured"
         if large := [kernel for _, compared in kernels(rows) for kernel in compared]:
-            names = [_title(row["label"]) for row, _ in kernels(rows)]
-            subject = ", ".join(names) if len(names) < 2 else f"{len(names)} steps"
-            panels += [scatter(large, 3, f"Kernels: {subject}"), scatter(large, 4, "The same by one roofline")]
+            panels += [scatter(large, 3, "Our model"), scatter(large, 4, "One roofline")]
+            errors = [f"{error(large, column):.0%}" for column in (3, 4)]
+            title = f"{len(large):,} kernels: median error {errors[0]} with our model, {errors[1]} with one roofline"
         if steps := all_steps(rows):
             x = [[step[key] + 1 for step in steps] for key in ("error", "old")]
             ticks = (0.7, 1, 1.5, 2, 3, 5)
@@ -162,30 +164,40 @@ class Measured(Figure):
                 ONE,
                 *paired_marks(x, [bool(step["fit"]) for step in steps], "ours, fitted to it"),
             ]
+            names = [step["name"].replace(" 80 GB", "").replace(", NCHW", "") for step in steps]
+            names = [name.replace("ResNet-50, ", "") for name in names]
             panels.append(
                 Panel(
-                    "Whole steps",
+                    f"Steps of ResNet-50 and others (gray: ±{BARS['step']:.0%})",
                     marks,
-                    Axis("said over measured", "{:g}", scale="log", ticks=ticks),
-                    Axis(names=[step["name"] for step in steps]),
+                    Axis("predicted / measured", "{:g}", scale="log", ticks=ticks),
+                    Axis(names=names),
                 )
             )
         panels += [kinds_panel(row) for row in _rows_of(rows, "steps") if row["kind"] == "kinds"]
+        return Chart(title, panels, 2, (4.95, 3.9), (0.0, 1.2), keys=5)
+
+    def charts(self, rows: Rows) -> dict[str, Chart]:
+        panels = []
+        title = "Plans under measured times"
         if plans := _rows_of(rows, "plans"):
             panels.append(plans_panel(plans))
         if estimators := means(_rows_of(rows, "peaks")):
             points = _rows_of(rows, "peaks")
             marks = [Rule(1 - BARS["peak"], 1 + BARS["peak"], color="#eeeeee"), ONE]
             for y, name in enumerate(estimators):
-                key, ink = ("error", Measured.ours) if name == "ours" else (f"{name}_error", Measured.control)
+                key, ink = ("error", self.ours) if name == "ours" else (f"{name}_error", self.control)
                 ratios = [1 + row[key] for row in points if row[key] is not None]
                 marks.append(Line(ratios, [y] * len(ratios), ink, marker="o", line="", alpha=0.6))
             texts = [
-                f"{self.estimators[name]}\nmean {mean['error']:.0%}\n{mean['wrong']}/{mean['verdicts']} wrong"
+                f"{self.estimators[name]}\n{mean['wrong']} of {mean['verdicts']}\nverdicts wrong"
                 for name, mean in estimators.items()
             ]
-            panels.append(Panel(f"Peaks of {len(points)} runs", marks, Axis("said over measured"), Axis(names=texts)))
-        return Chart("Measured on GPUs, and what we say (gray: the bar)", panels, 3, (6.4, 4.9), (0.3, 0.7), keys=6)
+            axis = Axis("predicted / measured peak")
+            panels.append(Panel(f"Peaks (gray: ±{BARS['peak']:.1%})", marks, axis, Axis(names=texts)))
+            errors = ", ".join(f"{self.estimators[name]} {mean['error']:.0%}" for name, mean in estimators.items())
+            title = f"Mean error of peaks, {len(points)} runs: {errors}"
+        return {"": self.chart(rows), "_memory": Chart(title, panels, 2, (4.95, 3.8), (0.0, 1.3), keys=2)}
 
 
 def _files() -> list[Path]:
@@ -235,6 +247,8 @@ def _rows_of(rows: Rows, part: str) -> Rows:
 
 def _title(label: str) -> str:
     machine, _, workload = label.partition(": ")
+    if "," not in workload:
+        return f"{figures.label(machine)}, {figures.label(workload)}"
     for short, long in (("resnet50", "ResNet-50"), ("vgg13", "VGG13"), ("float", "fp"), ("tf32", "TF32")):
         workload = workload.replace(short, long)
     return f"{figures.label(machine)}, {workload}"
@@ -317,7 +331,7 @@ def scatter(large: list[list[Any]], column: int, title: str) -> Panel:
         marks.append(Line(x, y, Measured.kernels[kind], kind, "o", "", size=4, alpha=0.75))
     text = f"median error {error(large, column):.1%}\ngray: ±{accepted:.0%}"
     marks.append(Words(high / 1.1, 0.12, text, "right", top=True))
-    axes = [Axis(f"{name} (us)", "{:g}", (low, high), "log", (100, 1000)) for name in ("measured", "said")]
+    axes = [Axis(f"{name} (us)", "{:g}", (low, high), "log", (100, 1000)) for name in ("measured", "predicted")]
     return Panel(title, marks, *axes)
 
 
@@ -328,7 +342,7 @@ def kinds_panel(row: Row) -> Panel:
         (label, ink, [kind[i] / 1e3 for kind in kinds], ())
         for i, ink, label in ((2, INK, "measured"), (3, Measured.ours, "ours"), (4, Measured.control, "one roofline"))
     ]
-    title = f"By kind, fitted to it: {_title(row['label']).rpartition(', ')[0]}"
+    title = f"A step by kind: {_title(row['label']).partition(', ')[0]} (fitted)"
     return Panel(
         title,
         groups(series, horizontal=True),
@@ -349,7 +363,7 @@ def plans_panel(rows: Rows) -> Panel:
         predicted, measured = ([entry[k] for entry in entries] for k in ("said", "measured"))
         marks += [
             between(predicted, measured, x + shift, ink, vertical=True),
-            Line(x + shift, predicted, ink, f"{name}: said", "o", "", size=8, hollow=True),
+            Line(x + shift, predicted, ink, f"{name}: predicted", "o", "", size=8, hollow=True),
             Line(x + shift, measured, ink, f"{name}: under measured times", "o", "", size=8),
         ]
     replanned, low = ([row["rows"][0][key] for row in rows] for key in ("own", "floor"))
@@ -357,5 +371,5 @@ def plans_panel(rows: Rows) -> Panel:
         Line(x, replanned, INK, "planned for the measured times", "_", "", size=30),
         Line(x, low, FAINT, "the floor", "_", "", size=30),
     ]
-    limits = Axis("limit, of the peak", names=[f"{row['limit']:.0%}" for row in rows])
-    return Panel("Plans under measured times: H100, ResNet-50", marks, limits, Axis("overhead", "%"))
+    limits = Axis("memory limit, of the peak", names=[f"{row['limit']:.0%}" for row in rows])
+    return Panel("Plans for ResNet-50 on an H100", marks, limits, Axis("overhead", "%"))

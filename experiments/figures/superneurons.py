@@ -17,7 +17,7 @@ from experiments.common.report import Row
 from experiments.figures import published
 from experiments.figures.figure import Figure, Rows, span
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Panel, Rule, groups
-from experiments.plotting.palette import ALLOCATORS, FAINT, INK, MEASURED, PREDICTED
+from experiments.plotting.palette import ALLOCATORS, FAINT, INK, MEASURED, PREDICTED, color
 from simulator import simulate
 from simulator.machine import Machine
 from simulator.pool import program_lifetimes
@@ -155,12 +155,16 @@ class Fig8(Figure):
         for key, title in (("time", "Time"), ("memory", "Memory")):
             base = [0.0] * len(rows)
             bars = []
-            for name, color in self.layers.items():
+            for name, ink in self.layers.items():
                 shares = [100 * row[key][name] for row in rows]
-                bars.append(Bars(range(len(rows)), shares, color, name, base=list(base)))
+                bars.append(Bars(range(len(rows)), shares, ink, name, base=list(base)))
                 base = [a + b for a, b in zip(base, shares, strict=True)]
             panels.append(Panel(title, bars, Axis("% of a step", "{:g}", (0, 100)), Axis(names=names)))
-        return Chart("Simulated time and memory by type of layer", panels, size=(5.0, 0.4 * len(rows) + 1.0))
+        convolutions, others = (
+            span(row[key][name] for row in rows) for key, name in (("time", "CONV"), ("memory", "POOL, ACT, BN, LRN"))
+        )
+        title = f"CONV: {convolutions:.0%} of the time; POOL, ACT, BN, LRN: {others:.0%} of memory"
+        return Chart(title, panels, size=(4.95, 0.4 * len(rows) + 1.0))
 
 
 class Fig12(Figure):
@@ -225,8 +229,9 @@ class Fig12(Figure):
         names = [f"batch {line['batch_size']}, {line['pool'] / 1e9:.2f} GB" for line in lines]
         marks = [*groups(series, horizontal=True), *paper]
         panel = Panel("", marks, Axis("images per second", room=1.6), Axis(names=names))
-        title = "AlexNet on a K40c: simulated speed with workspaces"
-        return Chart(title, [panel], size=(7.0, 0.55 * len(lines) + 1.0), keys=2)
+        gains = span(line["times"] for line in lines)
+        title = f"AlexNet: workspaces give {gains:.2f} times the speed (paper: 1.18)"
+        return Chart(title, [panel], size=(8.4, 0.42 * len(lines) + 0.9), keys=2)
 
 
 class Table2(Figure):
@@ -268,8 +273,9 @@ class Table2(Figure):
             Axis(names=[f"{net['label']}\nbatch {net['batch']}" for net in networks]),
             Axis("iteration with cudaMalloc / with the pool", "{:.1f}", (0, None), room=1.05),
         )
-        title = "Speedup of SuperNeurons' memory pool over cudaMalloc, Tesla K40c"
-        return Chart(title, [panel], size=(2.6 + 1.45 * len(rows), 3.8))
+        ours, paper = (span(net["speedup"][key] for net in networks) for key in ("each", "paper"))
+        title = f"A pool is {ours:.2f} times as fast as cudaMalloc on a K40c (paper: {paper:.2f})"
+        return Chart(title, [panel], size=(1.5 + 1.4 * len(rows), 3.8))
 
 
 def table2_entries(rows: Rows) -> Rows:
@@ -319,18 +325,20 @@ class Fig11(Figure):
         return {"networks": networks, "losses": span(net["loss"] for net in networks)}
 
     def chart(self, rows: Rows) -> Chart:
-        networks = [fig11_entry(row) for row in rows]
+        networks = sorted(map(fig11_entry, rows), key=lambda net: net["loss"])
         series = [
-            (label, color, [net["speeds"][i] for net in networks], [f"{net['speeds'][i]:.0%}" for net in networks])
-            for i, (label, color) in enumerate((("with Tensor Cache", "#1f5fa8"), ("without", "#f16913")))
+            (label, ink, [net["speeds"][i] for net in networks], [f"{net['speeds'][i]:.0%}" for net in networks])
+            for i, (label, ink) in enumerate((("with Tensor Cache", color("superneurons")), ("without", FAINT)))
         ]
-        names = Axis(names=[net["label"] for net in networks])
+        names = Axis(names=[f"{net['label']}\nbatch {net['batch']}" for net in networks])
         ends = [-0.5, len(networks) - 0.5]
         speed = 1 - self.published["loss"]
         label = f"paper: at least {speed:.0%} without"
         paper = Line(ends, [speed] * 2, INK, label, line="--", front=5)
         panel = Panel("", [*groups(series), paper], names, Axis("speed, of that without swaps", "%", (0, 1.15)))
-        return Chart("Speed with and without the Tensor Cache, 12 GB", [panel], size=(1.4 * len(rows) + 2, 4.6))
+        losses = span(net["loss"] for net in networks)
+        title = f"Without the Tensor Cache speed falls by {losses:.0%} (paper: up to {1 - speed:.0%}); K40c, 12 GB"
+        return Chart(title, [panel], size=(1.4 * len(rows) + 1.5, 4.2))
 
 
 def run_offloaded(program: Program, machine: Machine) -> Row:

@@ -68,13 +68,13 @@ class Fig10(Figure):
     def template_values(self, rows: Rows) -> Row:
         ours = our_numbers(rows)
         pytorch = next((row for row in rows if row["shown"] == "captured"), None)
-        units = {key: 0.5 if key == self.rounded or "MB" not in key else 0.0011 for key in ours}
-        exact = sum(abs(value - FIG10_PAPER[key]) < units[key] for key, value in ours.items())
+        exact = sum(matches_paper(key, value) for key, value in ours.items())
         return {"lines": lines(ours, pytorch), "of": len(ours), "exact": exact, "captured": pytorch}
 
     def chart(self, rows: Rows) -> Chart:
         top = 1.1 * max((row["all"] for row in rows if row["shown"] in PLANS), default=0) / MIB
         panels = []
+        layerwise_rows = [row for row in rows if row["shown"] in PLANS]
         for row in rows:
             name = row["shown"]
             steps = row["steps"]
@@ -88,8 +88,8 @@ class Fig10(Figure):
             marks += [Rule(end + 0.5, line="-") for end in ends if end < len(steps)]
             stated = FIG10_PAPER.get(f"{FIG10_LABELS[name]}: peak, MB")
             paper = f" (paper: {format_exact(stated)} MB)" if stated else ""
-            where = f"{'step' if name in PLANS else 'kernel'} {peak + 1}, {operator(steps[peak][0])} {steps[peak][1]}"
-            title = f"{FIG10_LABELS[name]}: peak {sizes[peak]:,.3f} MB{paper} at {where}"
+            where = f"{'step' if name in PLANS else 'kernel'} {peak + 1}, {operator(steps[peak][0])}"
+            title = f"{FIG10_LABELS[name]}: peak {sizes[peak]:,.3f} MB{paper}, {where}"
             limits = 0.5, len(steps) + 0.5
             kernels = Axis("kernel: forward | backward | optimizer", limits=limits)
             high = None
@@ -98,10 +98,15 @@ class Fig10(Figure):
                 high = top
                 text = f"all {row['tensors']} tensors at once: {total_mb:,.3f} MB"
                 marks.append(Rule(total_mb, horizontal=True, text=text, below=True))
-                kernels = Axis("forward | backward", limits=limits, ticks=list(x), names=[s[0] for s in steps])
+                is_last = row is layerwise_rows[-1]  # the steps have the same names in all panels
+                layers = [s[0] if is_last else "" for s in steps]
+                kernels = Axis("forward | backward" if is_last else "", limits=limits, ticks=list(x), names=layers)
             panels.append(Panel(title, marks, kernels, Axis("memory (MB)", limits=(0, high))))
-        title = f"AlexNet, batch {rows[0]['batch_size']}: what is in memory at each step, and how many tensors"
-        return Chart(title, panels, 1, (14.0, 3.1), (0.0, 0.4))
+        ours = our_numbers(rows)
+        exact = sum(matches_paper(key, value) for key, value in ours.items())
+        title = f"AlexNet, batch {rows[0]['batch_size']}: {exact} of {len(ours)} numbers of the paper to the last digit"
+        note = "Bars: MB in memory at a step, and number of tensors; dark: the peak."
+        return Chart(title, panels, 1, (9.9, 2.35), (0.0, 0.6), note=note)
 
 
 def captured_steps(batch_size: int, machine: Machine) -> Row:
@@ -153,6 +158,12 @@ def our_numbers(rows: Rows) -> dict[str, float]:
             numbers["outputs of CONV1 to CONV5 at step 32, MB"] = sum(at_peak[t] for t in at_peak.keys() - layer) / MIB
             numbers["tensors of POOL5's backward step, MB"] = sum(layer.values()) / MIB
     return {key: numbers[key] for key in FIG10_PAPER if key in numbers}
+
+
+def matches_paper(key: str, value: float) -> bool:
+    """Returns whether a number is that of the paper to its last digit."""
+    unit = 0.5 if key == Fig10.rounded or "MB" not in key else 0.0011
+    return abs(value - FIG10_PAPER[key]) < unit
 
 
 def _peak_step(row: Row) -> int:

@@ -315,6 +315,9 @@ class Speed(Figure):
         free_savings = [row["alone"] for row in free_rows if row["factor"] == 1]
         sufficient_factors = [row["factor"] for row in free_rows if row["alone"] >= claim]
         states = [max(group, key=lambda row: row["alone"] - row["within"]) for group in (vgg, adam, mlp) if group]
+        gained = [row["alone"] - row["within"] for row in lines]
+        exact = [100 * (1 - row["exact"]["peak_bytes"] / row["peak_bytes"] - row["alone"]) for row in lines]
+        changed = sorted(points for points in exact if abs(points) >= 0.05)
         return {
             "lines": [row for group in groups for row in group],
             "claim": claim,
@@ -322,7 +325,11 @@ class Speed(Figure):
             "mlp": max(free_savings, default=None),
             "enough": min(sufficient_factors, default=None),
             "states": states,
-            "more": sum(row["alone"] > row["within"] for row in states),
+            "more": sum(gain > 0 for gain in gained),
+            "less": sum(gain < 0 for gain in gained),
+            "more_adam": sum(row["alone"] > row["within"] for row in adam),
+            "adam": len(adam),
+            "changed": changed,
         }
 
     def chart(self, rows: Rows) -> Chart:

@@ -243,7 +243,7 @@ class Chart:
         size: Width and height of each panel, in inches.
         margins: Additional width and height of the whole picture, in inches.
         keys: Columns of the legend, which lists every label once.
-        note: Text below the panels.
+        note: Text below the panels, above the legend.
     """
 
     title: str
@@ -275,10 +275,11 @@ def draw(path: Path, chart: Chart) -> None:
             keys |= {text: key for key, text in zip(*axes.get_legend_handles_labels(), strict=True) if text not in keys}
         fig = grid[0].figure
         if keys:
-            fig.legend(keys.values(), keys.keys(), loc="outside lower center", ncols=chart.keys, fontsize=10)
-        fig.suptitle(chart.title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
-        if chart.note:
+            legend = fig.legend(keys.values(), keys.keys(), loc="outside lower center", ncols=chart.keys, fontsize=10)
+            legend.set_title(chart.note or None, {"size": 10})
+        elif chart.note:
             fig.supxlabel(chart.note, x=0.01, ha="left", fontsize=10, color=INK)
+        fig.suptitle(chart.title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
 
 
 def between(start: Values, end: Values, rows: Values, color: str, vertical: bool = False) -> Line:

@@ -61,7 +61,7 @@ def draw(
     # spread evenly over [0, 1).
     white = 0.35 * (block * (5**0.5 - 1) / 2 % 1)[:, None]
     inks = (1 - white) * scale.to_rgba(boxes[:, 3] - boxes[:, 2])[:, :3] + white
-    with figure(path, 11.0, 6.4) as axes:
+    with figure(path, 9.9, 6.0) as axes:
         patches = PolyCollection(boxes[:, [[0, 2], [1, 2], [1, 3], [0, 3]]], facecolors=inks, edgecolors="white")
         axes.add_collection(patches)
         axes.grid(False)

@@ -310,8 +310,8 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
         families.setdefault(palette.family(name) if is_split else "", []).append(name)
     best = least_overheads(lines.values())
     top = _top(scale, [y for line in lines.values() for y in line.values()], [*best.values()])
-    size, margins = ((6.0, 3.7), (0.0, 0.8)) if is_split else ((9.0, 5.0), (0.0, 0.0))
-    with panel_grid(path, len(families) + is_split, 3, size, margins) as (grid, columns):
+    size, margins = ((4.95, 3.1), (0.0, 0.8)) if is_split else ((9.0, 5.0), (0.0, 0.0))
+    with panel_grid(path, len(families) + is_split, 2, size, margins) as (grid, columns):
         for axes, (heading, names) in zip(grid, families.items(), strict=False):
             curves = [(lines[name], look(name)) for name in names if lines[name] or name != "none"]
             _panel(axes, rows, curves, best if is_split else {}, top, scale)
@@ -334,6 +334,21 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
             keys.append(Line2D([], [], color=INK, linewidth=1, linestyle=DOTTED, label="the best planner"))
         grid[0].figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=9.5)
         grid[0].figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+
+
+def leaders(rows: Sequence[Row]) -> str:
+    """Says which planner has the least overhead at most limits that not every planner solves without any."""
+    by_limit: dict[float, dict[str, float]] = {}
+    for row in rows:
+        found = by_limit.setdefault(row["limit_fraction"], {})
+        if row["feasible"]:
+            found[row["planner"]] = row["overhead"]
+    paid = [found for found in by_limit.values() if found and min(found.values()) > 0]
+    if not paid:
+        return "no overhead at any limit" if any(by_limit.values()) else "no plan"
+    firsts = [name for found in paid for name in found if found[name] <= min(found.values())]
+    first = max(dict.fromkeys(firsts), key=firsts.count)
+    return f"{label(first)} is lowest at {firsts.count(first)} of {len(paid)} limits with overhead"
 
 
 def least_overheads(lines: Iterable[dict[float, float]]) -> dict[float, float]:
