@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from envs.edit.task import EditTask
 
 RANDOM = "random ranking"
-ABLATION = "no-network ablation"  # the greedy policy with the network's output replaced by zeros
+ABLATION = "without the network (output 0)"  # the greedy policy with its network's output replaced by zeros
 HEAD = "supervised head of the same network"
 
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from agents.learned.dqn_config import Args
 from agents.learned.edit_net import EditNet, trained
 from experiments.common import cli
-from experiments.train_unseen import with_link, without_output
+from experiments.train_unseen import ABLATION, HEAD, RANDOM, with_link, without_output
 from simulator.machine import Machine
 from tests.experiments.conftest import Run, refused
 
@@ -28,7 +28,7 @@ def test_a_training_is_tested_on_an_unseen_program(run: Run, tmp_path: Path) -> 
     for overheads in [*result["levels"].values(), *(point["overheads"] for point in result["points"])]:
         ((overhead,),) = overheads
         assert overhead >= result["floors"][0]
-    assert set(result["levels"]) == {"random ranking", "no-network ablation", "supervised head of the same network"}
+    assert set(result["levels"]) == {RANDOM, ABLATION, HEAD}
     assert (out / "unseen.png").read_bytes().startswith(b"\x89PNG")
     assert trained(out / "weights.pt").settings["width"] == 32
     assert "greedy policy, trained" in done.stdout
