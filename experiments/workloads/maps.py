@@ -129,7 +129,7 @@ class DiffusionUNet(nn.Module):
     """Network that predicts the noise in images ``[batch, 3, image, image]``.
 
     Ho, Jain and Abbeel, "Denoising Diffusion Probabilistic Models", 2020, Appendix B; sizes from its code
-    (hojonathanho/diffusion). 35.7 million parameters with the defaults.
+    (hojonathanho/diffusion). 35.7 million parameters with the defaults. Timesteps are 0, 1, … instead of drawn ones.
     """
 
     def __init__(
