@@ -15,11 +15,9 @@ printed is its path.
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +28,11 @@ from omegaconf import DictConfig
 import agents
 import simulator
 from agents.floor import Floor
-from experiments import Terminated
 from experiments.common import cli, report
 from experiments.common.curves import Curve
-from experiments.common.resume import resume_args
+from experiments.common.resume import SETTINGS, DelayedStop, checkpoint_of, resumable, resume_args, run_path
 from experiments.common.tracking import Tracker, tracker_class
-from simulator.files import write_json
+from simulator.files import load_json, write_json
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -47,7 +44,6 @@ if TYPE_CHECKING:
     from agents.learned.dqn_paper import Variant
     from agents.learned.training import DQNResult, Episode, Trainer
 
-SETTINGS = "settings.json"  # settings of an unfinished run
 EDIT_AGENTS = "dqn", "dqn_scratch"  # options of the config group ``agent`` that edit whole plans
 # Keys that select the training on one task.
 ONE_TASK = "workload program machine limit agent reward actions network planners greedy_every resume".split()
@@ -55,12 +51,33 @@ ONE_TASK = "workload program machine limit agent reward actions network planners
 
 def complete(words: list[str]) -> list[str]:
     """Returns the command line's words with those that a training on one task needs: an agent and a workload."""
+    if run := run_of_several(words):
+        refused = next((key for key in map(key_of, words) if key in ONE_TASK and key != "resume"), None)
+        if refused:
+            raise cli.UsageError(f"{refused}: {run} trains on several programs; leave it out")
+        return settings_of(words)
     words = settings_of(words)
     assigned = {word.lstrip("+~").partition("=")[0] for word in words if word != "agent=dqn_scratch"}
     if not {key.partition(".")[0] for key in assigned if not key.startswith("agent.")} & {*ONE_TASK}:
         return words
     defaults = [] if "agent" in assigned or "agent=dqn_scratch" in words else ["agent=dqn"]
     return [*defaults, *([] if {"workload", "program"} & assigned else ["workload=vgg16"]), *words]
+
+
+def key_of(word: str) -> str:
+    """Returns the first part of the key that a word of the command line sets."""
+    return word.lstrip("+~").partition("=")[0].partition(".")[0]
+
+
+def run_of_several(words: list[str]) -> Path | None:
+    """Returns the unfinished run of ``resume=`` if it trains on several programs, else None."""
+    for word in words:
+        run = Path(word.removeprefix("resume=")).expanduser()
+        if word.startswith("resume=") and (run / SETTINGS).is_file():
+            config = load_json(run / SETTINGS, lambda data: data.get("config") if isinstance(data, dict) else None)
+            if isinstance(config, dict) and config.get("workload") is None and config.get("program") is None:
+                return run
+    return None
 
 
 def settings_of(words: list[str]) -> list[str]:
@@ -286,41 +303,11 @@ def variant_of(cfg: DictConfig) -> tuple[str, str, Any]:
     return reward or "paper", actions or "paper", network
 
 
-def checkpoint_of(path: Path | None) -> Path | None:
-    """Returns the checkpoint file of ``path``, a file or a run directory; raises UsageError if it does not exist."""
-    if path is None:
-        return None
-    file = path / "checkpoint.pt" if path.is_dir() else path
-    if not file.is_file():
-        raise cli.UsageError(f"resume: checkpoint {file} does not exist; give a run folder or its checkpoint.pt")
-    return file
-
-
-@contextmanager
-def resumable(directory: report.RunDirectory) -> Iterator[Path]:
-    """Opens the run directory; if a run with a checkpoint is interrupted, the message tells how to resume it."""
-    with directory as out:
-        try:
-            yield out
-        except KeyboardInterrupt as stop:
-            if not (out / "checkpoint.pt").exists():
-                raise
-            raise type(stop)(f"resume={out} continues this run") from None
-
-
-def run_path(cfg: DictConfig, resume: Path | None) -> Path | None:
-    """Returns ``out``, else the directory of an unfinished resumed run, else None for a new one."""
-    out = cli.path(cfg, "out")
-    if out is None and resume is not None and not (resume.parent / "summary.json").exists():
-        return resume.parent
-    return out
-
-
-class Watch:
+class Watch(DelayedStop):
     """Reports training progress: a progress bar on stderr, and scalars for the tracker.
 
-    The first Ctrl-C or SIGTERM takes effect at the end of an episode, where a checkpoint can be written; the second one
-    immediately.
+    The first Ctrl-C or SIGTERM takes effect at the end of an episode. The bar starts with the first episode, so that
+    earlier errors are printed alone.
     """
 
     def __init__(self, episodes: int, open_tracker: Callable[[], Tracker], console: Any, curve: Curve):
@@ -332,21 +319,8 @@ class Watch:
         self.total = episodes  # parallel walks may finish a few more
         self.task = self.bar.add_task("training, no plan yet", total=episodes)
 
-    def __enter__(self) -> Watch:
-        self.stopping: type[KeyboardInterrupt] | None = None
-        self.old_handlers: dict[int, Any] = {
-            number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        return self  # the bar starts with the first episode, so that earlier errors are printed alone
-
-    def stop(self, number: int, _: object) -> None:
-        """Handles a signal: stops training after this episode and restores the previous handler for the next signal."""
-        self.stopping = Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        signal.signal(number, self.old_handlers[number])
-
     def __exit__(self, *error: object) -> None:
-        for number, handler in self.old_handlers.items():
-            signal.signal(number, handler)
+        super().__exit__(*error)
         if self.bar.live.is_started:
             self.bar.stop()
         if self.tracker is not None:
@@ -364,8 +338,7 @@ class Watch:
         if not math.isnan(e.overhead) or not e.feasible:  # skip iterations without an ended episode
             self.curve.add_episode(e.overhead, best)
         self.tracker.log_scalars(e.simulator_calls, {"train/epsilon": e.epsilon, "train/loss": e.loss})
-        if self.stopping:
-            raise self.stopping
+        self.raise_if_stopped()
 
     def step(self, trainer: Trainer) -> None:
         """Updates the learning curve; called before the first step of training and after each."""

@@ -2,12 +2,15 @@
 
 ``experiments.train_dqn`` without a workload calls ``train_unseen``. Every training task is also repeated with slower
 links, so that the start plans differ in overhead. All walks start at the plan that evicts every tensor (``empty``), and
-no pretrained network takes part. The run directory contains unseen.json (all points), unseen.png and weights.pt.
+no pretrained network takes part. The run directory contains unseen.json (all points), unseen.png and weights.pt. Until
+then it holds checkpoint.pt (network, replay buffer and walkers, up to 0.6 GB with the default settings), written at
+every point and at Ctrl-C: a run resumed with ``resume=RUN`` equals an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -22,6 +25,7 @@ from rich.table import Table
 
 from envs.tasks import load
 from experiments.common import cli, report
+from experiments.common.resume import SETTINGS, DelayedStop, checkpoint_of, resumable, run_path
 from experiments.common.tracking import tracker_class
 from simulator.files import write_json
 from simulator.machine import Machine
@@ -31,8 +35,9 @@ if TYPE_CHECKING:
     from agents.learned.edit_net import EditNet
     from envs.edit.task import EditTask
 
+RESULT = "unseen.json"
 RANDOM = "random ranking"
-ABLATION = "no-network ablation"  # the greedy policy with the network's output replaced by zeros
+ABLATION = "without the network (output 0)"  # the greedy policy with its network's output replaced by zeros
 HEAD = "supervised head of the same network"
 
 
@@ -63,8 +68,10 @@ def train_unseen(cfg: DictConfig) -> Path:
     one_thread()
     screen = report.console()
     log = report.console(stderr=True)
+    resume = checkpoint_of(cli.path(cfg, "resume"))
     begin = time.process_time()
-    with report.RunDirectory(cli.path(cfg, "out"), f"unseen-seed{seed}", finished="unseen.json") as out:
+    directory = report.RunDirectory(run_path(cfg, resume, RESULT), f"unseen-seed{seed}", finished=RESULT)
+    with resumable(directory) as out:
         with log.status("compiling the simulator"):
             training = [make_task(name, float(factor), args) for name in several.train for factor in several.links]
             tests = [make_task(name, 1.0, args) for name in several.test]
@@ -73,9 +80,19 @@ def train_unseen(cfg: DictConfig) -> Path:
             RANDOM: test(tests, None, several, "uniform"),
             ABLATION: test(tests, without_output(dqn.net), several, "q"),
         }
+        checkpoint = out / "checkpoint.pt"
+        identity = {"several": json.dumps(cli.to_dict(cfg.several))}
         points: list[dict[str, Any]] = []
-        with closing(tracker(out, cli.to_dict(cfg))) as scalars, report.progress(log) as bar:
-            bar_task = bar.add_task("training", total=args.iterations)
+        if resume is not None:
+            points += json.loads(dqn.load(resume, **identity)["points"])
+            begin -= points[-1]["cpu_s"]
+        write_json(out / SETTINGS, report.run_info(cfg), indent=1)  # for resume=
+        with (
+            closing(tracker(out, cli.to_dict(cfg))) as scalars,
+            report.progress(log) as bar,
+            DelayedStop() as stop,
+        ):
+            bar_task = bar.add_task("training", total=args.iterations, completed=len(dqn.history))
 
             def add_point(trainer: DQN) -> None:
                 overheads = test(tests, trainer.net, several, "q")
@@ -93,17 +110,26 @@ def train_unseen(cfg: DictConfig) -> Path:
             def watch(trainer: DQN) -> None:
                 text = f"training, greedy policy {mean(points[-1]['overheads']):.1%} on unseen programs"
                 bar.update(bar_task, completed=len(trainer.history), description=text)
-                if len(trainer.history) % several.every == 0 or len(trainer.history) == args.iterations:
+                is_point = len(trainer.history) % several.every == 0 or len(trainer.history) == args.iterations
+                if is_point:
                     add_point(trainer)
+                if is_point or stop.stopping:
+                    trainer.save(checkpoint, **identity, **trainer.replay_state(), points=json.dumps(points))
+                stop.raise_if_stopped()
 
-            add_point(dqn)
+            for point in points:  # of the resumed run
+                scalars.log_scalars(point["calls"], {"greedy/overhead": mean(point["overheads"])})
+            if not points:
+                add_point(dqn)
             net = dqn.train(watch)
         levels[HEAD] = test(tests, net, several, "improves")
         floors = [floor_of(task) for task in tests]
         save_weights(net, out / "weights.pt")
         unseen_learning(out / "unseen.png", points, levels, [str(name) for name in several.test], fmean(floors))
         result = {"several": cli.to_dict(cfg.several), "floors": floors, "levels": levels, "points": points}
-        write_json(out / "unseen.json", {**report.run_info(cfg), **result}, indent=1)
+        write_json(out / RESULT, {**report.run_info(cfg), **result}, indent=1)
+        for file in (checkpoint, out / SETTINGS):
+            file.unlink(missing_ok=True)
     screen.print(table(several, floors, levels, points))
     print(out)
     return out

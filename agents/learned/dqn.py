@@ -12,6 +12,7 @@ returns and prioritized replay (Schaul et al., 2016), as in Rainbow (Hessel et a
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -99,6 +100,17 @@ class TaskWalkers:
         if self.batch.best_overhead[i] < self.best_overhead:
             self.best, self.best_overhead = self.batch.best_plan(i, "dqn"), float(self.batch.best_overhead[i])
 
+    def state(self) -> dict[str, Any]:
+        """Returns the walkers' state for ``restore``."""
+        batch = {name: torch.from_numpy(value.copy()) for name, value in self.batch.state().items()}
+        return {"batch": batch, "best": json.dumps(self.best.to_dict()), "best_overhead": self.best_overhead}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores what ``state`` returned."""
+        self.batch.restore({name: value.numpy() for name, value in state["batch"].items()})
+        self.best = Plan.from_dict(json.loads(state["best"]))
+        self.best_overhead = state["best_overhead"]
+
     def observe(self) -> Observation:
         """Returns a copy of the current observations."""
         batch = self.batch
@@ -128,6 +140,14 @@ class Rollout:
         observed: T + n states.
         priority: (T * W,).
     """
+
+    ARRAYS = "order", "effects", "tried", "returns", "discount", "priority"
+    order: NDArray[np.int64]
+    effects: Floats
+    tried: NDArray[np.bool_]
+    returns: Floats
+    discount: Floats
+    priority: Floats
 
     def __init__(
         self,
@@ -165,6 +185,22 @@ class Rollout:
         self.returns = (tail[:length, :, :-1] + to_end * future[:, :, None]).astype(np.float32)
         self.discount = (to_end * (gamma**calls * alive)[:, :, None]).astype(np.float32)
         self.priority = (np.abs(self.returns) * self.tried).max(2).ravel() + 0.02
+
+    def state(self) -> dict[str, Any]:
+        """Returns the arrays for ``restored``."""
+        observed = [torch.from_numpy(value) for value in self.observed]
+        return {"observed": observed} | {name: torch.from_numpy(getattr(self, name)) for name in self.ARRAYS}
+
+    @classmethod
+    def restored(cls, graph: EditGraph, args: Args, state: dict[str, Any]) -> Rollout:
+        """Returns the rollout whose ``state`` is given."""
+        rollout = cls.__new__(cls)
+        rollout.graph = graph
+        rollout.args = args
+        rollout.observed = Observation(*(value.numpy() for value in state["observed"]))
+        for name in cls.ARRAYS:
+            setattr(rollout, name, state[name].numpy())
+        return rollout
 
     def sample(self, rng: np.random.Generator) -> tuple[NDArray[np.int64], Observation, Observation, dict[str, Tensor]]:
         """Draws a batch of states by priority.
@@ -362,8 +398,17 @@ class DQN:
             "calls": self.calls,
         }
 
+    def replay_state(self) -> dict[str, Any]:
+        """Returns replay buffer, walkers and random state, without which a resumed training takes another course."""
+        task_of = {id(walk.graph): k for k, walk in self.walkers.items()}
+        return {
+            "walkers": {k: walk.state() for k, walk in self.walkers.items()},
+            "replay": [{"task": task_of[id(rollout.graph)], **rollout.state()} for rollout in self.replay],
+            "random": json.dumps(self.rng.bit_generator.state),
+        }
+
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores the training state that ``state`` returned."""
+        """Restores the training state that ``state`` returned, and that of ``replay_state`` if it is part of it."""
         self.net.load_state_dict(state["net"])
         self.target.load_state_dict(state["target"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -371,17 +416,33 @@ class DQN:
         self.updates = state["updates"]
         self.calls = state["calls"]
         self.rng = np.random.default_rng([self.seed, len(self.history)])
+        if "replay" not in state:
+            return
+        for k, walkers in state["walkers"].items():
+            self.walkers[k] = TaskWalkers(self.tasks[k], self.args, self.references[k], self.rng)
+            self.walkers[k].restore(walkers)
+        self.replay = [Rollout.restored(self.walkers[row["task"]].graph, self.args, row) for row in state["replay"]]
+        self.rng.bit_generator.state = json.loads(state["random"])
 
-    def save(self, path: Path) -> None:
-        """Writes the training state to a file for ``load``."""
-        write_training_state(path, {"args": asdict(self.args), "seed": self.seed, **self.state()})
+    def save(self, path: Path, **entries: Any) -> None:
+        """Writes the training state to a file for ``load``, with further entries."""
+        write_training_state(path, {"args": asdict(self.args), "seed": self.seed, **self.state(), **entries})
 
-    def load(self, path: Path) -> None:
-        """Restores the training state of a file; raises TrainingStateError if it belongs to another run."""
+    def load(self, path: Path, **identity: Any) -> dict[str, Any]:
+        """Restores the training state of a file and returns all its entries.
+
+        Args:
+            path: file of ``save``.
+            identity: further entries that a file of the same run has.
+
+        Raises:
+            TrainingStateError: if the file belongs to another run.
+        """
         state = read_training_state(path)
-        must_match(path, state, {"args": asdict(self.args), "seed": self.seed})
+        must_match(path, state, {"args": asdict(self.args), "seed": self.seed, **identity})
         with restoring(path):
             self.restore(state)
+        return state
 
 
 class FineTuning(Trainer):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -366,6 +367,25 @@ class EditBatch(EnvBatch):
         rows = self._walkers[t].best[i, : self._walkers[t].state["best_rows"][i]]
         task = self.tasks[t]
         return Plan.of(task.program, decisions_of(rows), planner, task.limit, task.machine.name)
+
+    def state(self) -> dict[str, NDArray[np.uint8]]:
+        """Returns views of the arrays that steps read or change, as bytes, and the random states, for ``restore``."""
+        random = json.dumps([generator.bit_generator.state for generator in self._random])
+        return {**self._views(), "random": np.frombuffer(random.encode(), np.uint8)}
+
+    def restore(self, state: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Sets all walkers to what ``state`` returned in a batch of the same tasks and arguments."""
+        for name, view in self._views().items():
+            view[...] = state[name]
+        for generator, stored in zip(self._random, json.loads(bytes(state["random"])), strict=True):
+            generator.bit_generator.state = stored
+
+    def _views(self) -> dict[str, NDArray[np.uint8]]:
+        """Returns the walkers' arrays as bytes, by name."""
+        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        for t, walkers in enumerate(self._walkers):
+            arrays |= {f"{t}.{name}": value for name, value in walkers._asdict().items()}
+        return {name: value.view(np.uint8) for name, value in arrays.items() if name not in ("_ages", "_ideal")}
 
     # Interface of EnvBatch (batch_env.py).
 

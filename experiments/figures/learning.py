@@ -35,8 +35,8 @@ class Learning(Figure):
     margin = 0.005  # of ideal time, over annealing
     shown: ClassVar = {  # headings by key of a run
         "dqn": "DQN",
-        "uniform_calls": "no network, equal calls",
-        "uniform_seconds": "no network, equal seconds",
+        "uniform_calls": "without the network, equal calls",
+        "uniform_seconds": "without the network, equal seconds",
         "greedy": "greedy policy",
         "autoswap": "best AutoSwap",
         "annealing": "annealing",

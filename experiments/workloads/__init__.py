@@ -58,6 +58,7 @@ FAMILIES: dict[str, Callable[..., Parts]] = {
     "bert": transformers.bert,
     "convnext": resnet.convnext,
     "densenet": densenet.densenet,
+    "diffusion_unet": maps.diffusion_unet,
     "fc_densenet": densenet.fc_densenet,
     "gpt2": transformers.gpt2,
     "hourglass": maps.hourglass,

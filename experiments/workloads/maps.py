@@ -1,10 +1,11 @@
-"""Image-to-map networks with skip connections: U-Net, stacked hourglasses and YOLOv3.
+"""Image-to-map networks with skip connections: U-Net, its form for diffusion, stacked hourglasses and YOLOv3.
 
 Unspecified details and deviations from the papers: experiments/workloads/README.md.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -87,6 +88,140 @@ def unet(*, batch_size: int = 8, image: int = 572) -> Parts:
     model = UNet()
     batch = torch.empty(batch_size, 1, image, image), labels(batch_size, side, side)
     return model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.99), batch
+
+
+# --------------------------------------------------------------------------------- U-Net for diffusion
+
+
+class DiffusionBlock(nn.Module):
+    """Two preactivated 3x3 convolutions with group norm, SiLU and the time's embedding, and a residual connection."""
+
+    def __init__(self, channels: int, width: int, embedding: int, dropout: float) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.GroupNorm(32, channels), nn.SiLU(), nn.Conv2d(channels, width, 3, padding=1))
+        self.of_time = nn.Sequential(nn.SiLU(), nn.Linear(embedding, width))
+        self.second = nn.Sequential(
+            nn.GroupNorm(32, width), nn.SiLU(), Dropout(dropout), nn.Conv2d(width, width, 3, padding=1)
+        )
+        self.shortcut = nn.Identity() if channels == width else nn.Conv2d(channels, width, 1)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        hidden = self.first(x) + self.of_time(time)[:, :, None, None]
+        return self.shortcut(x) + self.second(hidden)
+
+
+class PixelAttention(nn.Module):
+    """Attention with one head among the pixels of a map, and a residual connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(32, width)
+        self.query, self.key, self.value, self.out = (nn.Conv2d(width, width, 1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        query, key, value = (part(hidden).flatten(2) for part in (self.query, self.key, self.value))
+        weights = (query.transpose(1, 2) @ key * x.shape[1] ** -0.5).softmax(2)
+        return x + self.out((value @ weights.transpose(1, 2)).view_as(x))
+
+
+class DiffusionUNet(nn.Module):
+    """Network that predicts the noise in images ``[batch, 3, image, image]``.
+
+    Ho, Jain and Abbeel, "Denoising Diffusion Probabilistic Models", 2020, Appendix B; sizes from its code
+    (hojonathanho/diffusion). 35.7 million parameters with the defaults. Timesteps are 0, 1, … instead of drawn ones.
+    """
+
+    def __init__(
+        self, width: int, factors: tuple[int, ...], blocks: int, image: int, batch: int, dropout: float
+    ) -> None:
+        super().__init__()
+        embedding = 4 * width
+        self.width = width
+        self.register_buffer("times", torch.arange(batch, dtype=torch.float32), persistent=False)
+        self.embed = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList()
+        self.up = nn.ModuleList()
+        skips = [width]
+        channels = width
+        for level, factor in enumerate(factors):
+            for _ in range(blocks):
+                self.down.append(self._block(channels, factor * width, embedding, dropout, image >> level == 16))
+                channels = factor * width
+                skips.append(channels)
+            if level < len(factors) - 1:
+                self.down.append(nn.Conv2d(channels, channels, 3, 2, 1))
+                skips.append(channels)
+        self.middle = nn.ModuleList(
+            self._block(channels, channels, embedding, dropout, has_attention) for has_attention in (True, False)
+        )
+        for level, factor in reversed(list(enumerate(factors))):
+            for _ in range(blocks + 1):
+                inputs = channels + skips.pop()
+                self.up.append(self._block(inputs, factor * width, embedding, dropout, image >> level == 16))
+                channels = factor * width
+            if level:
+                self.up.append(nn.Conv2d(channels, channels, 3, padding=1))
+        self.out = nn.Sequential(nn.GroupNorm(32, channels), nn.SiLU(), nn.Conv2d(channels, 3, 3, padding=1))
+
+    @staticmethod
+    def _block(channels: int, width: int, embedding: int, dropout: float, has_attention: bool) -> nn.ModuleList:
+        """Returns a residual block, with attention after it if chosen."""
+        block = DiffusionBlock(channels, width, embedding, dropout)
+        return nn.ModuleList([block, PixelAttention(width)] if has_attention else [block])
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.width // 2
+        rates = torch.exp(torch.arange(half, device=x.device) * (-math.log(10_000) / (half - 1)))
+        angles = self.times[:, None] * rates
+        time = self.embed(torch.cat([angles.sin(), angles.cos()], 1).to(x.dtype))
+        x = self.stem(x)
+        skips = [x]
+        for part in self.down:
+            x = self._apply(part, x, time)
+            skips.append(x)
+        for part in self.middle:
+            x = self._apply(part, x, time)
+        for part in self.up:
+            if isinstance(part, nn.Conv2d):
+                x = part(F.interpolate(x, scale_factor=2))
+            else:
+                x = self._apply(part, torch.cat([x, skips.pop()], 1), time)
+        return self.out(x)
+
+    @staticmethod
+    def _apply(part: nn.Module, x: Tensor, time: Tensor) -> Tensor:
+        """Returns a strided convolution's output, or that of a residual block and its attention."""
+        if isinstance(part, nn.Conv2d):
+            return part(x)
+        assert isinstance(part, nn.ModuleList)
+        x = part[0](x, time)
+        return part[1](x) if len(part) > 1 else x
+
+
+def diffusion_unet(
+    *,
+    width: int = 128,
+    stages: str = "1-2-2-2",
+    blocks: int = 2,
+    batch_size: int = 128,
+    image: int = 32,
+    dropout: float = 0.1,
+) -> Parts:
+    """Returns DDPM's network with noisy images and their noise; Adam.
+
+    Raises:
+        WorkloadError: The image cannot be halved at every level, or another setting is invalid.
+    """
+    levels = counts(stages, "factors of the width, one per level,", "1-2-2-2", 2)
+    if image % 2 ** (len(levels) - 1):
+        raise WorkloadError(f"workload.image: expected a multiple of {2 ** (len(levels) - 1)}, got {image}")
+    if width % 32:
+        raise WorkloadError(f"workload.width: expected a multiple of 32, got {width}")
+    model = DiffusionUNet(width, levels, blocks, image, batch_size, dropout)
+    batch = torch.empty(batch_size, 3, image, image), torch.empty(batch_size, 3, image, image)
+    return model, nn.MSELoss(), torch.optim.Adam(model.parameters(), lr=2e-4), batch
 
 
 # --------------------------------------------------------------------------------- stacked hourglasses

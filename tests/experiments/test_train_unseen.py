@@ -1,16 +1,20 @@
 """Tests ``train_dqn`` without a workload: training on several programs, tested on others."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from agents.learned.checkpoint import read_training_state
+from agents.learned.dqn import DQN
 from agents.learned.dqn_config import Args
 from agents.learned.edit_net import EditNet, trained
 from experiments.common import cli
-from experiments.train_unseen import with_link, without_output
+from experiments.common.resume import SETTINGS
+from experiments.train_unseen import ABLATION, HEAD, RANDOM, with_link, without_output
 from simulator.machine import Machine
 from tests.experiments.conftest import Run, refused
 
@@ -28,10 +32,44 @@ def test_a_training_is_tested_on_an_unseen_program(run: Run, tmp_path: Path) -> 
     for overheads in [*result["levels"].values(), *(point["overheads"] for point in result["points"])]:
         ((overhead,),) = overheads
         assert overhead >= result["floors"][0]
-    assert set(result["levels"]) == {"random ranking", "no-network ablation", "supervised head of the same network"}
+    assert set(result["levels"]) == {RANDOM, ABLATION, HEAD}
     assert (out / "unseen.png").read_bytes().startswith(b"\x89PNG")
     assert trained(out / "weights.pt").settings["width"] == 32
     assert "greedy policy, trained" in done.stdout
+
+
+@pytest.mark.nightly
+def test_a_resumed_training_equals_an_uninterrupted_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run is terminated in its third iteration, between two points."""
+    words = [*SHORT, "several.seeds=1", "several.every=2", "agent.iterations=5"]
+    out = tmp_path / "out"
+    iterate = DQN.iterate
+
+    def terminate(trainer: DQN) -> dict[str, float]:
+        if len(trainer.history) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return iterate(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DQN, "iterate", terminate)
+        done = run("train_dqn", *words, f"out={out}")
+    assert (done.returncode, done.stderr) == (143, f"terminated; resume={out} continues this run\n")
+    assert (out / SETTINGS).is_file() and not (out / "unseen.json").exists()
+    assert len(read_training_state(out / "checkpoint.pt")["history"]) == 3
+    refused(run("train_dqn", f"resume={out}", "limit=0.5"), "limit", "several programs")
+    refused(run("train_dqn", f"resume={out}", "several.calls=41"), "several")
+    run("train_dqn", f"resume={out}").ok()
+    assert not (out / "checkpoint.pt").exists() and not (out / SETTINGS).exists()
+    run("train_dqn", *words, f"out={tmp_path / 'whole'}").ok()
+    resumed, whole = (json.loads((tmp_path / name / "unseen.json").read_text()) for name in ("out", "whole"))
+    for point in (*resumed["points"], *whole["points"]):
+        del point["cpu_s"]
+    assert len(whole["points"]) == 4
+    assert {key: resumed[key] for key in ("points", "levels", "floors")} == {
+        key: whole[key] for key in ("points", "levels", "floors")
+    }
 
 
 @pytest.mark.parametrize(

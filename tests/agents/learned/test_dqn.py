@@ -277,6 +277,31 @@ def test_save_load_and_continue(tmp_path: Path) -> None:
             DQN(tasks, [0.0, 1.0], args, seed).load(tmp_path / "dqn.pt")
 
 
+def test_a_training_resumed_with_its_replay_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """The file is written amid the training, after the replay buffer is full."""
+    tasks = [
+        EditTask(PROGRAM, MACHINE, round(f * PROGRAM.peak_bytes), "joint", 1, starts.heuristic) for f in (0.55, 0.6)
+    ]
+    args = replace(SMALL, buffer_size=4, iterations=10)
+    file = tmp_path / "dqn.pt"
+
+    def save(trainer: DQN) -> None:
+        if len(trainer.history) == 6:
+            trainer.save(file, **trainer.replay_state(), mark="six")
+
+    dqn = DQN(tasks, [0.0, 1.0], args, 5)
+    net = dqn.train(save)
+    resumed = DQN(tasks, [0.0, 1.0], args, 5)
+    assert resumed.load(file, mark="six")["mark"] == "six"
+    assert len(resumed.replay) == 4 and len(resumed.walkers) == 2
+    resumed_net = resumed.train()
+    assert resumed.history == dqn.history
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), resumed_net.parameters(), strict=True))
+    assert {k: walk.best for k, walk in resumed.walkers.items()} == {k: walk.best for k, walk in dqn.walkers.items()}
+    with pytest.raises(TrainingStateError, match="a different mark"):
+        DQN(tasks, [0.0, 1.0], args, 5).load(file, mark="seven")
+
+
 # ------------------------------------------------------------------------------------------ planner
 
 
