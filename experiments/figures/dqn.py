@@ -58,7 +58,7 @@ SEARCHES: dict[str, tuple[str, dict[str, str]]] = {  # planner and options by ke
     "policy_search": ("policy_search", {}),
     "annealing": ("annealing", {}),
 }
-SEARCH_LABELS = {"annealing": "annealing, both, equal calls", "uniform": "no-network ablation, both, equal calls"}
+SEARCH_LABELS = {"annealing": "annealing, both, equal calls", "uniform": "DQN without the network, both, equal calls"}
 MODES = {"swap": "DQN over edits, swap", "joint": "DQN over edits, swap and recompute"}
 
 
