@@ -192,10 +192,11 @@ class Fig5(Figure):
                 )
             for key, style in (("annealing", "-"), ("uniform", ":")):  # at the limits where the searches ran
                 by_limit = figures.group_by([p for p in net.details["joint"] if p[key] is not None], "limit")
-                line = [(1 - limit, float(np.mean([p[key] for p in points]))) for limit, points in by_limit.items()]
-                label = SEARCH_LABELS[key]
-                x, y = zip(*sorted(line), strict=True) if line else ((), ())
-                marks.append(Line(x, y, color("annealing"), label, "", style, 1.2, front=4))
+                limits_run = sorted(by_limit, reverse=True)
+                middle = [float(np.mean([p[key] for p in by_limit[limit]])) for limit in limits_run]
+                reductions = [1 - limit for limit in limits_run]
+                ink = color("annealing")
+                marks.append(Line(reductions, middle, ink, SEARCH_LABELS[key], "", style, 1.2, front=4))
             highest = max(heights)
             top = min(1.08 * highest, self.top)
             overflow = f", to {highest:.0%}" if highest > top else ""
@@ -464,7 +465,9 @@ class Paper(Figure):
         for (name, runs), ink in zip(group_by(rows, "line").items(), cycle(self.inks)):
             parts = np.array([run["parts"] for run in runs])
             middle = (np.arange(self.parts) + 0.5) * runs[0]["episodes"] / self.parts
-            marks = [Line(middle, parts.mean(0), ink, marker="o", size=4, band=(parts.min(0), parts.max(0)))]
+            marks: list[Mark] = [
+                Line(middle, parts.mean(0), ink, marker="o", size=4, band=(parts.min(0), parts.max(0)))
+            ]
             if values["chance"] is not None:
                 marks.append(Rule(values["chance"], horizontal=True, label="mean of uniform random walks"))
             axes = [Axis("episode", limits=(0, None)), Axis("overhead of episodes, %", limits=(0, 50))]

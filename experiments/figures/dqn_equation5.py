@@ -120,9 +120,9 @@ class Equation5(Figure):
                 band = (overheads.min(0), overheads.max(0))
                 marks.append(Line(ends, overheads.mean(0), ink, label, band=band, step=True))
             for run in (run for run in swept if run["limit"] == limit):
-                ends, overheads = zip(*run["best_so_far"], strict=True)
+                x, y = zip(*run["best_so_far"], strict=True)
                 label = "equation 5, settings of the sweep"
-                marks.append(Line(ends, overheads, color("dqn_paper"), label, width=0.9, alpha=0.6, step=True))
+                marks.append(Line(x, y, color("dqn_paper"), label, width=0.9, alpha=0.6, step=True))
             y_axis = Axis("best plan so far, overhead in %", limits=(0, None))
             panels.append(Panel(f"{limit:.0%} of the peak", marks, Axis("episodes"), y_axis))
         if swept:

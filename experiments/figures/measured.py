@@ -184,7 +184,7 @@ class Measured(Figure):
             panels.append(plans_panel(plans))
         if estimators := means(_rows_of(rows, "peaks")):
             points = _rows_of(rows, "peaks")
-            marks = [Rule(1 - BARS["peak"], 1 + BARS["peak"], color="#eeeeee"), ONE]
+            marks: list[Mark] = [Rule(1 - BARS["peak"], 1 + BARS["peak"], color="#eeeeee"), ONE]
             for y, name in enumerate(estimators):
                 key, ink = ("error", self.ours) if name == "ours" else (f"{name}_error", self.control)
                 ratios = [1 + row[key] for row in points if row[key] is not None]
