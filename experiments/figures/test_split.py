@@ -144,7 +144,7 @@ class TestSplit(Figure):
         found = ", ".join(f"{gap:.2f} within {limit}" for limit, gap in least.items())
         note = f"Means over {count} tasks and their seeds; bars: 95 % bootstrap intervals over tasks."
         return Chart(
-            f"Unseen networks, smallest mean gap in points: {found}",
+            f"Smallest mean gap, points: {found}",
             [Panel("", marks, *axes)],
             1,
             (8.6, 4.4),

@@ -41,6 +41,7 @@ STAMPED = {
     "split_overlap",
     "superneurons_fig13",
     "tensile_table2",
+    "test_split",
 }
 UNSTAMPED = set(NAMES) - STAMPED
 TIMED = (reproduce.SECONDS, "search_s", "evaluation_s", "processor", "plan_ms", "seconds")  # keys of a row
