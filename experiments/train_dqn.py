@@ -71,9 +71,8 @@ def key_of(word: str) -> str:
 
 def run_of_several(words: list[str]) -> Path | None:
     """Returns the unfinished run of ``resume=`` if it trains on several programs, else None."""
-    for word in words:
-        run = Path(word.removeprefix("resume=")).expanduser()
-        if word.startswith("resume=") and (run / SETTINGS).is_file():
+    for run in resumed(words):
+        if (run / SETTINGS).is_file():
             config = load_json(run / SETTINGS, lambda data: data.get("config") if isinstance(data, dict) else None)
             if isinstance(config, dict) and config.get("workload") is None and config.get("program") is None:
                 return run
@@ -82,9 +81,13 @@ def run_of_several(words: list[str]) -> Path | None:
 
 def settings_of(words: list[str]) -> list[str]:
     """Returns the command line's words; with ``resume=RUN``, the run's settings come before them."""
-    runs = [Path(word.removeprefix("resume=")).expanduser() for word in words if word.startswith("resume=")]
-    files = [file for run in runs for file in (run / SETTINGS, run / "summary.json") if file.is_file()]
+    files = [file for run in resumed(words) for file in (run / SETTINGS, run / "summary.json") if file.is_file()]
     return [american(word) for word in (resume_args(files[0], words) if files else words)]
+
+
+def resumed(words: list[str]) -> list[Path]:
+    """Returns the run directories that ``resume=`` names."""
+    return [Path(word.removeprefix("resume=")).expanduser() for word in words if word.startswith("resume=")]
 
 
 def american(word: str) -> str:
