@@ -49,7 +49,7 @@ class TestSplit(Figure):
 
     def run(self, task: Row, machine: Machine) -> Row:
         machine = Machine.load(task["machine"])
-        built = program(task["network"], machine)
+        built = program(task["network"], machine, **task.get("changes", {}))
         limit = int(task["limit"] * built.peak_bytes)
         planners = {name: method["planner"] for name, method in task["methods"].items()}
         for name in {*planners.values(), *heuristics()}:

@@ -37,6 +37,7 @@ STAMPED = {
     "dqn_equation5",
     "g10",
     "home_search",
+    "second_split",
     "smartpool_cause",
     "split_overlap",
     "superneurons_fig13",
