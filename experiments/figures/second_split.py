@@ -62,5 +62,5 @@ class SecondSplit(TestSplit):
         below = values["below"].get("calls", 0)
         title = f"DQN below the policy's search on {below} of {len(rows)} networks with 200 calls"
         panel = Panel("", marks, Axis("overhead, %", "{:g}", (0, None)), Axis(names=[name_of(row) for row in rows]))
-        note = f"Means over {values['seeds']} seeds; limits as in the table."
+        note = f"Means over {values['seeds']} seeds."
         return Chart(title, [panel], 1, (8.6, 3.2), keys=2, note=note)
