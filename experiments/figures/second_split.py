@@ -42,7 +42,7 @@ class SecondSplit(TestSplit):
             means_by_line[line, calls] = means = values[..., 0].mean(1)
             cells = ["–" if np.isnan(mean) else f"{mean:.2f}" for mean in (*means, means.mean())]
             lines.append({"label": with_calls(line, calls), "cells": cells})
-        below = {}
+        below: dict[str, int | None] = {"calls": None, "seconds": None}
         for key, ours, rival in (("calls", *DRAWN[:2]), ("seconds", *DRAWN[2:])):
             if ours in means_by_line and rival in means_by_line:
                 below[key] = int((means_by_line[ours] < means_by_line[rival]).sum())
@@ -59,8 +59,10 @@ class SecondSplit(TestSplit):
                 text = with_calls(line, calls)
                 means = [None if np.isnan(mean) else float(mean) for mean in means_by_line[line, calls]]
                 marks.append(Line(means, range(len(rows)), ink, text, marker, "", size=8, hollow=calls is not None))
-        below = values["below"].get("calls", 0)
-        title = f"DQN below the policy's search on {below} of {len(rows)} networks with 200 calls"
+        below = values["below"]["calls"]
+        title = "Overhead on the second split"
+        if below is not None:
+            title = f"DQN below the policy's search on {below} of {len(rows)} networks with 200 calls"
         panel = Panel("", marks, Axis("overhead, %", "{:g}", (0, None)), Axis(names=[name_of(row) for row in rows]))
         note = f"Means over {values['seeds']} seeds."
         return Chart(title, [panel], 1, (8.6, 3.2), keys=2, note=note)
