@@ -340,6 +340,7 @@ class Table4(Figure):
             "own_paper": self.published[16]["SuperNeurons"],
             "single": single.get("superneurons"),
             "single_none": single.get("none"),
+            "single_gain": single["superneurons"] / single["none"] if {"superneurons", "none"} <= {*single} else None,
             "single_paper": next(iter(self.published[1].values())),
             "ahead": None if own is None else sum(own > depth for depth in rivals),
             "behind": None if own is None else sum(own < depth for depth in rivals),

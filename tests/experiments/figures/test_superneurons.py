@@ -265,6 +265,7 @@ def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["depth"] == 3 * (3 + row["n3"]) + 2
     cells = figure.format_text(rows)[1]
     assert cells[4][:2] == ["SuperNeurons (paper)", "1,920"] and cells[5][1] == str(rows[0]["depth"])
+    assert not any("batch 1:" in claim.claim for claim in figure.claims(rows))  # SuperNeurons did not run there
     monkeypatch.setattr(capacity, "capture", lambda *_: resnet("1-1-4-1"))  # where it should be 1-1-6-1
     with pytest.raises(AssertionError, match="n3 = 6"):
         figure.run(tasks[0], machine)
