@@ -37,19 +37,25 @@ def with_inductor(net: nn.Module, memory: float) -> tuple[Any, Callable[[], Any]
 BACKENDS = [with_interpreter, pytest.param(with_inductor, marks=pytest.mark.nightly)]
 
 
+def train(model: Any, net: nn.Module, rank: int) -> list[Tensor]:
+    """Returns the losses of this rank's batches, with a step of SGD on the parameters of ``net`` after each."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(model(torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(2 * step + rank))))
+        losses[-1].backward()
+        optimizer.step()
+    return losses
+
+
 def trained_in_ddp(make: Any, memory: float, rank: int) -> list[Tensor]:
     """Returns the losses of this rank's batches, followed by the parameters."""
     torch._dynamo.reset()
     net = blocks()
     model, found = make(net, memory)
     parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(parallel(torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(2 * step + rank))))
-        losses[-1].backward()
-        optimizer.step()
+    losses = train(parallel, net, rank)
     if memory < 1:
         (graph,) = found()
         assert graph.plan is not None and graph.plan.decisions
@@ -98,13 +104,7 @@ def trained_in_fsdp(order: str, memory: float, rank: int) -> list[Tensor]:
         for part in net.parts if memory == 1.0 else ():
             part.compile(dynamic=False)
         shard()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(model(torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(2 * step + rank))))
-        losses[-1].backward()
-        optimizer.step()
+    losses = train(model, net, rank)
     if memory < 1:
         assert any(graph.plan is not None and graph.plan.decisions for graph in compiled.report(model).graphs)
     return [t.detach() for t in (*losses, *(p.full_tensor() for p in net.parameters()))]
