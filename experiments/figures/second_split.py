@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -37,9 +36,8 @@ class SecondSplit(TestSplit):
 
     def template_values(self, rows: Rows) -> Row:
         lines = []
-        means_by_line: dict[Any, np.ndarray] = {}
-        for (line, calls), values in gaps_of(rows).items():
-            means_by_line[line, calls] = means = values[..., 0].mean(1)
+        means_by_line = means_of(rows)
+        for (line, calls), means in means_by_line.items():
             cells = ["–" if np.isnan(mean) else f"{mean:.2f}" for mean in (*means, means.mean())]
             lines.append({"label": with_calls(line, calls), "cells": cells})
         below: dict[str, int | None] = {"calls": None, "seconds": None}
@@ -51,7 +49,7 @@ class SecondSplit(TestSplit):
 
     def chart(self, rows: Rows) -> Chart:
         values = self.template_values(rows)
-        means_by_line = {key: gaps[..., 0].mean(1) for key, gaps in gaps_of(rows).items()}
+        means_by_line = means_of(rows)
         marks: list[Mark] = []
         for line, calls in DRAWN:
             if (line, calls) in means_by_line:
@@ -66,3 +64,8 @@ class SecondSplit(TestSplit):
         panel = Panel("", marks, Axis("overhead, %", "{:g}", (0, None)), Axis(names=[name_of(row) for row in rows]))
         note = f"Means over {values['seeds']} seeds."
         return Chart(title, [panel], 1, (8.6, 3.2), keys=2, note=note)
+
+
+def means_of(rows: Rows) -> dict[tuple[str, int | None], np.ndarray]:
+    """Returns the mean overhead over seeds in %, float64[networks], by line and calls."""
+    return {key: values[..., 0].mean(1) for key, values in gaps_of(rows).items()}
