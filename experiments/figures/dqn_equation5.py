@@ -88,6 +88,8 @@ class Equation5(Figure):
             for runs in group_by(group, "limit").values()
         ]
         compared = [run for run in tested if run["limit"] in chance]
+        ranked = sorted(swept, key=lambda run: run["parts"][-1])
+        rank = next((i for i, run in enumerate(ranked) if tested and run["agent"] == tested[0]["agent"]), None)
         return {
             "lines": lines,
             "episodes": rows[0]["episodes"],
@@ -96,7 +98,9 @@ class Equation5(Figure):
             "swept_below": sum(below(run, chance) for run in swept),
             "swept_ahead": sum(run["best"] < mean_best[run["limit"]] for run in swept if run["limit"] in mean_best),
             "walks_best": ", ".join(f"{mean:.1f} % at {limit:.0%}" for limit, mean in mean_best.items()) or None,
-            "chosen": tested[0]["line"] if tested else None,
+            "chosen": None if rank is None else ranked[rank]["line"],
+            "rank": None if rank is None else rank + 1,
+            "steps": np.mean([run["simulator_calls"] / run["episodes"] for run in tested]) if tested else None,
             "tested": len(compared),
             "below": sum(below(run, chance) for run in compared),
             "ahead": sum(ours < theirs for ours, theirs in pairs),
@@ -116,7 +120,7 @@ class Equation5(Figure):
                 overheads = np.array([[value for _, value in run["best_so_far"]] for run in part], np.float64)
                 ink, label = FAINT, "uniform random walks"
                 if part[0]["updates"]:
-                    ink, label = color("dqn_paper"), f"equation 5, {name}"
+                    ink, label = color("dqn_paper"), f"equation 5, {values['chosen'] or name}"
                 band = (overheads.min(0), overheads.max(0))
                 marks.append(Line(ends, overheads.mean(0), ink, label, band=band, step=True))
             for run in (run for run in swept if run["limit"] == limit):
