@@ -47,6 +47,7 @@ STAMPED = {
     "superneurons_table1",
     "superneurons_table3",
     "tensile_table2",
+    "tensile_times",
     "test_split",
 }
 UNSTAMPED = set(NAMES) - STAMPED
