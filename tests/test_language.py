@@ -29,12 +29,12 @@ LONGER = {  # pages with long tables or lists that comments cite
     "experiments/figures/own.md": 2_060,
     "experiments/figures/smartpool.md": 1_850,
     "experiments/figures/superneurons.md": 1_850,
-    "experiments/results/README.md": 2_400,  # generated, as are the next five
+    "experiments/results/README.md": 2_480,  # generated, as are the next five
     "experiments/results/home.md": 1_850,
     "experiments/results/own.md": 4_430,
     "experiments/results/smartpool.md": 2_100,
     "experiments/results/superneurons.md": 2_400,
-    "experiments/results/tensile.md": 2_350,
+    "experiments/results/tensile.md": 2_390,
 }
 GENERATED = [path.relative_to(ROOT).as_posix() for path in (ROOT / "experiments" / "results").glob("*.md")]
 # What asserts phrases as data, a text in the digests of random cases, an axis of a committed picture.

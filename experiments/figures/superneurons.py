@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import cycle
 from statistics import median
 from typing import ClassVar
 
@@ -10,13 +11,13 @@ from omegaconf import DictConfig
 
 import agents
 from agents.heuristics import tensor_cache
-from agents.heuristics.workspace import algorithms, least_workspaces, plan_with_variants
+from agents.heuristics.workspace import algorithms
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import published
 from experiments.figures.figure import Figure, Rows, span
-from experiments.plotting.charts import Axis, Bars, Chart, Line, Panel, Rule, groups
+from experiments.plotting.charts import Axis, Chart, Line, Panel, Rule, groups
 from experiments.plotting.palette import ALLOCATORS, FAINT, INK, MEASURED, PREDICTED, color
 from simulator import simulate
 from simulator.machine import Machine
@@ -130,108 +131,96 @@ class Fig8(Figure):
     """Fig. 8: time and memory by type of layer."""
 
     name = "superneurons_fig8"
-    layers: ClassVar = {"CONV": "#08306b", "POOL, ACT, BN, LRN": "#f16913", "FC": "#238b45", "other": "#d9d9d9"}
     types: ClassVar = {  # of layers, by kind of kernel
-        **dict.fromkeys(("pool", "activation", "norm", "lrn"), "POOL, ACT, BN, LRN"),
         "conv": "CONV",
+        "pool": "POOL",
+        "activation": "ACT",
+        "lrn": "LRN",
+        "norm": "BN",
         "matmul": "FC",
+        "dropout": "DROPOUT",
+        "softmax": "SOFTMAX",
+        "other": "other",
     }
+    cheap: ClassVar = ("POOL", "ACT", "BN", "LRN")
+    looks: ClassVar = (  # of networks
+        ("#1f5fa8", "o"),
+        ("#f16913", "s"),
+        ("#238b45", "^"),
+        ("#41ab5d", "v"),
+        ("#74c476", "D"),
+        ("#8e5bd0", "P"),
+    )
 
     def run(self, task: Row, machine: Machine) -> Row:
         program = figures.program(task["network"], machine)
-        times = Counter(dict.fromkeys(self.layers, 0))
-        sizes = Counter(dict.fromkeys(self.layers, 0))
-        for kernel in program.kernels:
-            times[self.types.get(kernel.kind, "other")] += kernel.duration_ns
+        types = [self.types[kind] for kind in layer_kinds(program)]
+        times = Counter(dict.fromkeys(self.types.values(), 0))
+        sizes = times.copy()
+        for kernel, layer in zip(program.kernels, types, strict=True):
+            times[layer] += kernel.duration_ns
         for tensor, writes in zip(program.tensors, program.writes, strict=True):
             if writes and not tensor.persistent:
-                sizes[self.types.get(program.kernels[writes[0]].kind, "other")] += tensor.nbytes
+                sizes[types[writes[0]]] += tensor.nbytes
         shares = [{name: n / totals.total() for name, n in totals.items()} for totals in (times, sizes)]
         return {"time": shares[0], "memory": shares[1]}
 
-    def chart(self, rows: Rows) -> Chart:
-        names = [figures.label(row["network"]) for row in rows]
-        panels = []
-        for key, title in (("time", "Time"), ("memory", "Memory")):
-            base = [0.0] * len(rows)
-            bars = []
-            for name, ink in self.layers.items():
-                shares = [100 * row[key][name] for row in rows]
-                bars.append(Bars(range(len(rows)), shares, ink, name, base=list(base)))
-                base = [a + b for a, b in zip(base, shares, strict=True)]
-            panels.append(Panel(title, bars, Axis("% of a step", "{:g}", (0, 100)), Axis(names=names)))
-        convolutions, others = (
-            span(row[key][name] for row in rows) for key, name in (("time", "CONV"), ("memory", "POOL, ACT, BN, LRN"))
-        )
-        title = f"CONV: {convolutions:.0%} of the time; POOL, ACT, BN, LRN: {others:.0%} of memory"
-        return Chart(title, panels, size=(4.95, 0.4 * len(rows) + 1.0))
-
-
-class Fig12(Figure):
-    """Fig. 12: convolution workspaces in the memory that tensors leave free, and training speed."""
-
-    name = "superneurons_fig12"
-
-    def tasks(self, settings: DictConfig) -> Rows:
-        shares = figures.numbers(settings, "pools", lambda share: share >= 1, "numbers of at least 1")
-        return [{"batch_size": batch, "pools": shares} for batch in figures.integers(settings, "batches", 1)]
-
-    def run(self, task: Row, machine: Machine) -> Row:
-        program = figures.program("alexnet", machine, batch_size=task["batch_size"], algorithms=True)
-        planner = agents.make("superneurons", recompute="cost", early=True)
-        minimal = program.with_variants(least_workspaces(program))
-        least = figures.least_limit(planner, minimal, machine, 2**20)
-        results = []
-        for share in task["pools"]:
-            limit = round(share * least)
-            result: Row = {"pool": limit}
-            for name, is_filled in (("least", False), ("filled", True)):
-                plan = plan_with_variants(planner, program, machine, limit, is_filled)
-                iteration_ns = simulate(program, plan, machine, limit).iteration_ns
-                result[name] = {
-                    "images_per_s": task["batch_size"] / iteration_ns * 1e9,
-                    "workspaces": sum(kernel.workspace for kernel in program.with_variants(plan.variants).kernels),
-                }
-            results.append(result)
-        return {"found": results, "wanted": sum(min(algorithms(kernel))[1] for kernel in program.kernels)}
-
     def template_values(self, rows: Rows) -> Row:
         lines = [
-            {
-                "batch_size": row["batch_size"],
-                "pool": result["pool"],
-                "slow": slow,
-                "fast": fast,
-                "times": fast / slow,
-                "share": result["filled"]["workspaces"] / row["wanted"],
-            }
+            {"network": row["network"], "label": f"{figures.label(row['network'])}, {key}", "shares": row[key]}
             for row in rows
-            for result in row["found"]
-            for slow, fast in [(result["least"]["images_per_s"], result["filled"]["images_per_s"])]
+            for key in ("time", "memory")
         ]
-        return {"lines": lines, "gains": span(line["times"] for line in lines)}
+        return {
+            "lines": lines,
+            "heads": list(self.types.values()),
+            "convolutions": [row["time"]["CONV"] for row in rows],
+            "cheap": {key: [sum(row[key][name] for name in self.cheap) for row in rows] for key in ("time", "memory")},
+        }
 
     def chart(self, rows: Rows) -> Chart:
-        lines = self.template_values(rows)["lines"]
-        series = [
-            ("least workspaces", PREDICTED, [line["slow"] for line in lines], []),
-            (
-                "fastest that fit",
-                MEASURED,
-                [line["fast"] for line in lines],
-                [f"{line['times']:.2f}×, {line['share']:.0%} of all workspaces" for line in lines],
-            ),
-        ]
-        paper = [
-            Line([speed] * 2, [-0.5, len(lines) - 0.5], INK, f"paper: {label}, {speed} images/s", line=dash, front=5)
-            for (label, speed), dash in zip(self.published.items(), (":", "--"), strict=True)
-        ]
-        names = [f"batch {line['batch_size']}, {line['pool'] / 1e9:.2f} GB" for line in lines]
-        marks = [*groups(series, horizontal=True), *paper]
-        panel = Panel("", marks, Axis("images per second", room=1.6), Axis(names=names))
-        gains = span(line["times"] for line in lines)
-        title = f"AlexNet: workspaces give {gains:.2f} times the speed (paper: 1.18)"
-        return Chart(title, [panel], size=(8.4, 0.42 * len(lines) + 0.9), keys=2)
+        names = list(self.types.values())
+        panels = []
+        for key, title in (("time", "Time"), ("memory", "Memory")):
+            marks = [
+                Line(
+                    [100 * row[key][name] for name in names],
+                    range(len(names)),
+                    ink,
+                    figures.label(row["network"]),
+                    marker,
+                    "",
+                    size=7,
+                )
+                for row, (ink, marker) in zip(rows, cycle(self.looks), strict=False)
+            ]
+            panels.append(Panel(title, marks, Axis("% of a step", "{:g}", (-2, 102)), Axis(names=names)))
+        values = self.template_values(rows)
+        title = (
+            f"CONV: {span(values['convolutions']):.0%} of the time; "
+            f"{', '.join(self.cheap)}: {span(values['cheap']['memory']):.0%} of memory"
+        )
+        return Chart(title, panels, size=(4.95, 3.9), keys=3)
+
+
+def layer_kinds(program: Program) -> list[str]:
+    """Returns the type of layer that each kernel belongs to, a key of ``Fig8.types``.
+
+    PyTorch runs local response normalization as a three-dimensional average pool amid elementwise kernels. A program
+    with such pools has no other elementwise kernels in its layers.
+    """
+    has_lrn = any("avg_pool3d" in kernel.name for kernel in program.kernels)
+    kinds = []
+    for kernel in program.kernels:
+        kind: str = kernel.kind
+        if kernel.phase == "optimizer":
+            kind = "other"
+        elif any(name in kernel.name for name in ("softmax", "nll_loss", "ones_like")):  # with the loss
+            kind = "softmax"
+        elif has_lrn and ("avg_pool3d" in kernel.name or kind in ("elementwise", "copy")):
+            kind = "lrn"
+        kinds.append(kind if kind in Fig8.types else "other")
+    return kinds
 
 
 class Table2(Figure):

@@ -1,21 +1,25 @@
-"""SuperNeurons' Fig. 10 and Tables 1 and 3, on networks counted as the paper counts them (layerwise.py)."""
+"""SuperNeurons' Fig. 10 and 12 and Tables 1 and 3, on networks counted as the paper counts them (layerwise.py)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from itertools import islice, pairwise
 from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
 import agents
 from agents.heuristics.superneurons import JOINS
+from agents.heuristics.workspace import algorithms, plan_with_variants
 from agents.planner import MIB
 from experiments import figures
+from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import layerwise, published
 from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.layerwise import FREE
-from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel, Rule
+from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel, Rule, groups
 from experiments.plotting.palette import INK, MEASURED, PREDICTED
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
@@ -285,11 +289,19 @@ def table1_entry(row: Row) -> Row:
     }
 
 
+KEPT = ("weights", "gradients of weights", "momentum")
+
+
+def with_weights(program: Program, nbytes: int) -> Program:
+    """Returns the program with the tensors that stay in memory, of ``nbytes`` each."""
+    tensors = (Tensor(name, nbytes, "parameter", True) for name in KEPT)
+    return Program(program.name, (*program.tensors, *tensors), program.kernels)
+
+
 class Table3(Figure):
     """Table 3: copies that the Tensor Cache avoids on AlexNet."""
 
     name = "superneurons_table3"
-    kept = ("weights", "gradients of weights", "momentum")
 
     def tasks(self, settings: DictConfig) -> Rows:
         return [{"batch_size": batch} for batch in figures.integers(settings, "batches", 1)]
@@ -299,9 +311,7 @@ class Table3(Figure):
 
         model = workloads.build(figures.workload("alexnet"))[0]
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        minimal = layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"])
-        kept_tensors = tuple(Tensor(name, weights, "parameter", True) for name in self.kept)
-        program = Program(minimal.name, (*minimal.tensors, *kept_tensors), minimal.kernels)
+        program = with_weights(layerwise.program("alexnet", layerwise.alexnet(), task["batch_size"]), weights)
         plan = figures.attempt(
             agents.make("superneurons", mode="swap", recompute="cost"), program, machine, machine.memory_bytes
         )
@@ -317,7 +327,7 @@ class Table3(Figure):
     def template_values(self, rows: Rows) -> Row:
         # The largest batch whose peak fits: the peak is proportional to the batch beside what is kept.
         first = rows[0]
-        kept_bytes = len(self.kept) * rows[0]["weights"]
+        kept_bytes = len(KEPT) * rows[0]["weights"]
         in_paper = [row for row in rows if row["batch_size"] in self.published]
         sizes = [
             {
@@ -357,3 +367,138 @@ class Table3(Figure):
 def traffic(program: Program, plan: Plan) -> int:
     """Returns the bytes that a plan copies in one iteration, out and back in."""
     return sum(2 * program.tensors[d.tensor].nbytes for d in plan.of_kind(Swap))
+
+
+class Fig12(Figure):
+    """Fig. 12: convolution workspaces in the memory that tensors leave free, and training speed."""
+
+    name = "superneurons_fig12"
+    gb = 10**9
+    shown = 3  # GB of the pool whose workspaces the paper draws
+    colors: ClassVar = ("#1f5fa8", "#f16913")  # by batch size
+
+    def tasks(self, settings: DictConfig) -> Rows:
+        pools = figures.numbers(settings, "pools", lambda size: size > 0, "sizes in GB above 0")
+        if self.shown not in pools:
+            raise cli.UsageError(f"figure.pools: {self.shown} GB is required, since the paper draws it")
+        return [{"batch_size": batch, "pools": pools} for batch in figures.integers(settings, "batches", 1)]
+
+    def run(self, task: Row, machine: Machine) -> Row:
+        batch = task["batch_size"]
+        captured = figures.program("alexnet", machine, batch_size=batch, algorithms=True)
+        program = timed(layerwise.program("alexnet", layerwise.alexnet(), batch), captured, machine)
+        program = with_weights(program, sum(t.nbytes for t in captured.tensors if t.kind == "parameter"))
+        convolutions = [k for k, kernel in enumerate(program.kernels) if kernel.kind == "conv"]
+        found = []
+        for size in task["pools"]:
+            limit = round(size * self.gb)
+            result: Row = {"pool": size}
+            for name, is_filled in (("least", False), ("filled", True)):
+                try:
+                    planner = agents.make("superneurons")
+                    plan = plan_with_variants(planner, program, machine, limit, is_filled, include_default=False)
+                except agents.Infeasible:
+                    result[name] = None
+                    continue
+                kernels = program.with_variants(plan.variants).kernels
+                result[name] = {
+                    "images_per_s": batch / simulate(program, plan, machine, limit).iteration_ns * 1e9,
+                    "workspaces": [kernels[k].workspace for k in convolutions],
+                    "evictions": len(plan.decisions),
+                }
+            found.append(result)
+        return {
+            "kernels": [[program.kernels[k].name, program.kernels[k].phase] for k in convolutions],
+            "fastest": [min(algorithms(program.kernels[k]))[1] for k in convolutions],
+            "found": found,
+        }
+
+    def template_values(self, rows: Rows) -> Row:
+        lines = [fig12_entry(row, result) for row in rows for result in row["found"] if result["filled"]]
+        shown = {line["batch_size"]: line["share"] for line in lines if line["pool"] == self.shown}
+        by_batch = figures.group_by(lines, "batch_size").values()
+        steps = [pair for pools in by_batch for pair in pairwise(pools) if pair[1]["share"] > pair[0]["share"]]
+        small, large = (shown.get(batch) for batch in self.published["batches"])
+        return {
+            "lines": lines,
+            "shown": self.shown,
+            "small": small,
+            "large": large,
+            "is_less": None if small is None or large is None else [large < small, large > small],
+            "steps": len(steps),
+            "faster": sum(b["fast"] > a["fast"] for a, b in steps),
+            "gains": span(line["times"] for line in lines),
+            "rises": [pools[-1]["fast"] / pools[0]["fast"] for pools in by_batch],
+            "paper": self.published["most"] / self.published["least"],
+        }
+
+    def chart(self, rows: Rows) -> Chart:
+        panels = []
+        for row in rows:
+            result = next(result for result in row["found"] if result["pool"] == self.shown)
+            given = result["filled"]["workspaces"] if result["filled"] else []
+            series = [
+                ("fastest algorithm", INK, [nbytes / MIB for nbytes in row["fastest"]], []),
+                (f"assigned in {self.shown} GB", MEASURED, [nbytes / MIB for nbytes in given], []),
+            ]
+            names = [f"{name} {phase}" for name, phase in row["kernels"]]
+            marks = groups(series, horizontal=True, hollow=("fastest algorithm",))
+            title = f"Batch {row['batch_size']} in {self.shown} GB"
+            panels.append(Panel(title, marks, Axis("workspace (MB)"), Axis(names=names)))
+        marks: list[Mark] = []
+        for row, ink in zip(rows, self.colors, strict=False):
+            lines = [fig12_entry(row, result) for result in row["found"] if result["filled"]]
+            pools = [line["pool"] for line in lines]
+            batch = f"batch {row['batch_size']}"
+            marks += [
+                Line(pools, [line["fast"] for line in lines], ink, f"{batch}: fastest that fit", "o"),
+                Line(
+                    pools, [line["slow"] for line in lines], ink, f"{batch}: least workspaces", "o", "--", hollow=True
+                ),
+            ]
+        marks += [
+            Rule(self.published[key], horizontal=True, text=f"paper: {self.published[key]}", line=":", below=True)
+            for key in ("least", "most")
+        ]
+        panels.append(Panel("Speed", marks, Axis("memory pool (GB)"), Axis("images per second", limits=(0, None))))
+        values = self.template_values(rows)
+        fits = {line["batch_size"]: line["share"] for line in values["lines"] if line["pool"] == self.shown}
+        shares = ", ".join(f"{share:.0%} at batch {batch}" for batch, share in fits.items())
+        title = f"AlexNet in {self.shown} GB: workspaces fit {shares}"
+        return Chart(title, panels, size=(3.3, 3.4), keys=3)
+
+
+def timed(program: Program, captured: Program, machine: Machine) -> Program:
+    """Returns the layers' steps with durations, and with the captured convolutions' algorithms.
+
+    Convolutions and products take as long as PyTorch's, which follow in the same order. A fully connected layer's
+    backward step has two. Other layers take the time of their memory traffic.
+    """
+    convolutions = (kernel for kernel in captured.kernels if kernel.kind == "conv")
+    products = (kernel.duration_ns for kernel in captured.kernels if kernel.kind == "matmul")
+    kernels = []
+    for kernel in program.kernels:
+        if kernel.kind == "conv":
+            conv = next(convolutions)
+            change = {"duration_ns": conv.duration_ns, "workspace": conv.workspace, "variants": conv.variants}
+        elif kernel.kind == "matmul":
+            change = {"duration_ns": sum(islice(products, 1 + (kernel.phase == "backward")))}
+        else:
+            nbytes = sum(program.tensors[t].nbytes for t in kernel.accesses)
+            change = {"duration_ns": machine.kernel_ns(kernel.kind, 0, nbytes)}
+        kernels.append(replace(kernel, **change))
+    return Program(program.name, program.tensors, tuple(kernels))
+
+
+def fig12_entry(row: Row, result: Row) -> Row:
+    """Returns the speeds in one pool, and the share of the fastest algorithms' workspaces that fits beside tensors."""
+    slow, fast = (result[name]["images_per_s"] for name in ("least", "filled"))
+    return {
+        "batch_size": row["batch_size"],
+        "pool": result["pool"],
+        "slow": slow,
+        "fast": fast,
+        "times": fast / slow,
+        "share": sum(result["filled"]["workspaces"]) / sum(row["fastest"]),
+        "evictions": result["filled"]["evictions"],
+    }

@@ -6,16 +6,18 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 from statistics import median
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from agents.heuristics.tensile import TENSILE
 from agents.heuristics.tensile.controller import control, measured_times
 from agents.heuristics.tensile.schedule import Schedule, array
-from agents.heuristics.tensile.times import KernelTimes, Sample, r_squared, sequence
+from agents.heuristics.tensile.times import KernelTimes, Sample, Times as KernelNs, r_squared, sequence
 from agents.learned.optimization import on_one_thread
 from agents.planner import MIB, Infeasible, decisions_of
 from experiments import figures
@@ -31,6 +33,9 @@ from simulator.machine import Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Kernel, Program
 from simulator.schedule import NEVER
+
+if TYPE_CHECKING:
+    from executor.capture.captured import Captured
 
 
 class Times(Figure):
@@ -55,41 +60,48 @@ class Times(Figure):
         return [{"source": source, "networks": names, "batch": batch, "repeats": repeats} for source in sources]
 
     def run(self, task: Row, machine: Machine) -> Row:
-        programs: dict[str, Program] = {}
+        samples: dict[str, Sample] = {}
         device = machine.name
         for name in task["networks"]:
-            programs[name], device = timed_program(name, task, machine)
-        samples = {name: sample(p) for name, p in programs.items()}
+            captured, program, device = timed_program(name, task, machine)
+            samples[name] = sample(program)._replace(shapes=operator_shapes(captured))
         results: dict[str, Row] = {}
-        for name, program in programs.items():
-            predictor = KernelTimes.fit([sample for other, sample in samples.items() if other != name])
-            predicted = predictor.predict(program, 1)
-            times = samples[name].times
-            mask = np.array([kernel.kind in ("conv", "matmul") for kernel in program.kernels])
-            scores = {"all": r_squared(predicted, times), "expensive": r_squared(predicted[mask], times[mask])}
-            results[name] = {"kernels": len(times), **scores, "iteration": float(predicted.sum() / times.sum())}
+        for name, held in samples.items():
+            others = [sample for other, sample in samples.items() if other != name]
+            predicted = KernelTimes.fit([sample._replace(shapes=None) for sample in others]).predict(held.program, 1)
+            from_shapes = KernelTimes.fit(others).predict(held.program, 1, held.shapes)
+            results[name] = {
+                "kernels": len(held.times),
+                **scores(predicted, held),
+                "iteration": float(predicted.sum() / held.times.sum()),
+                "shapes": scores(from_shapes, held),
+            }
         return {"device": device, "held": results}
 
     def template_values(self, rows: Rows) -> Row:
         lines = []
         for name in rows[0]["networks"]:
             runs = [row["held"][name] for row in rows]
-            cells = [f"{run[key]:.3f}" for run in runs for key in self.published]
+            cells = [f"{entry[key]:.3f}" for run in runs for entry in (run, run["shapes"]) for key in self.published]
             lines.append({"label": figures.label(name), "cells": cells + [f"{run['iteration']:.2f}" for run in runs]})
-        empty = [""] * len(rows)
-        middle = [median(run[key] for run in row["held"].values()) for row in rows for key in self.published]
-        lines.append({"label": "our median", "cells": [f"{value:.3f}" for value in middle] + empty})
-        means = [f"{paper:.3f}" for _ in rows for paper in self.published.values()]
-        lines.append({"label": "paper's mean", "cells": means + empty})
-        heads = [f"{row['source']}, {name}" for row in rows for name in self.names.values()]
-        scores = {
-            row["source"]: {key: median(run[key] for run in row["held"].values()) for key in self.published}
+        medians = [
+            {"inputs": inputs, **{key: median(entry[key] for entry in entries) for key in self.published}}
             for row in rows
-        }
+            for inputs, entries in (
+                (row["source"], list(row["held"].values())),
+                (f"{row['source']} with shapes", [run["shapes"] for run in row["held"].values()]),
+            )
+        ]
+        empty = [""] * len(rows)
+        middle = [entry[key] for entry in medians for key in self.published]
+        lines.append({"label": "our median", "cells": [f"{value:.3f}" for value in middle] + empty})
+        means = [f"{paper:.3f}" for _ in medians for paper in self.published.values()]
+        lines.append({"label": "paper's mean", "cells": means + empty})
+        heads = [f"{entry['inputs']}, {name}" for entry in medians for name in self.names.values()]
         return {
             "networks": lines,
             "heads": heads + [f"{row['source']}, iteration" for row in rows],
-            "scores": scores,
+            "scores": medians,
             "published": self.published,
         }
 
@@ -100,14 +112,18 @@ class Times(Figure):
             names = [figures.label(name) for name in row["networks"]]
             series = []
             for key, ink in inks.items():
-                scores = [row["held"][name][key] for name in row["networks"]]
-                below = [f"{value:.2f}, below the axis" if value < self.least else "" for value in scores]
-                series.append((self.names[key], ink, [max(value, self.least) for value in scores], below))
+                values = [row["held"][name][key] for name in row["networks"]]
+                below = [f"{value:.2f}, below the axis" if value < self.least else "" for value in values]
+                series.append((self.names[key], ink, [max(value, self.least) for value in values], below))
             marks: list[Mark] = []
             for bars, (key, ink), hatch in zip(groups(series, horizontal=True), inks.items(), ("", "///"), strict=True):
                 rule = f"the paper's mean, {self.names[key]}"
+                values = [max(row["held"][name]["shapes"][key], self.least) for name in row["networks"]]
                 marks += [
                     replace(bars, hatch=hatch),
+                    Line(
+                        values, bars.positions, label="with shapes as inputs", marker="o", line="", hollow=True, front=5
+                    ),
                     Rule(self.published[key], color=ink, label=rule, width=1.4, line=DOTTED if hatch else DASHED),
                 ]
             axis = Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0))
@@ -115,17 +131,42 @@ class Times(Figure):
         return Chart("Kernel times predicted, on networks that were not learned from", panels, 2, (4.95, 4.4), keys=2)
 
 
-def timed_program(name: str, task: Row, machine: Machine) -> tuple[Program, str]:
-    """Returns a network's program with the source's times, and the device they are for."""
-    if task["source"] == "model":
-        return figures.program(name, machine, batch_size=task["batch"], iteration_ms=None), machine.name
+def timed_program(name: str, task: Row, machine: Machine) -> tuple[Captured, Program, str]:
+    """Returns a captured network, its program with the source's times, and the device they are for."""
     from executor.capture.profile import with_profile
     from executor.capture.profiler import measure  # PyTorch
     from experiments import workloads
 
-    captured = workloads.load({**figures.workload(name), "batch_size": task["batch"]}, machine)
+    changes = {"batch_size": task["batch"], "iteration_ms": None}
+    captured = workloads.load({**figures.workload(name), **changes}, machine)
+    if task["source"] == "model":
+        return captured, captured.program, machine.name
     profile = measure(captured, "cpu", repeats=task["repeats"], cache="hot")
-    return with_profile(captured.program, profile), profile.device
+    return captured, with_profile(captured.program, profile), profile.device
+
+
+def operator_shapes(captured: Captured) -> NDArray[np.float32]:
+    """Returns (kernels, 14): logarithms of the dimensions of three inputs, and of the sizes of window and stride."""
+    from executor.capture.operators import bind_arguments  # PyTorch
+
+    out = np.zeros((len(captured.nodes), 14), np.float32)
+    for row, nodes in zip(out, captured.nodes, strict=True):
+        if not nodes:
+            continue  # a marker
+        metas = [node.meta.get("tensor_meta") for node in nodes[0].all_input_nodes]
+        shapes = [meta.shape for meta in metas if hasattr(meta, "shape")]
+        for i, shape in enumerate(shapes[:3]):
+            row[4 * i : 4 * i + min(len(shape), 4)] = np.log1p(shape[:4])
+        arguments = bind_arguments(nodes[0].target, nodes[0].args, nodes[0].kwargs)
+        for i, name in enumerate(("kernel_size", "stride"), 12):
+            row[i] = np.log1p(prod(arguments.get(name) or (0,)))
+    return out
+
+
+def scores(predicted: KernelNs, held: Sample) -> Row:
+    """Returns the R² of predicted times, over all kernels and over convolutions and matrix products."""
+    mask = np.array([kernel.kind in ("conv", "matmul") for kernel in held.program.kernels])
+    return {"all": r_squared(predicted, held.times), "expensive": r_squared(predicted[mask], held.times[mask])}
 
 
 class Start(Figure):

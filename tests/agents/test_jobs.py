@@ -43,6 +43,15 @@ def test_kernel_times_are_learned_and_corrected() -> None:
     assert r_squared(learned.predict(program, 2), 2 * times) > 0.9 > r_squared(np.full_like(times, times.mean()), times)
     assert (KernelTimes.fit(samples).predict(program, 3) == learned.predict(program, 3)).all()
     assert features(program, 2).shape[0] == len(times)
+    # Kernels of equal work, whose times only the shapes tell.
+    equal = replace(PROGRAM, kernels=tuple(replace(k, kind="other", flops=1, bytes=1) for k in PROGRAM.kernels))
+    shapes = np.log1p(times)[:, None].astype(np.float32)
+    from_shapes = KernelTimes.fit([Sample(equal, 1, times, shapes)]).predict(equal, 1, shapes)
+    assert (
+        r_squared(from_shapes, times)
+        > 0.9
+        > r_squared(KernelTimes.fit([Sample(equal, 1, times)]).predict(equal, 1), times)
+    )
     with pytest.raises(ValueError, match="samples"):
         KernelTimes.fit([])
     assert corrected(np.array([100, 10]), np.array([200, 10]), 0.75).tolist() == [125, 10]

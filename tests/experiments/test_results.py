@@ -40,8 +40,14 @@ STAMPED = {
     "second_split",
     "smartpool_cause",
     "split_overlap",
+    "superneurons_alexnet",
+    "superneurons_fig12",
     "superneurons_fig13",
+    "superneurons_fig8",
+    "superneurons_table1",
+    "superneurons_table3",
     "tensile_table2",
+    "tensile_times",
     "test_split",
 }
 UNSTAMPED = set(NAMES) - STAMPED

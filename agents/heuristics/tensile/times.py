@@ -4,7 +4,8 @@ Before a job is measured, "a 3 layers MLP network" predicts its kernel times fro
 (``KernelTimes``); at run time an exponential moving average corrects them (``corrected``), and a drift triggers
 replanning (``drift``; section 3.2, step 4).
 
-1. FLOPs, bytes and workspace, known for every kernel of a program, replace shapes and parameters as inputs.
+1. FLOPs, bytes and workspace, known for every kernel of a program, replace shapes and parameters as inputs;
+   ``Sample.shapes`` adds them.
 2. Utilization is the number of running jobs.
 3. Predictions are clipped to the range of the training times, because other kinds of kernels would extrapolate.
 4. As printed, the average has t_j twice; here it is t' = β t + (1 - β) measured.
@@ -31,11 +32,16 @@ Times = NDArray[np.int64]  # (n,), ns of each kernel
 
 
 class Sample(NamedTuple):
-    """Measured kernel times of a program at a number of running jobs."""
+    """Measured kernel times of a program at a number of running jobs.
+
+    Attributes:
+        shapes: Further inputs, (n, f), such as the logarithms of operators' dimensions; all samples have equally many.
+    """
 
     program: Program
     jobs: int
     times: Times
+    shapes: NDArray[np.float32] | None = None
 
 
 class KernelTimes:
@@ -61,7 +67,7 @@ class KernelTimes:
 
         if not samples:
             raise ValueError("samples: expected at least one")
-        x = np.concatenate([features(sample.program, sample.jobs) for sample in samples])
+        x = np.concatenate([features(sample.program, sample.jobs, sample.shapes) for sample in samples])
         y = np.log(np.maximum(np.concatenate([sample.times for sample in samples]), 1.0))
         mean = x.mean(0)
         scale = np.where(x.std(0) > 1e-3, x.std(0), 1).astype(np.float32)
@@ -81,23 +87,24 @@ class KernelTimes:
             schedule.step()
         return cls(net, mean, scale, float(y.min()), float(y.max()))
 
-    def predict(self, program: Program, jobs: int) -> Times:
+    def predict(self, program: Program, jobs: int, shapes: NDArray[np.float32] | None = None) -> Times:
         """Returns (n,) ns of the program's kernels at a number of running jobs, itself included."""
         import torch
 
+        x = features(program, jobs, shapes)
         with torch.no_grad():
-            log_ns = self._net(torch.from_numpy((features(program, jobs) - self._mean) / self._scale))[:, 0].numpy()
+            log_ns = self._net(torch.from_numpy((x - self._mean) / self._scale))[:, 0].numpy()
         times: Times = np.rint(np.exp(np.clip(log_ns.astype(np.float64), *self._range))).astype(np.int64)
         return times
 
 
-def features(program: Program, jobs: int) -> NDArray[np.float32]:
-    """Returns (n, f): kind (one-hot), logarithms of FLOPs, bytes and workspace, and the number of jobs."""
+def features(program: Program, jobs: int, shapes: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """Returns (n, f): kind (one-hot), logarithms of FLOPs, bytes and workspace, the number of jobs, and ``shapes``."""
     out = np.zeros((len(program.kernels), len(KINDS) + 4), np.float32)
     for row, kernel in zip(out, program.kernels, strict=True):
         row[KINDS.index(kernel.kind)] = 1
         row[-4:] = np.log1p(kernel.flops), np.log1p(kernel.bytes), np.log1p(kernel.workspace), jobs
-    return out
+    return out if shapes is None else np.hstack([out, shapes])
 
 
 def r_squared(predicted: Times, measured: Times) -> float:

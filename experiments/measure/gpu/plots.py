@@ -43,7 +43,7 @@ def scatter(path: Path, replays: Sequence[dict[str, Any]], trained: Sequence[dic
             marks += [Line(ends, ends * error, FAINT, line=DASHED, width=0.8, front=1) for error in (0.95, 1.05)]
         scale = "log" if ends[1] > 8 * ends[0] else "linear"
         panels.append(Panel(title, marks, *(Axis(name, "{:g}", scale=scale) for name in ("predicted", "measured"))))
-    draw(path, Chart("Predicted and measured", panels, 2, (5.2, 4.6), keys=5))
+    draw(path, Chart("Predicted and measured", panels, 2, (4.95, 4.4), keys=5))
 
 
 def timelines(path: Path, measured: Measured, workload: str, planner: str) -> None:
@@ -76,7 +76,7 @@ def timelines(path: Path, measured: Measured, workload: str, planner: str) -> No
     memory.append(Rule(measured.limit / MIB, horizontal=True, color=LIMIT, label="limit", width=1))
     panels.append(Panel("Memory", memory, x, Axis("MiB in use", limits=(0, None))))
     title = f"{workload}, {look(planner).label}, on {measured.device}"
-    draw(path, Chart(title, panels, 1, (10.5, 2.0), (0, 0.9), keys=7))
+    draw(path, Chart(title, panels, 1, (9.9, 2.0), (0, 0.9), keys=7))
 
 
 def _streams(timeline: Timeline, start: int) -> list[Mark]:

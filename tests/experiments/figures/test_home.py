@@ -16,6 +16,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -213,5 +214,15 @@ def test_kernel_times_of_networks_held_out() -> None:
     # The simulator's times are a function of the network's inputs, except for unseen kernel kinds.
     assert median(scores["all"] for scores in model["held"].values()) > 0.5
     assert all(-9 < scores["all"] <= 1 and scores["iteration"] > 0 for row in rows for scores in row["held"].values())
+    assert all(scores["shapes"]["all"] <= 1 for row in rows for scores in row["held"].values())
     _, cells, _ = figure.format_text(rows)
-    assert len(cells) == 5 and cells[-1][1:3] == ["0.582", "0.805"]
+    assert len(cells) == 5 and cells[-1][1:5] == ["0.582", "0.805"] * 2
+
+
+def test_operator_shapes() -> None:
+    captured, _, device = tensile_times.timed_program("alexnet", {"source": "model", "batch": 2}, GPU)
+    shapes = np.expm1(tensile_times.operator_shapes(captured)).round().tolist()
+    assert device == GPU.name and len(shapes) == len(captured.program.kernels)
+    # Images, filters and biases of CONV1, whose stride is 4 x 4; then its ReLU.
+    assert shapes[0] == [2, 3, 227, 227, 96, 3, 11, 11, 96, 0, 0, 0, 0, 16]
+    assert shapes[1] == [2, 96, 55, 55] + [0] * 10

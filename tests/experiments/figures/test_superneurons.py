@@ -16,7 +16,7 @@ from experiments.figures import layerwise, superneurons as captured, superneuron
 from experiments.figures.figure import Figure, find
 from experiments.figures.layerwise import Layer
 from experiments.figures.superneurons_capacity import Deeper, without_names
-from experiments.figures.superneurons_layers import FIG10_PAPER, Fig10, Table1, Table3, our_numbers
+from experiments.figures.superneurons_layers import FIG10_PAPER, Fig10, Fig12, Table1, Table3, our_numbers, timed
 from experiments.workloads.vgg import AlexNet
 from simulator import Kernel, Machine, Plan, Program, Tensor, simulate
 from tests import tiny
@@ -229,6 +229,53 @@ def test_the_largest_size_of_each_method(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tried[0] == 50 and len(tried) == len(set(tried)) <= 12
     monkeypatch.setattr(capacity, "run_method", lambda *_: None)
     assert capacity.max_size("vdnn_all", scaled, machine, 7, 1000) == (0, {})
+
+
+def kernel(name: str, kind: Any, phase: Any = "forward", ns: int = 1) -> Kernel:
+    return Kernel(name, kind, phase, (), (), ns)
+
+
+def test_layer_types_of_kernels() -> None:
+    kernels = (
+        kernel("aten.convolution.default", "conv"),
+        kernel("aten.mul.Tensor", "elementwise"),
+        kernel("aten.constant_pad_nd.default", "copy"),
+        kernel("aten.avg_pool3d.default", "pool"),
+        kernel("aten.max_pool2d_with_indices.default", "pool"),
+        kernel("aten._log_softmax.default", "activation"),
+        kernel("aten.ones_like.default", "elementwise", "backward"),
+        kernel("aten.mul_.Tensor", "elementwise", "optimizer"),
+    )
+    kinds = ["conv", "lrn", "lrn", "lrn", "pool", "softmax", "softmax", "other"]
+    assert captured.layer_kinds(Program("lrn", (), kernels)) == kinds
+    without = Program("no lrn", (), kernels[:3] + kernels[4:])
+    assert captured.layer_kinds(without) == ["conv", "other", "other", *kinds[4:]]
+
+
+def test_fig12(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every convolution takes 10 ms with a workspace of 0.5 GB, 30 ms without; a product takes 1 ms.
+    conv = replace(kernel("conv", "conv", ns=10**7), workspace=5 * 10**8)
+    convolutions = (replace(conv, variants=((3 * 10**7, 0), (10**7, 5 * 10**8))),) * 10
+    products = (kernel("mm", "matmul", ns=10**6),) * 9
+    pytorch = Program("alexnet", (Tensor("w", 10**8, "parameter", True),), convolutions + products)
+    by_layer = {(k.name, k.phase): k for k in timed(ALEXNET, pytorch, GPU).kernels}
+    assert by_layer["CONV3", "backward"].variants == convolutions[0].variants
+    assert [by_layer["FC2", phase].duration_ns for phase in ("forward", "backward")] == [10**6, 2 * 10**6]
+    nbytes = 4 * 200 * 96 * 55 * 55  # RELU1 forward reads and writes as much
+    assert by_layer["RELU1", "forward"].duration_ns == 5000 + round(2 * nbytes / 288e9 / 0.75 * 1e9)
+
+    monkeypatch.setattr(figures, "program", lambda *_, **changes: pytorch)
+    rows = rows_of(Fig12(), pools=[0.5, 2.3, 3])
+    small, large = rows
+    assert small["fastest"] == [5 * 10**8] * 10 and small["kernels"][9] == ["CONV1", "backward"]
+    assert [result["filled"] is None for result in small["found"]] == [True, False, False]
+    # 1.3 GB of a batch of 100 leave room for every workspace in 3 GB, 3 GB of a batch of 300 do not.
+    assert small["found"][2]["filled"]["workspaces"] == small["fastest"]
+    given = large["found"][2]["filled"]["workspaces"]
+    assert set(given) == {0, 5 * 10**8}
+    assert large["found"][2]["least"]["workspaces"] == [0] * 10
+    first, *_ = Fig12().claims(rows)
+    assert first.ours == f"{given.count(5 * 10**8):.0f}0%, 100%" and first.verdict == "reproduced"
 
 
 def test_table2_by_hand() -> None:
