@@ -221,9 +221,7 @@ class Partitioner(CustomPartitionerFn):
         ).run()
         if best is None:
             beside = f" beside {describe(graph.held)}" if graph.held else ""
-            raise CompileError(
-                f"graph {graph.name} does not fit into {size(graph.limit)}{beside}: {reason}; raise memory="
-            )
+            raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}{beside}: {reason}")
         chosen = best.candidate
         return best.joint, replace(
             graph,
