@@ -221,9 +221,7 @@ class Partitioner(CustomPartitionerFn):
         ).run()
         if best is None:
             beside = f" beside {describe(graph.held)}" if graph.held else ""
-            raise CompileError(
-                f"graph {graph.name} does not fit into {size(graph.limit)}{beside}: {reason}; raise memory="
-            )
+            raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}{beside}: {reason}")
         chosen = best.candidate
         return best.joint, replace(
             graph,
@@ -303,13 +301,16 @@ class Partitioner(CustomPartitionerFn):
     def _limit(self, frame: str, peak: int, held: dict[str, int]) -> int:
         """Returns the bytes that a graph with this peak may allocate beside ``held``; raises CompileError if none."""
         if not is_fraction(self.memory):
-            limit = size_bytes(self.memory, "memory") - sum(held.values())
-            if self.updates is None and limit < self.held.in_update():
+            memory = size_bytes(self.memory, "memory")
+            # The update has all gradients, which it counts itself, and no activations.
+            in_update = {kind: n for kind, n in held.items() if kind not in ("gradient", "activation")}
+            left = memory - sum(in_update.values())
+            if self.updates is None and left < self.held.in_update():
                 raise CompileError(
-                    f"memory: {self.memory} leave {size(max(0, limit))} beside {describe(held)}, and gradients and "
+                    f"memory: {self.memory} leave {size(max(0, left))} beside {describe(in_update)}, and gradients and "
                     f"temporary tensors of the update need {size(self.held.in_update())}: raise it"
                 )
-            return limit
+            return max(0, memory - sum(held.values()))
         # A graph that is compiled again may need less, but then its smallest peak is a larger fraction of it.
         previous = (graph.limit for graph in self.graphs if graph.frame == frame)
         is_single = self.region is not None and len(self.region.modules) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import cast
 
 from simulator.compiled.engine import simulate
@@ -12,7 +13,7 @@ from simulator.plan import Plan, Swap
 from simulator.pool.packed import packed_bytes
 from simulator.program import Program, Tensor, TensorKind
 from simulator.report import KINDS, Report, report as reported, size
-from simulator.schedule import lower
+from simulator.schedule import Schedule, lower
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,15 @@ class Graph:
         """Part of the name that compilations for other shapes share."""
         return self.region or frame_of(self.name)
 
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """Schedule of the plan; None without a plan."""
+        return lower(self.program, self.plan) if self.program and self.plan else None
+
     @property
     def kernels_ns(self) -> int:
         """Predicted duration of all kernels of the plan, recomputed ones included; 0 without a plan."""
-        return sum(s.duration_ns for s in lower(self.program, self.plan).steps) if self.program and self.plan else 0
+        return sum(step.duration_ns for step in self.schedule.steps) if self.schedule else 0
 
     def report(self) -> Report:
         """Returns the report of ``fit``: peaks by kind of tensor, moved tensors and predicted time.
@@ -85,7 +91,7 @@ class Graph:
         held = tuple(Tensor(f"held:{kind}", n, cast(TensorKind, kind), True) for kind, n in kinds.items())
         program = replace(self.program, tensors=(*self.program.tensors, *held))
         plan = replace(self.plan, fingerprint="", structure="") if self.plan else None
-        required = lower(self.program, self.plan).required_bytes if self.plan else 0
+        required = self.schedule.required_bytes if self.schedule else 0
         limit = max(self.limit - self.other_bytes, required) + sum(kinds.values())
         unplanned = simulate(program, Plan(), self.machine, program.peak_bytes)
         planned = simulate(program, plan, self.machine, limit) if plan and plan.decisions else None
@@ -98,10 +104,9 @@ class Graph:
         beside = f" beside {describe(self.held)}" if self.held else ""
         region = f" ({self.copies} x {self.region})" if self.region else ""
         line = f"graph {self.name}{region}: limit {size(self.limit)}{beside}, peak {size(self.peak_bytes)}"
-        if self.plan is None or self.program is None or self.machine is None:
+        if self.plan is None or self.program is None or self.machine is None or self.schedule is None:
             return f"{line}, which needs no plan"
-        steps = lower(self.program, self.plan).steps
-        reruns = [s.kernel for s in steps if s.is_recomputation]
+        reruns = [step.kernel for step in self.schedule.steps if step.is_recomputation]
         ns = sum(self.program.kernels[k].duration_ns for k in reruns)
         swaps = [self.program.tensors[d.tensor].nbytes for d in self.plan.decisions if isinstance(d, Swap)]
         swapped = f"; {len(swaps)} swaps, {size(sum(swaps))} each way, {size(self.host_bytes)} pinned" if swaps else ""

@@ -40,11 +40,10 @@ class Update(NamedTuple):
         """Returns the memory of a captured update."""
         program = captured.program
         changes = [0] * (len(program.kernels) + 1)
-        for t, accesses in enumerate(program.accesses):
-            first = program.kernels[accesses[0]]
-            if first.phase == "optimizer" and not program.tensors[t].persistent:
-                changes[accesses[0]] += program.tensors[t].nbytes
-                changes[accesses[-1] + 1] -= program.tensors[t].nbytes
+        for tensor, accesses in zip(program.tensors, program.accesses, strict=True):
+            if not tensor.persistent and program.kernels[accesses[0]].phase == "optimizer":
+                changes[accesses[0]] += tensor.nbytes
+                changes[accesses[-1] + 1] -= tensor.nbytes
         state = sum(t.nbytes for t in program.tensors if t.kind == "optimizer_state")
         temporary = max(accumulate(changes))
         largest = max(t.nbytes for t in program.tensors if t.kind == "parameter")

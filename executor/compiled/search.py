@@ -75,7 +75,8 @@ class Search:
             return min(feasible, key=lambda entry: entry.candidate.timeline.iteration_ns), ""
         least = min((entry.peak_bytes for entry in self.scheduled), default=None)
         needed = f"as Inductor schedules what was tried, it needs {size(least)}" if least else ""
-        return None, f"{reason} ({needed})" if reason and needed else reason or needed
+        # A planner's reason ends with advice.
+        return None, f"{reason} ({needed})" if reason and needed else reason or f"{needed}: raise memory="
 
     def _explore(self) -> str:
         """Plans for one limit after the other; returns the last reason why no plan was found, or ""."""

@@ -216,7 +216,10 @@ def test_convolutions_reserve_memory_for_libraries(memory: float, planned: bool)
 
 
 def test_infeasible_memory_is_refused_with_the_minimum() -> None:
-    with pytest.raises(CompileError, match=r"graph 0/0 does not fit into .*: every plan without swaps needs at least"):
+    with pytest.raises(
+        CompileError,
+        match=r"graph 0/0 does not fit into .*: every plan without swaps needs at least [^=]*: raise memory=(\n|$)",
+    ):
         graphs(blocks(), Partitioner(0.2))(torch.randn(4, 64, 32))
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from executor import compiled
 from executor.compiled import CompileError, Partitioner, allocated_peak, chunked_cross_entropy
+from executor.compiled.held import Held
 from tests.executor.compiled.test_compiled import QUICK, Block, Broken, blocks, graphs, step
 
 WORDS = 256
@@ -130,6 +131,13 @@ def test_bytes_that_the_held_tensors_exceed_are_refused() -> None:
     model = compiled.compile(net, loss_fn, memory="500KiB", optimizer=optimizer, planner=QUICK)
     with pytest.raises(CompileError, match=r"memory: 500KiB leave .* beside .* of optimizer state and .* of inputs"):
         model(words, words)
+
+
+def test_buffers_that_no_update_reads_are_no_part_of_it() -> None:
+    net = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
+    update = Held(net, torch.optim.AdamW(net.parameters())).update
+    parameters = list(net.parameters())
+    assert update.state == 2 * sum(p.nbytes for p in parameters) + 4 * len(parameters) and update.temporary > 0
 
 
 def test_graphs_of_a_step_share_bytes() -> None:
