@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 import agents
 from agents.heuristics.layers import feature_maps
-from agents.heuristics.superneurons import JOINS, evictable_gaps
+from agents.heuristics.superneurons import JOINS, STRATEGIES, evictable_gaps
 from agents.planner import Candidates
 from experiments import figures
 from experiments.common import cli
@@ -55,20 +55,28 @@ METHODS = {
     "none": Method("dead tensors freed", "none", color="#6b6b6b"),
     "memonger": Method("memonger", "memonger"),
     "vdnn_all": Method("vDNN all", "vdnn_all"),
-    "superneurons": Method("SuperNeurons", "superneurons", {"recompute": "cost"}),
-    "superneurons_joins": Method(
-        "SuperNeurons, sums too", "superneurons", {"recompute": "cost", "joins": True}, "#238b45"
-    ),
+    "superneurons": Method("SuperNeurons", "superneurons"),
+    "superneurons_joins": Method("SuperNeurons, sums too", "superneurons", {"joins": True}, "#238b45"),
     "bound": Method("no plan goes beyond"),
 }
+RECOMPUTE = ("best", *STRATEGIES)
 
 
-def run_method(method: str, program: Program, machine: Machine) -> Timeline | None:
-    """Returns the timeline of a method in the machine's memory, or None if it does not fit."""
+def run_method(method: str, program: Program, machine: Machine, recompute: str) -> Timeline | None:
+    """Returns the timeline of a method in the machine's memory, or None if it does not fit.
+
+    Args:
+        method: Name in ``METHODS``.
+        program: Program to plan.
+        machine: Machine with the memory to fit.
+        recompute: Strategy of SuperNeurons, as in its planner.
+    """
     if lower_bound(method, program) > machine.memory_bytes:
         return None
     strategy = METHODS[method]
-    plan = attempt(agents.make(strategy.planner, **strategy.options), program, machine, machine.memory_bytes)
+    options = {"recompute": recompute} if strategy.planner == "superneurons" else {}
+    planner = agents.make(strategy.planner, **strategy.options, **options)
+    plan = attempt(planner, program, machine, machine.memory_bytes)
     return None if plan is None else simulate(program, plan, machine, machine.memory_bytes)
 
 
@@ -86,7 +94,9 @@ def lower_bound(method: str, program: Program) -> int:
     return Candidates(program, gaps).least_bytes
 
 
-def max_size(method: str, build: Callable[[int], Program], machine: Machine, start: int, limit: int) -> tuple[int, Row]:
+def max_size(
+    method: str, build: Callable[[int], Program], machine: Machine, start: int, limit: int, recompute: str
+) -> tuple[int, Row]:
     """Returns the largest size up to ``limit`` at which a method fits, and its iteration if the method has a planner.
 
     Args:
@@ -95,6 +105,7 @@ def max_size(method: str, build: Callable[[int], Program], machine: Machine, sta
         machine: Machine with the memory to fit.
         start: Initial size of the search.
         limit: Largest size that is tried.
+        recompute: As in ``run_method``.
     """
     top = largest(lambda n: lower_bound(method, build(n)) <= machine.memory_bytes, min(start, limit), limit)
     if not METHODS[method].planner:
@@ -103,7 +114,7 @@ def max_size(method: str, build: Callable[[int], Program], machine: Machine, sta
 
     def fits(n: int) -> bool:
         if n not in timelines:
-            timelines[n] = run_method(method, build(n), machine)
+            timelines[n] = run_method(method, build(n), machine, recompute)
         return n == 0 or timelines[n] is not None
 
     # The lower bound is close, so the search starts there and goes down.
@@ -287,16 +298,20 @@ class Table4(Figure):
         if captured not in methods:
             raise cli.UsageError(f"figure.captured: expected one of the methods {', '.join(methods)}, got {captured!r}")
         batch = cli.integer(settings, "batch_size", least=2)
-        out = [{"method": name, "batch": batch, "captured": name == captured} for name in methods]
+        common = {"recompute": cli.choice(settings, "recompute", RECOMPUTE)}
+        out = [{"method": name, "batch": batch, "captured": name == captured, **common} for name in methods]
         at_batch_1 = choices(settings, "batch_1", METHODS) if settings.batch_1 else []
-        return out + [{"method": name, "batch": 1, "captured": False} for name in at_batch_1]
+        return out + [{"method": name, "batch": 1, "captured": False, **common} for name in at_batch_1]
 
     def run(self, task: Row, machine: Machine) -> Row:
         method = task["method"]
         batch = task["batch"]
         shallow = Deeper(base(batch, machine), 4 + sum(STAGES[:2]) + CAPTURED // 2)
         start = self.first.get(method, 400) if batch > 1 else 400
-        n3, iteration = max_size(method, lambda n: shallow.with_more(n - CAPTURED), machine, start, self.most)
+        recompute = task["recompute"]
+        n3, iteration = max_size(
+            method, lambda n: shallow.with_more(n - CAPTURED), machine, start, self.most, recompute
+        )
         program = shallow.with_more(n3 - CAPTURED)
         if task["captured"]:
             program_captured = capture(batch, n3, machine)
@@ -305,7 +320,7 @@ class Table4(Figure):
                     f"n3 = {n3}: the captured program differs from the one with repeated blocks; report it"
                 )
             program = program_captured
-            if METHODS[method].planner and run_method(method, program_captured, machine) is None:
+            if METHODS[method].planner and run_method(method, program_captured, machine, recompute) is None:
                 raise AssertionError(f"{method}: n3 = {n3} fits with repeated blocks, but not as captured; report it")
         sums = [m for m in feature_maps(program) if program.kernels[m.layer].kind in JOINS]
         return {
@@ -403,7 +418,8 @@ class Table5(Figure):
             raise cli.UsageError(
                 f"figure.methods: {self.checked} is required, since captures are compared at its batch"
             )
-        searches: Rows = [{"network": name, "methods": methods} for name in names]
+        recompute = cli.choice(settings, "recompute", RECOMPUTE)
+        searches: Rows = [{"network": name, "methods": methods, "recompute": recompute} for name in names]
         return searches + [
             {"network": n, "planner": ours, "batch": self.paper_networks[n]["SuperNeurons"]} for n in names
         ]
@@ -417,7 +433,7 @@ class Table5(Figure):
         sizes = Sizes((small, large), self.batches, machine)
         results = {}
         for method in task["methods"]:
-            batch, iteration = max_size(method, sizes.at_batch, machine, self.batches[0], self.most)
+            batch, iteration = max_size(method, sizes.at_batch, machine, self.batches[0], self.most, task["recompute"])
             results[method] = {"batch": batch, **iteration}
         batch = results[self.checked]["batch"]
         if figures.program(name, machine, batch_size=batch, algorithms=False) != sizes.at_batch(batch):

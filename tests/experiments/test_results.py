@@ -47,6 +47,7 @@ STAMPED = {
     "superneurons_fig8",
     "superneurons_table1",
     "superneurons_table3",
+    "superneurons_table5",
     "tensile_table2",
     "tensile_times",
     "test_split",

@@ -213,22 +213,22 @@ def test_the_largest_size_of_each_method(monkeypatch: pytest.MonkeyPatch) -> Non
     floors = {m: capacity.lower_bound(m, scaled(10)) // MIB for m in ("own", "none", "vdnn_all", "bound")}
     assert floors == {"own": 40, "none": 40, "vdnn_all": 20, "bound": 20}
     machine = replace(tiny.MACHINE, memory_bytes=100 * MIB)
-    sizes = {m: capacity.max_size(m, scaled, machine, 7, 1000) for m in ("own", "none", "bound")}
+    sizes = {m: capacity.max_size(m, scaled, machine, 7, 1000, "best") for m in ("own", "none", "bound")}
     assert sizes["own"] == (25, {}) and sizes["bound"] == (50, {})
     assert sizes["none"][0] == 25 and sizes["none"][1]["overhead"] == 0 and sizes["none"][1]["peak"] == 100 * MIB
     # The search starts at the floor (50) and goes down to the planner's largest size (31).
     tried = []
 
-    def run_method(method: str, program: Program, machine: Machine) -> object:
+    def run_method(method: str, program: Program, machine: Machine, recompute: str) -> object:
         tried.append(program.tensors[1].nbytes // MIB)
         plan = agents.make("none").plan(program, machine, 10**9)
         return simulate(program, plan, machine, 10**9) if tried[-1] <= 31 else None
 
     monkeypatch.setattr(capacity, "run_method", run_method)
-    assert capacity.max_size("vdnn_all", scaled, machine, 7, 1000)[0] == 31
+    assert capacity.max_size("vdnn_all", scaled, machine, 7, 1000, "best")[0] == 31
     assert tried[0] == 50 and len(tried) == len(set(tried)) <= 12
     monkeypatch.setattr(capacity, "run_method", lambda *_: None)
-    assert capacity.max_size("vdnn_all", scaled, machine, 7, 1000) == (0, {})
+    assert capacity.max_size("vdnn_all", scaled, machine, 7, 1000, "best") == (0, {})
 
 
 def kernel(name: str, kind: Any, phase: Any = "forward", ns: int = 1) -> Kernel:
