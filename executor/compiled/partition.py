@@ -17,8 +17,9 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from executor.compiled.copies import OFFLOAD, RELOAD, WAIT
-from executor.compiled.joint import BACKWARD, FORWARD, Joint
+from executor.compiled.joint import BACKWARD, FORWARD, UPDATE, Joint
 from executor.compiled.launches import KERNEL, ORIGIN, STEP, Launch, repeatable
+from executor.compiled.updates import readers
 from executor.training.issue_order import Item, Move
 from simulator.program import Program
 from simulator.schedule import Step
@@ -46,6 +47,7 @@ def partition(
         writer.step(item.step)
         for move in item.after:
             writer.move(move)
+    writer.order_updates()
     module = writer.module()
     second = writer.backward_nodes
     used = {x for node in second for x in node.all_input_nodes if x not in second}
@@ -84,6 +86,7 @@ class _Writer:
         self.in_backward = False
         self.overwritten: dict[fx.Node, fx.Node] = {}  # values that the next launch overwrites
         self.step_number = 0
+        self.updates: dict[str, fx.Node] = {}  # parameter -> its update
         for node in forward.find_nodes(op="placeholder"):
             self.permanent[node] = self.graph.node_copy(node)
         saved = {x.name for x in _results(forward) if x is not None}
@@ -197,6 +200,8 @@ class _Writer:
             copied = self.graph.node_copy(x, lambda a: env[self._source(a)])
             copied.meta |= {STEP: self.step_number, ORIGIN: x.name}
             env[x] = copied
+            if x.name.startswith(UPDATE):
+                self.updates[x.name.removeprefix(UPDATE)] = copied
             if self.in_backward:
                 self.backward_nodes.add(copied)
             if not repeatable(x) or not _is_tensor(x):
@@ -208,6 +213,23 @@ class _Writer:
         if node.op == "placeholder" and node.graph is self.joint.backward.graph and node.name not in self.tangents:
             return self.forward[node.name]
         return node
+
+    def order_updates(self) -> None:
+        """Moves updates behind the readers of their parameters, which they name so that Inductor keeps the order.
+
+        Launches inline values of parameters, and recomputed launches read parameters that the backward did not.
+        """
+        position = {node: i for i, node in enumerate(self.graph.nodes)}
+        for name, update in self.updates.items():
+            parameter = self.permanent[self.forward[name]]
+            reading = [x for x in readers(parameter) if x in self.backward_nodes and x is not update]
+            grad, aliases, key = update.args
+            if reading and parameter not in aliases:  # type: ignore[operator]
+                update.args = (grad, [*aliases, parameter], key)  # type: ignore[misc]
+            last = max((update, *reading), key=position.__getitem__)
+            if last is not update:
+                last.append(update)
+                update.meta[STEP] = last.meta[STEP]
 
     def module(self) -> fx.GraphModule:
         """Returns both graphs as one joint graph, the input of a partitioner."""

@@ -121,7 +121,7 @@ def updated_early(
             continue
         memory = _memory(primals[i])
         aliases = [x for x in inputs if _memory(x) == memory]
-        last = max((grad, inputs[-1], *(x for a in aliases for x in _readers(a))), key=position.__getitem__)
+        last = max((grad, inputs[-1], *(x for a in aliases for x in readers(a))), key=position.__getitem__)
         with graph.inserting_after(last):
             node = graph.create_node("call_function", UPDATE, (grad, aliases, key), name=f"update_{primals[i].name}")
         node.meta |= {"val": None, "partitioner_tag": "must_be_in_backward"}
@@ -137,8 +137,8 @@ def _memory(node: fx.Node) -> StorageWeakRef | None:
     return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else None
 
 
-def _readers(parameter: fx.Node) -> list[fx.Node]:
-    """Returns the nodes that read a parameter or a view of it."""
+def readers(parameter: fx.Node) -> list[fx.Node]:
+    """Returns the operators that read a parameter or a view of it, with updates."""
     found: list[fx.Node] = []
     stack = [parameter]
     while stack:

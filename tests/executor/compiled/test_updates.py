@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from executor import compiled
 from executor.capture.reach import CaptureError
-from executor.compiled import CompileError, allocated_peak, compile_step
+from executor.compiled import CompileError, Partitioner, allocated_peak, compile_step
+from executor.compiled.updates import UPDATE, readers
 from tests.executor.compiled.test_compiled import QUICK, Block, Net, blocks
 from tests.executor.compiled.test_device_limit import WORDS, Language, loss_fn
 
@@ -56,6 +57,48 @@ def test_updates_in_the_backward_pass_have_the_ordinary_bits(memory: float) -> N
     torch._dynamo.reset()
     plain = torch.compile(compiled.backend.WithLoss(twin, loss_fn), dynamic=False)
     assert all(map(torch.equal, found, trained(twin, other, ordinary(plain, other), (words, words))))
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm, and their input added."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        convolutions = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.layers = nn.Sequential(*(layer for conv in convolutions for layer in (conv, nn.BatchNorm2d(channels))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layers(x) + x)
+
+
+def test_updates_follow_the_readers_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan's launches inline values of parameters, which an update before them would change."""
+    found = []
+
+    def call(self: Partitioner, *args: Any, **kwargs: Any) -> Any:
+        _, backward = partition(self, *args, **kwargs)
+        found.append((self.graphs[-1].plan, backward.graph))
+        raise NotImplementedError("nothing is compiled")
+
+    partition = Partitioner.__call__
+    monkeypatch.setattr(Partitioner, "__call__", call)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), Residual(16), Residual(16), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = compile_step(net, nn.functional.cross_entropy, optimizer, memory=0.7, planner=QUICK)
+    with pytest.raises(Exception, match="nothing is compiled"):
+        step(torch.randn(64, 3, 32, 32), torch.randint(0, 16, (64,)))
+    ((plan, graph),) = found
+    assert plan is not None
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    parameters = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    updates = graph.find_nodes(op="call_function", target=UPDATE)
+    read = [u for u in updates if u.name.removeprefix("update_") in parameters]
+    assert len(updates) == len(list(net.parameters())) and len(read) > 8
+    for update in read:
+        parameter = parameters[update.name.removeprefix("update_")]
+        others = [node for node in readers(parameter) if node is not update]
+        assert all(position[node] < position[update] for node in others)
+        assert parameter in update.args[1] or not others
 
 
 @pytest.mark.nightly
