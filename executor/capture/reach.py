@@ -70,7 +70,7 @@ class CaptureError(ValueError):
 
 
 # Wrappers of modules that communicate with other GPUs or processes, which a capture does not see.
-_COMPILE = "executor.compiled.compile(model, memory=...) without optimizer=, which needs no capture"
+_COMPILE = "executor.compiled.compile(model, memory=...), which needs no capture"
 REFUSED = {
     "DistributedDataParallel": f"sums gradients across processes; train DistributedDataParallel({_COMPILE})",
     "DataParallel": f"runs the model on several GPUs; capture the module in it on one GPU, or take {_COMPILE}",

@@ -204,7 +204,7 @@ class Start(Figure):
             for network in task["networks"]
             for size in (batch, *task["batches"])
         }
-        program, _, times = samples[name, batch]
+        program, times = samples[name, batch].program, samples[name, batch].times
         training = {
             "networks": [s for (network, _), s in samples.items() if network != name],
             "batches": [s for (_, size), s in samples.items() if size != batch],

@@ -26,11 +26,12 @@ ONE_TASK = {  # values of agent=dqn for one task; the defaults are for many task
     "init": "pretrained",
     "most_calls": 1000,
     "learning_starts": 4,
+    "target_every": 30,
     "learning_rate": 4e-4,
 }
 
 
-SCRATCH = ONE_TASK | {"iterations": 180, "init": "scratch", "learning_rate": 1e-3, "gamma": 0.5, "most_calls": 2000}
+SCRATCH = ONE_TASK | {"target_every": 150, "iterations": 180, "init": "scratch", "learning_rate": 1e-3, "gamma": 0.5, "most_calls": 2000}
 TUNED = {
     "episodes": 60,
     "pool": "mean",
