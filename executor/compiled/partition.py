@@ -18,7 +18,7 @@ from torch._guards import detect_fake_mode
 
 from executor.compiled.copies import OFFLOAD, RELOAD, WAIT
 from executor.compiled.joint import BACKWARD, FORWARD, UPDATE, Joint
-from executor.compiled.launches import KERNEL, ORIGIN, STEP, Launch, repeatable
+from executor.compiled.launches import KERNEL, ORIGIN, STEP, TEMPORARY, Launch, repeatable
 from executor.compiled.updates import readers
 from executor.training.issue_order import Item, Move
 from simulator.program import Program
@@ -200,7 +200,7 @@ class _Writer:
             copied = self.graph.node_copy(x, lambda a: env[self._source(a)])
             copied.meta |= {STEP: self.step_number, ORIGIN: x.name}
             env[x] = copied
-            if x.name.startswith(UPDATE):
+            if TEMPORARY in x.meta:
                 self.updates[x.name.removeprefix(UPDATE)] = copied
             if self.in_backward:
                 self.backward_nodes.add(copied)

@@ -241,12 +241,14 @@ def measure_task(task: Row) -> Row:
         return planned_in_mode(program, machine, limit, task["planner"], task["seconds"])[0]
 
     planner = {"planner": task["planner"], "seconds": task["seconds"]}
+
+    def compile_planned(model: nn.Module, optimizer: Optimizer, memory: int, **options: Any) -> Any:
+        return compile(model, F.cross_entropy, memory=memory, optimizer=optimizer, **planner, **options)
+
     makers: dict[str, Callable[..., Any]] = {
-        "ours": lambda m, o, memory: compile(m, F.cross_entropy, memory=memory, optimizer=o, **planner),
-        "joint": lambda m, o, memory: compile(m, F.cross_entropy, memory=memory, optimizer=o, mode="joint", **planner),
-        "regional": lambda m, o, memory: compile(
-            m, F.cross_entropy, memory=memory, optimizer=o, regional=True, **planner
-        ),
+        "ours": compile_planned,
+        "joint": partial(compile_planned, mode="joint"),
+        "regional": partial(compile_planned, regional=True),
         "in backward": lambda m, o, memory: compile_step(m, F.cross_entropy, o, memory=memory, **planner),
         "fit": lambda m, o, memory: fit(
             m,
