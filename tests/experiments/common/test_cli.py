@@ -31,7 +31,14 @@ ONE_TASK = {  # values of agent=dqn for one task; the defaults are for many task
 }
 
 
-SCRATCH = ONE_TASK | {"target_every": 150, "iterations": 180, "init": "scratch", "learning_rate": 1e-3, "gamma": 0.5, "most_calls": 2000}
+SCRATCH = ONE_TASK | {
+    "target_every": 150,
+    "iterations": 180,
+    "init": "scratch",
+    "learning_rate": 1e-3,
+    "gamma": 0.5,
+    "most_calls": 2000,
+}
 TUNED = {
     "episodes": 60,
     "pool": "mean",
