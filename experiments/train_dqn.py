@@ -247,9 +247,10 @@ def controls_of(run: Run, calls: int, train_s: float | None) -> dict[str, agents
     controls = report.ablations(calls, train_s, **options)
     if run.edits:
         options["calls"] = config.greedy_calls
+        shipped = "pretrained" if config.init == "scratch" else "before training"
         controls |= {
             f"{report.ABLATION}, {config.greedy_calls:,} calls": agents.make("dqn", ranks="uniform", **options),
-            "dqn, before training": agents.make("dqn", message_passing=config.message_passing, **options),
+            f"dqn, {shipped}": agents.make("dqn", message_passing=config.message_passing, **options),
         }
     return controls
 

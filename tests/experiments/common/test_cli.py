@@ -229,3 +229,4 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
     learned, curve = json.loads((tmp_path / "figure" / "learning.json").read_text())["rows"]
     assert (learned["seed"], learned["dqn"], learned["autoswap"]) == (1, dqn["overhead"], rows[0]["overhead"])
     assert learned["uniform_calls"] == equal["overhead"] and curve["agent"] == "train_dqn, dqn"
+    assert (learned["uniform_greedy"], learned["before"]) == (few["overhead"], before["overhead"])
