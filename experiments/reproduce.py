@@ -312,7 +312,7 @@ def write_pages(out: Path) -> None:
 def pages(out: Path) -> dict[str, str]:
     """Returns the text of each page by file name; raises FormatError for JSON files that are no results."""
     from experiments.figures.figure import page_title
-    from experiments.figures.verdicts import VERDICTS, count_verdicts
+    from experiments.figures.verdicts import CONTROLS, OURS, VERDICTS, count_verdicts
 
     results = {name: result(path) for name in names() if (path := out / f"{name}.json").exists()}
     by_page: dict[str, list[str]] = {}
@@ -327,16 +327,19 @@ def pages(out: Path) -> dict[str, str]:
         texts[f"{page}.md"] = "\n\n".join([f"# {title}", GENERATED, *sections]) + "\n"
         lines = [(name, claim) for name in members for claim in figure(name).claims(results[name]["rows"])]
         if lines:
-            cells = count_verdicts(claim.verdict for _, claim in lines)
+            cells = count_verdicts(claim.verdict for _, claim in lines if claim.paper != OURS)
             counts.append([f"[{title}]({page}.md)", *(str(count) if count else "" for count in cells)])
-        claims += [[f"[{c.claim}]({page}.md#{name})", c.paper, c.ours, c.verdict] for name, c in lines]
+        for name, c in lines:
+            verdict = CONTROLS.get(c.verdict, c.verdict) if c.paper == OURS else c.verdict
+            claims.append([f"[{c.claim}]({page}.md#{name})", c.paper, c.ours, verdict])
     minutes = sum(row.get(SECONDS, 0) for data in results.values() for row in data["rows"]) / 60
     texts["README.md"] = "\n\n".join(
         [
             "# What the papers claim, and what comes out here",
             f"{GENERATED} `python -m experiments.reproduce figure=all out=experiments/results` makes the "
             f"results that need no GPU and less than hours; all rows took {minutes:,.0f} minutes in sum. "
-            "Verdicts follow from the numbers (rules: experiments/figures/verdicts.py). Capuchin, GeePS, memonger, "
+            "Verdicts follow from the numbers (rules: experiments/figures/verdicts.py); the counts are of the papers' "
+            "claims, without controls and claims of ours (paper: –). Capuchin, GeePS, memonger, "
             "TFLMS and vDNN are reconstructions "
             "from descriptions in other papers.",
             _table(["paper", *VERDICTS], counts),

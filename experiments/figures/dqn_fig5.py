@@ -100,18 +100,17 @@ class Fig5(Figure):
         all_duels = [duel for net in networks for duel in duels(net)]
         above = [duel for duel in all_duels if duel["worst"] > duel["theirs"] + SAME]
         won = [duel for duel in all_duels if duel["worst"] < duel["theirs"] - SAME]
-        leads = [d["theirs"] - d["mean"] for d in all_duels if d["mean"] < float("inf")]
+        all_leads = [d["theirs"] - d["mean"] for d in all_duels if d["mean"] < float("inf")]
         paid_leads = [d["theirs"] - d["mean"] for d in all_duels if d["theirs"] > SAME and d["mean"] < float("inf")]
         searched = [duel for duel in all_duels if duel["controls"]]
-        harder = [
-            float(np.mean(ours)) - float(np.mean(theirs))
-            for hard in networks
-            if family(hard.name) in self.harder
-            for easy in networks
-            if family(easy.name) in self.easier
-            for ours, theirs in [[overheads_at(net.dqn["joint"], min(limits)) for net in (hard, easy)]]
-            if ours and theirs
-        ]
+        tightest = {net.name: overheads_at(net.dqn["joint"], min(limits)) for net in networks}
+        mean = {name: float(np.mean(overheads)) if overheads else math.inf for name, overheads in tightest.items()}
+        easy = [mean[net.name] for net in networks if family(net.name) in self.easier and mean[net.name] < math.inf]
+        harder = []
+        for hard in [net.name for net in networks if family(net.name) in self.harder]:
+            leads = [mean[hard] - other for other in easy]
+            worse, better = sum(lead > SAME for lead in leads), sum(lead < -SAME for lead in leads)
+            harder.append({"label": figures.label(hard), "more": worse, "less": better, "pairs": len(leads)})
         details = [point for net in networks for mode in MODES for point in net.details[mode]]
         # Searches are compared where all of them ran and found a plan, and none is free.
         planned = [point for point in details if (point["planned"] or 0.0) > SAME]
@@ -132,16 +131,14 @@ class Fig5(Figure):
             "above": len(above),
             "won": len(won),
             "networks": lines,
-            "below": 100 * np.median(leads) if leads else None,
+            "below": 100 * np.median(all_leads) if all_leads else None,
             "below_paid": 100 * np.median(paid_leads) if paid_leads else None,
             "searched": len(searched) or None,
             "controls_above": {key: sum(d["controls"][key] > d["theirs"] + SAME for d in searched) for key in SEARCHES},
             "better": sum(point["planned"] < point["uniform"] - SAME for point in compared),
             "worse": sum(point["planned"] > point["uniform"] + SAME for point in compared),
             "points": len(compared),
-            "harder": sum(gap > SAME for gap in harder),
-            "easier": sum(gap < -SAME for gap in harder),
-            "hardness": len(harder),
+            "harder": harder,
             "all": len(compared) or None,
             **means,
             "seeds": max(net.seeds for net in networks),

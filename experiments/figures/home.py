@@ -116,12 +116,12 @@ class Table2(Figure):
             "ahead": [
                 {
                     "rival": rival,
-                    **{
-                        key: sum(net[key]["HOME"] > net[key][rival] for net in networks)
-                        for key in ("batch", "bounded", "rate")
-                    },
+                    **{key: sum(net[key]["HOME"] > net[key][rival] for net in networks) for key in ("bounded", "rate")},
+                    "larger": sum(ratio > 1 + rows[0]["resolution"] for ratio in ratios),
+                    "smaller": sum(ratio < 1 / (1 + rows[0]["resolution"]) for ratio in ratios),
                 }
                 for rival in ("Capuchin", ASPLOS)
+                for ratios in [[net["batch"]["HOME"] / net["batch"][rival] for net in networks]]
             ],
         }
 

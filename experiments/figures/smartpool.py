@@ -405,7 +405,8 @@ class Cause(Figure):
                 sum(row["reductions"][label][i] <= paper(row) + self.close for row in rows)
                 for i in range(len(thresholds))
             ]
-            costs.append({"label": label, "removed": removed, "all": sum(removed), "cases": len(rows) * len(removed)})
+            reductions = [value for row in rows for value in row["reductions"][label]]
+            costs.append({"label": label, "removed": removed, "reductions": reductions})
         lines = [
             {
                 "network": row["network"],
@@ -416,7 +417,8 @@ class Cause(Figure):
             for row in rows
             for i, threshold in enumerate(thresholds)
         ]
-        return {"lines": lines, "costs": costs, "thresholds": thresholds}
+        papers = [paper(row) for row in rows for _ in thresholds]
+        return {"lines": lines, "costs": costs, "thresholds": thresholds, "papers": papers}
 
     def chart(self, rows: Rows) -> Chart:
         values = self.template_values(rows)

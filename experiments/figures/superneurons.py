@@ -166,14 +166,20 @@ class Fig8(Figure):
         return {"time": shares[0], "memory": shares[1]}
 
     def template_values(self, rows: Rows) -> Row:
-        lines = [
-            {"network": row["network"], "label": f"{figures.label(row['network'])}, {key}", "shares": row[key]}
-            for row in rows
-            for key in ("time", "memory")
-        ]
+        small = ("DROPOUT", "SOFTMAX")
+        heads = [name for name in self.types.values() if name not in small]
+        shares = [(row["network"], key, row[key]) for row in rows for key in ("time", "memory")]
         return {
-            "lines": lines,
-            "heads": list(self.types.values()),
+            "lines": [
+                {
+                    "network": network,
+                    "label": f"{figures.label(network)}, {key}",
+                    "cells": [part[name] for name in heads],
+                }
+                for network, key, part in shares
+            ],
+            "heads": heads,
+            "left_out": max(part[name] for _, _, part in shares for name in small),
             "convolutions": [row["time"]["CONV"] for row in rows],
             "cheap": {key: [sum(row[key][name] for name in self.cheap) for row in rows] for key in ("time", "memory")},
         }

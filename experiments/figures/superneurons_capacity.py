@@ -474,6 +474,11 @@ class Table5(Figure):
             "lines": lines,
             "planner": label(next(iter(planned.values()))["planner"]),
             "ahead": {"vdnn_all": None, "memonger": None, **ahead},
+            "behind_sums": sum(
+                row["found"]["vdnn_all"]["batch"] > row["found"]["superneurons_joins"]["batch"]
+                for row in searched
+                if {"vdnn_all", "superneurons_joins"} <= {*row["found"]}
+            ),
             "behind_vdnn": sum(
                 row["found"]["vdnn_all"]["batch"] < row["found"][self.checked]["batch"]
                 for row in searched

@@ -81,9 +81,12 @@ class Times(Figure):
     def template_values(self, rows: Rows) -> Row:
         lines = []
         for name in rows[0]["networks"]:
-            runs = [row["held"][name] for row in rows]
-            cells = [f"{entry[key]:.3f}" for run in runs for entry in (run, run["shapes"]) for key in self.published]
-            lines.append({"label": figures.label(name), "cells": cells + [f"{run['iteration']:.2f}" for run in runs]})
+            for row in rows:
+                run = row["held"][name]
+                for inputs, entry in ((row["source"], run), (f"{row['source']} with shapes", run["shapes"])):
+                    cells = [f"{entry[key]:.3f}" for key in self.published]
+                    cells.append(f"{run['iteration']:.2f}" if entry is run else "")
+                    lines.append({"label": figures.label(name), "inputs": inputs, "cells": cells})
         medians = [
             {"inputs": inputs, **{key: median(entry[key] for entry in entries) for key in self.published}}
             for row in rows
@@ -92,15 +95,14 @@ class Times(Figure):
                 (f"{row['source']} with shapes", [run["shapes"] for run in row["held"].values()]),
             )
         ]
-        empty = [""] * len(rows)
-        middle = [entry[key] for entry in medians for key in self.published]
-        lines.append({"label": "our median", "cells": [f"{value:.3f}" for value in middle] + empty})
-        means = [f"{paper:.3f}" for _ in medians for paper in self.published.values()]
-        lines.append({"label": "paper's mean", "cells": means + empty})
-        heads = [f"{entry['inputs']}, {name}" for entry in medians for name in self.names.values()]
+        for entry in medians:
+            middle = [f"{entry[key]:.3f}" for key in self.published]
+            lines.append({"label": "our median", "inputs": entry["inputs"], "cells": [*middle, ""]})
+        means = [f"{paper:.3f}" for paper in self.published.values()]
+        lines.append({"label": "paper's mean", "inputs": "", "cells": [*means, ""]})
         return {
             "networks": lines,
-            "heads": heads + [f"{row['source']}, iteration" for row in rows],
+            "heads": [*self.names.values(), "iteration"],
             "scores": medians,
             "published": self.published,
         }

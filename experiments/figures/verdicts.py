@@ -23,6 +23,8 @@ TIE = "tie"
 NOT_REPRODUCED = "not reproduced"
 REFUTED = "refuted"
 VERDICTS = (REPRODUCED, PARTLY, TIE, NOT_REPRODUCED, REFUTED)
+OURS = "–"  # the paper's cell of a control or of a claim of ours
+CONTROLS = {REPRODUCED: "holds", NOT_REPRODUCED: "does not hold", REFUTED: "the opposite holds"}  # words for those
 WITHIN = 0.1  # relative difference up to which a number agrees with the paper's
 
 

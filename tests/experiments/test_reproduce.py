@@ -29,6 +29,7 @@ Fig. 1 of "Numbers".
 ### Claims
 
 | squares are at least x | always | {{above}} of {{count}} | {{holds(above, count)}} |
+| control: as many cubes | – | {{above}} of {{count}} | {{holds(above, count)}} |
 | VGG16 is a square | always | yes | {{holds(count, count)}} |
 
 ### Choices
@@ -152,6 +153,7 @@ def test_the_page_shows_what_is_there(squares: None, tmp_path: Path) -> None:
     made.finish()
     pages = reproduce.pages(tmp_path)
     assert "| [squares are at least x](own.md#squares) | always | 1 of 1 | reproduced |" in pages["README.md"]
+    assert "| [control: as many cubes](own.md#squares) | – | 1 of 1 | holds |" in pages["README.md"]  # not counted
     assert "| [Figures of our own](own.md) | 1 |  |  |  |  |" in pages["README.md"]
     page = pages["own.md"]
     for words in ("## Squares", 'Fig. 1 of "Numbers".', "![squares](squares.png)", "| 3 | 9 |", "- There are 1."):

@@ -160,7 +160,7 @@ def test_every_figure_has_a_result() -> None:
 def test_the_pages_are_those_of_the_results() -> None:
     """``python -m experiments.reproduce figure=all redraw=true out=experiments/results`` regenerates them."""
     for name, text in reproduce.pages(RESULTS).items():
-        assert (RESULTS / name).read_text() == text
+        assert (RESULTS / name).read_text() == text and "{{" not in text
 
 
 @pytest.mark.nightly
