@@ -216,7 +216,9 @@ def test_kernel_times_of_networks_held_out() -> None:
     assert all(-9 < scores["all"] <= 1 and scores["iteration"] > 0 for row in rows for scores in row["held"].values())
     assert all(scores["shapes"]["all"] <= 1 for row in rows for scores in row["held"].values())
     _, cells, _ = figure.format_text(rows)
-    assert len(cells) == 5 and cells[-1][1:5] == ["0.582", "0.805"] * 2
+    assert len(cells) == 3 * 4 + 4 + 1 and cells[-1][:4] == ["paper's mean", "", "0.582", "0.805"]
+    inputs = ["model", "model with shapes", "measured", "measured with shapes"]
+    assert [line[1] for line in cells[-5:-1]] == inputs == [line[1] for line in cells[:4]]
 
 
 def test_operator_shapes() -> None:
