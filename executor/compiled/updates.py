@@ -132,9 +132,10 @@ def updated_early(
     backward.recompile()
 
 
-def _memory(node: fx.Node) -> StorageWeakRef | None:
+def _memory(node: fx.Node) -> int | None:
+    """Returns the address of a tensor's storage, None of a symbolic size."""
     value = node.meta.get("val")
-    return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else None
+    return StorageWeakRef(value.untyped_storage()).cdata if isinstance(value, Tensor) else None
 
 
 def readers(parameter: fx.Node) -> list[fx.Node]:

@@ -59,6 +59,26 @@ def test_updates_in_the_backward_pass_have_the_ordinary_bits(memory: float) -> N
     assert all(map(torch.equal, found, trained(twin, other, ordinary(plain, other), (words, words))))
 
 
+@pytest.mark.nightly
+def test_updates_serve_smaller_batches() -> None:
+    torch.manual_seed(0)
+    net = blocks()
+    twin = copy.deepcopy(net)
+    optimizer, other = adamw(net), adamw(twin)
+    step = compile_step(net, lambda out, _: out.square().mean(), optimizer, memory=0.9, planner=QUICK, dynamic=True)
+    for batch in (4, 3):  # whose size is a symbol in both graphs
+        x = torch.randn(batch, 64, 32)
+        loss = step(x)
+        other.zero_grad()
+        expected = twin(x).square().mean()
+        expected.backward()
+        other.step()
+        torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(list(net.parameters()), list(twin.parameters()), atol=1e-4, rtol=1e-3)  # rate: 0.01
+    (graph,) = step.report().graphs
+    assert graph.plan is not None and graph.peak_bytes <= graph.limit
+
+
 class Residual(nn.Module):
     """Two convolutions with batch norm, and their input added."""
 
