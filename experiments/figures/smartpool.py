@@ -100,7 +100,9 @@ class Fig8(Figure):
             )
         longest = max(row["curve_points"][-1][0] for row in rows)
         axes = Axis("time in the iteration (ms)", limits=(0, longest)), Axis("memory load (MB)", limits=(0, None))
-        title = f"{figures.label(rows[0]['network'])}, batch size 100, GTX 1080 Ti: load with AutoSwap"
+        tightest = min((row for row in curves if row["limit"]), key=lambda row: row["ours"])
+        sizes = f"{tightest['load'] / MIB:,.0f} MB into {tightest['ours'] / MIB:,.0f} MB"
+        title = f"{figures.label(tightest['network'])}: AutoSwap fits {sizes} with {tightest['overhead']:.1%} overhead"
         return Chart(title, [Panel("", marks, *axes)], size=(9.5, 4.4), keys=2)
 
 
@@ -175,19 +177,21 @@ class Fig9(Figure):
             floor_area(x, y, -0.003, step=True),
             Rule(self.published["free_mb"], color=FAINT, text="the paper's limit\nof no overhead"),
         ]
-        for name, overheads, (dash, ink) in zip(SCORES, lines.scores, self.styles, strict=True):
-            label, _, marker = look(name)
+        for name, overheads, (dash, _) in zip(SCORES, lines.scores, self.styles, strict=True):
+            label, ink, marker = look(name)
             end = f"{label.split()[-1]} {overheads[-1]:.0%}"
             marks.append(Line(lines.paper, overheads, ink, label.split()[-1], marker, dash, end=end))
         band = (lines.bo.min(axis=0), lines.bo.max(axis=0))
-        name = "BO, median and range of the seeds"
+        name = f"BO, median and range of {len(lines.bo)} seeds"
         ink = look("autoswap_bo").color
         marks.append(Line(lines.paper, bo, ink, name, width=2.6, band=band, end=f"BO {bo[-1]:.0%}", front=4))
         shift = lines.paper[0] - lines.ours[0] / MIB
         label = f"memory load limit of the paper (MB); ours, at which as much must leave, is {shift:,.0f} MB lower"
         heights = Axis("overhead of an iteration", "%", (-0.003, 1.08 * max(lines.scores.max(), 0.02)))
         panel = Panel("", marks, Axis(label, limits=(max(lines.paper) + 5, min(lines.paper) - 5)), heights)
-        title = f"{figures.label(lines.network)}, batch size 100, GTX 1080 Ti: overhead of AutoSwap by priority score"
+        free, free_score = (f"{lines.free_limit(overheads):g} MB" for overheads in (bo, lines.scores.min(axis=0)))
+        title = f"{figures.label(lines.network)}: no overhead down to {free} with BO"
+        title += f" (paper: {self.published['free_mb']}), {free_score} with scores"
         return Chart(title, [panel], size=(10.0, 4.8))
 
 
@@ -278,11 +282,11 @@ class Table2(Figure):
             ),
         ]
         axis = Axis("what leaves without overhead, of the paper's load", "%", (0, 0.6))
-        title = "Largest reduction of the load without overhead, batch size 100, GTX 1080 Ti"
+        title = f"AutoSwap saves {span(ours):.0%} of the load without overhead (paper: {span(theirs):.0%})"
         return Chart(
             title,
             [Panel("", marks, axis, Axis(names=[net["label"] for net in networks]))],
-            size=(9.5, 0.42 * len(rows) + 0.8),
+            size=(9.9, 0.42 * len(rows) + 0.8),
         )
 
 
@@ -425,15 +429,18 @@ class Cause(Figure):
         thresholds = values["thresholds"]
         axis = Axis("counted as no overhead: up to, % of an iteration", names=[f"{100 * t:g}" for t in thresholds])
         marks: list[Mark] = [Rule(float(np.median([paper(row) for row in rows])), horizontal=True, text="paper")]
-        for cost, (color, marker) in zip(values["costs"], self.looks, strict=False):
+        for i, (cost, (color, marker)) in enumerate(zip(values["costs"], self.looks, strict=False)):
             label = cost["label"]
             medians = np.median([row["reductions"][label] for row in rows], axis=0)
-            marks.append(Line(range(len(thresholds)), medians, color, label, marker, size=6))
+            size = 15 if i == 0 else 11 - i  # equal medians show as nested markers
+            marks.append(Line(range(len(thresholds)), medians, color, label, marker, size=size, hollow=i == 0))
         heights = Axis("reduction without overhead, of the paper's load", "%", (0, 0.5))
-        title = f"A wait per swap matters only below 0.2 %: Table II, median of {len(rows)} networks"
-        if self.wait_matters(values["costs"]):
-            title = f"Table II under costs that the simulator leaves out, median of {len(rows)} networks"
-        return Chart(title, [Panel("", marks, axis, heights)], size=(9.5, 4.2))
+        plain, most = values["costs"][0], max(values["costs"][1:], key=lambda cost: cost["all"])
+        ahead, left = (span(len(rows) - count for count in cost["removed"]) for cost in (plain, most))
+        title = f"{ahead:d} of {len(rows)} networks beat the paper, {left:d} with {most['label']}"
+        if not self.wait_matters(values["costs"]):
+            title += f"; waits matter only below {thresholds[:3][-1]:.1%}"
+        return Chart(title, [Panel(f"Median of {len(rows)} networks", marks, axis, heights)], size=(9.9, 4.2))
 
     @staticmethod
     def wait_matters(costs: Rows) -> bool:
@@ -521,7 +528,9 @@ class Optimality(Figure):
                 if case["share"] is None
             ]
             panels.append(Panel(figures.label(network), marks, shares, heights))
-        return Chart("AutoSwap's overhead, and how much of it is avoidable", panels, 2, (4.95, 2.9), keys=2)
+        values = self.template_values(rows)
+        title = f"A better plan than AutoSwap's is known at {values['known']} of {values['paid']} limits with overhead"
+        return Chart(title, panels, 2, (4.95, 2.9), keys=2)
 
 
 def measure_limit(program: Program, machine: Machine, limit: int, calls: int, share: float | None) -> Row | None:

@@ -116,7 +116,9 @@ class Fig10(Figure):
             panels.append(Panel(figures.label(network), marks, batches, Axis("footprint (GiB)", limits=(0, top))))
         note = "+AutoSwap: SmartPool+AutoSwap with at most so much simulated overhead, and\nwhat it saves of "
         note += "CnMem's footprint at the largest batch size. cudaMalloc (dotted) is the peak load."
-        return Chart("Footprint against batch size on a GTX 1080 Ti", panels, 2, (4.95, 3.4), (0.0, 0.5), note=note)
+        saved = span(saving(row, 0) for row in rows)
+        title = f"SmartPool+AutoSwap saves {saved:.0%} of CnMem's footprint at {overheads[0]:.0%} overhead"
+        return Chart(title, panels, 2, (4.95, 3.4), (0.0, 0.5), note=note)
 
 
 def with_batch(config: dict[str, Any], batch: int, machine: Machine) -> Program:
@@ -246,15 +248,18 @@ class Fig11(Figure):
                 points = reductions(row, name)
                 style = look(name)
                 if name == "superneurons":
-                    dark = HUES["swap and recompute"].slots[-1]
+                    ink = HUES["swap and recompute"].slots[0]  # SuperNeurons'
                     for p, (option, marker) in zip(points, self.markers.items(), strict=True):
                         label = f"{style.label}: {option}"
-                        marks.append(Line([p[0]], [p[1]], dark, label, marker, "", size=8, hollow=True, front=4))
+                        marks.append(Line([p[0]], [p[1]], ink, label, marker, "", size=8, hollow=True, front=4))
                     continue
                 is_line = name in ("smartpool+autoswap", "geeps")
                 points = points[points[:, 0].argsort()]
                 marks.append(Line(*points.T, style.color, style.label, style.marker, "-" if is_line else ""))
                 if name == "geeps":
+                    above = points[points[:, 1] > self.top, 0]
+                    label = f"{style.label}, above {self.top:.0%}"
+                    marks.append(Line(above, [0.97 * self.top] * len(above), style.color, label, "^", "", size=8))
                     caffe = reductions(row, name, row["caffe"])
                     label = "GeePS, against Caffe, which frees nothing"
                     marks.append(Line(*caffe[caffe[:, 0].argsort()].T, style.color, label, line=DASHED, width=1))
@@ -263,7 +268,10 @@ class Fig11(Figure):
                 Axis(f"overhead (up to {self.top:.0%})", "%", (-0.015, self.top)),
             )
             panels.append(Panel(figures.label(row["network"]), marks, *axes))
-        return Chart("Overhead against reduction of the footprint, batch size 100", panels, 2, (4.95, 3.2), keys=3)
+        values = self.template_values(rows)
+        more = f"over {self.close:.0%} more than SmartPool+AutoSwap"
+        title = f"GeePS costs {more} at {values['worse']} of its {values['points']} points"
+        return Chart(title, panels, 2, (4.95, 3.2), keys=3)
 
 
 def footprint(pool: str, lives: Intervals, machine: Machine, seconds: float = 5.0) -> int:

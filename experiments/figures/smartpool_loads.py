@@ -221,7 +221,9 @@ class Fig2(Figure):
             marks.append(Words((a + b) / 2, 0.98, f"iteration {i}{text}", top=True))
         x_axis = Axis("operation (malloc, free, read or write)", "{:,.0f}", (0, total))
         panel = Panel("", marks, x_axis, Axis("memory load (MB)", limits=(0, 1.3 * max(y))))
-        title = f"{figures.label(row['network'])}, batch size 100: load over {row['iterations']} iterations"
+        values = self.template_values(rows)
+        title = f"Iterations 2 to {row['iterations']} are identical in {values['middle']} of {values['count']} networks"
+        title += f"; here {figures.label(row['network'])}, batch 100"
         return Chart(title, [panel], size=(10.0, 3.9))
 
 

@@ -59,7 +59,13 @@ class Fig2(Figure):
         theirs = [self.published.get(row["network"]) for row in rows]
         paper = Line(theirs, range(len(rows)), INK, "paper", "D", "", size=7, hollow=True, front=5)
         panel = Panel("", [*groups(series, horizontal=True), paper], Axis("GB"), Axis(names=names))
-        return Chart(f"Simulated memory of a step, batch {self.batch}", [panel], size=(7.5, 0.55 * len(rows) + 1.0))
+        sums = (
+            f"{name}: {row['sum'] / 1e9:.1f} GB (paper: {gb})"
+            for name, row, gb in zip(names, rows, theirs, strict=True)
+            if gb
+        )
+        title = ", ".join(sums) or f"Memory of a step, batch {self.batch}"
+        return Chart(title, [panel], size=(9.5, 0.55 * len(rows) + 1.0))
 
 
 class Fig13(Figure):
@@ -113,13 +119,13 @@ class Fig13(Figure):
             Line(
                 [row["sums"].get(key, 0) / 1e9 or None for row in rows],
                 range(len(rows)),
-                color,
+                color("superneurons") if key == "SuperNeurons" else ink,
                 key,
                 marker,
                 "",
                 size=7,
             )
-            for key, (color, marker) in self.frameworks.items()
+            for key, (ink, marker) in self.frameworks.items()
         ]
         most = self.template_values(rows)["most"]
         title = f"SuperNeurons' largest model is up to {most:.1f} times Caffe's"
@@ -266,10 +272,10 @@ class Table2(Figure):
             "",
             [Rule(1, horizontal=True, line="-"), *groups(series, hollow=("the paper",))],
             Axis(names=[f"{net['label']}\nbatch {net['batch']}" for net in networks]),
-            Axis("iteration with cudaMalloc / with the pool", "{:.1f}", (0, None), room=1.05),
+            Axis("iteration with cudaMalloc / with the pool, K40c", "{:.1f}", (0, None), room=1.05),
         )
-        ours, paper = (span(net["speedup"][key] for net in networks) for key in ("each", "paper"))
-        title = f"A pool is {ours:.2f} times as fast as cudaMalloc on a K40c (paper: {paper:.2f})"
+        ours, paper = (span(net["speedup"][key] for net in networks) for key in ("ours", "paper"))
+        title = f"A pool is {ours:.2f} times as fast as cudaMalloc (paper: {paper:.2f})"
         return Chart(title, [panel], size=(1.5 + 1.4 * len(rows), 3.8))
 
 

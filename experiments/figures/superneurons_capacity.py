@@ -364,14 +364,20 @@ class Table4(Figure):
 
     def chart(self, rows: Rows) -> Chart:
         slower = [f" ({row['overhead']:.0%} slower)" if row.get("overhead") else "" for row in rows]
+        values = self.template_values(rows)
         bars = [
             (line["method"], line["label"], line["depth"], f"{line['depth']:,}{text}")
-            for line, text in zip(self.template_values(rows)["found"], slower, strict=True)
+            for line, text in zip(values["found"], slower, strict=True)
         ]
         paper = self.published[16] | (self.published[1] if any(row["batch"] == 1 for row in rows) else {})
-        title = f"Deepest ResNet in 12 GB, batch size {rows[0]['batch']}: the paper (hollow), simulated (filled)"
-        size = (8.6, 0.7 + 0.36 * (len(paper) + len(rows)))
-        return Chart(title, [panel("", paper, bars, "layers with weights", 1.28)], size=size, margins=(0.0, 0.3))
+        note = "Frameworks in the paper (hollow), methods simulated here (filled)"
+        title = f"Deepest ResNet in 12 GB, batch size {rows[0]['batch']}"
+        if values["own"] and values["rivals"]:
+            title = f"{values['own']:,} layers with SuperNeurons (paper: {values['own_paper']:,}), more with "
+            title += f"{values['behind']} of {values['rivals']} older methods"
+        size = (9.6, 0.7 + 0.36 * (len(paper) + len(rows)))
+        axis = f"layers with weights of the deepest ResNet in 12 GB, batch size {rows[0]['batch']}"
+        return Chart(title, [panel("", paper, bars, axis, 1.28)], size=size, margins=(0.0, 0.5), note=note)
 
 
 def capture(batch: int, n3: int, machine: Machine) -> Program:
@@ -494,5 +500,10 @@ class Table5(Figure):
             bars = [(m, METHODS[m].label, batch, f"{batch:,}") for m, batch in sizes.items() if m != "bound"]
             title = figures.label(row["network"]) + (f": no plan beyond {bound:,}" if bound else "")
             panels.append(panel(title, self.paper_networks[row["network"]], bars, "largest batch, images", 1.12, bound))
-        title = "Largest batch in 12 GB: frameworks in the paper (hollow), methods simulated here (filled)"
-        return Chart(title, panels, 2, (3.9, 3.5), (2.2, 0.4))
+        values = self.template_values(rows)
+        networks = values["networks"]
+        above = sum(net["ours"] > net["theirs"] for net in networks)
+        title = f"SuperNeurons' largest batch tops the paper's on {above} of {len(networks)} networks"
+        title += f", vDNN's on {values['behind_vdnn']}" if values["ahead"]["vdnn_all"] is not None else ""
+        note = "Largest batch that trains in 12 GB: frameworks in the paper (hollow), methods simulated here (filled)"
+        return Chart(title, panels, 2, (3.9, 3.5), (2.2, 0.4), note=note)

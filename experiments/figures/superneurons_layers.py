@@ -273,7 +273,9 @@ class Table1(Figure):
                 marks.append(Line(x, theirs, INK, "the paper's (in brackets where it differs)", "_", "", size=19))
             names = [f"{net[0]['label']}, batch {net[0]['batch_size']}" for net in networks.values()]
             panels.append(Panel(title, marks, Axis(names=names), Axis(limits=(0, None), room=1.08)))
-        return Chart("Recomputed layers and peak memory by strategy, SuperNeurons, Table 1", panels, 1, (9.0, 3.2))
+        values = self.template_values(rows)
+        title = f"{values['same']} of {values['count']} counts and {values['close']} of {values['count']} peaks"
+        return Chart(f"{title} equal the paper's to the last digit", panels, 1, (9.0, 3.2))
 
 
 def table1_entry(row: Row) -> Row:
@@ -349,7 +351,7 @@ class Table3(Figure):
     def chart(self, rows: Rows) -> Chart:
         xs = [row["batch_size"] for row in rows]
         marks: list[Mark] = []
-        curves = (("copied", PREDICTED, "without cache", "s", "--"), ("cached", MEASURED, "Tensor Cache", "o", "-"))
+        curves = (("copied", PREDICTED, "without cache", "s", "--"), ("cached", MEASURED, "Tensor Cache", "o", ""))
         for i, (key, ink, name, marker, dash) in enumerate(curves):
             ours = [None if row[key] is None else row[key] / 1e9 for row in rows]
             theirs = [self.published[x][i] if x in self.published else None for x in xs]
@@ -359,9 +361,12 @@ class Table3(Figure):
             ]
         limit = self.template_values(rows)["limit"]
         marks.append(Rule(limit, text=f"peak fills the memory at {limit:,}"))
+        marks.append(Line([min(*xs, limit), limit], [0, 0], MEASURED, width=2))  # nothing to copy
         x = Axis("batch size (above 1,024 only ours)", limits=(0, 1.04 * max(xs)), ticks=xs)
         panel = Panel("", marks, x, Axis("copied in one iteration (GB)", room=1.06))
-        return Chart("AlexNet on a 12 GB K40c: traffic over the host link", [panel], size=(9.5, 4.2))
+        paper = next(f" (paper: {cached:g} GB at {batch:,})" for batch, (_, cached) in self.published.items() if cached)
+        title = f"Tensor Cache: no copies up to batch {limit:,}{paper}"
+        return Chart(title, [panel], size=(9.5, 4.2))
 
 
 def traffic(program: Program, plan: Plan) -> int:
@@ -457,7 +462,13 @@ class Fig12(Figure):
                 ),
             ]
         marks += [
-            Rule(self.published[key], horizontal=True, text=f"paper: {self.published[key]}", line=":", below=True)
+            Rule(
+                self.published[key],
+                horizontal=True,
+                text=f"paper, {key} workspaces: {self.published[key]}",
+                line=":",
+                below=True,
+            )
             for key in ("least", "most")
         ]
         panels.append(Panel("Speed", marks, Axis("memory pool (GB)"), Axis("images per second", limits=(0, None))))

@@ -94,30 +94,45 @@ class _Ratios(Figure):
     def panels(self, title: str, rows: Rows) -> Chart:
         """Makes a panel each of memory saved, time lost and their ratio; the paper's values are diamonds."""
         panels = []
-        high = 0.72 / len(self.planners)
+        high = 0.8 / len(self.planners)
         for i, (name, axis, form) in enumerate(PANELS):
             marks: list[Mark] = []
+            most = self.most
+            x = Axis(f"{axis}, cut at {most:g}", form, (0, 1.3 * most), ticks=range(int(most) + 1))
+            pairs = {
+                method: [
+                    (values and values[i], paper(row).get(method, [None] * 3)[i])
+                    for row in rows
+                    for values in [ratios(row["methods"][method], row.get("without", row))]
+                ]
+                for method in self.planners
+            }
+            if form == "%":
+                most = max(value or 0.0 for lines in pairs.values() for pair in lines for value in pair)
+                x = Axis(axis, form, (0, None), room=1.2)
             for m, (method, planner) in enumerate(self.planners.items()):
                 ys = [y + (m - (len(self.planners) - 1) / 2) * high for y in range(len(rows))]
-                ratios_ = [ratios(row["methods"][method], row.get("without", row)) for row in rows]
-                ours = [values and values[i] for values in ratios_]
-                theirs = [published[method][i] if method in published else None for published in map(paper, rows)]
-                texts = ["" if a is None else number(a, form) for a in ours]
-                papers = ["" if a is None else f" (◇ {number(a, form)})" for a in theirs]
-                ours = [a if a is None or form == "%" else min(a, self.most) for a in ours]
-                ends = [a if a is None else max(a, b or 0.0) for a, b in zip(ours, theirs, strict=True)]
+                ours, theirs = zip(*pairs[method], strict=True)
+                cut = [a if a is None else min(a, most) for a in ours]
+                texts = ["" if a is None else number(a, form) + " →" * (a > most) for a in ours]
+                papers = ["" if a is None else number(a, form) for a in theirs]
+                ends = []
+                for n, (a, b) in enumerate(zip(cut, theirs, strict=True)):
+                    is_near = b is not None and b < (a or 0.0) + 0.12 * most  # one text for bar and marker
+                    ends.append(max(a or 0.0, b) if is_near else a)
+                    if is_near:
+                        texts[n] += f" (◇ {papers[n]})"
+                        papers[n] = ""
                 color = palette.color(planner)
                 hollow = method in (HELD, CAPUCHIN_HELD)
                 hatch = self.hatches.get(method, "")
-                marks.append(Bars(ys, ours, color, f"{method}, ours", 0.9 * high, hollow=hollow, hatch=hatch))
-                marks.append(Line(ends, ys, INK, line="", texts=[a + b for a, b in zip(texts, papers, strict=True)]))
+                marks.append(Bars(ys, cut, color, f"{method}, ours", 0.9 * high, hollow=hollow, hatch=hatch))
+                marks.append(Line(ends, ys, line="", texts=texts))
                 if any(value is not None for value in theirs):
-                    marks.append(Line(theirs, ys, INK, "the paper's", "D", "", size=6, hollow=True, front=5))
-            x = Axis(axis, form, (0, None), room=1.35)
-            if form != "%":
-                x = Axis(f"{axis}, up to {self.most:g}", form, (0, 1.25 * self.most), room=1.35)
+                    diamonds = Line(theirs, ys, INK, "the paper's", "D", "", size=6, hollow=True, front=5, texts=papers)
+                    marks.append(diamonds)
             panels.append(Panel(name, marks, x, Axis(names=[jobs_label(row) for row in rows])))
-        return Chart(title, panels, 1, (8.2, 0.4 + 1.15 * len(rows)))
+        return Chart(title, panels, 1, (9.9, 0.4 + len(rows) * (0.1 + 0.18 * len(self.planners))))
 
 
 def paper(row: Row) -> Mapping[str, Ratios]:
@@ -204,8 +219,10 @@ class Table1(_Ratios):
         return {"peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns, "maps": maps, "methods": results}
 
     def chart(self, rows: Rows) -> Chart:
-        batch = rows[0]["batch"]
-        title = f"What vDNN, Capuchin and TENSILE save and cost: one job, batch {batch}"
+        values = self.template_values(rows)
+        title = f"TENSILE: no time lost in {values['free']} of {len(rows)} networks"
+        if names := ", ".join(jobs_label(row) for row in rows if paper(row)):
+            title += f", {values['saved']:.1%} of {names} saved (paper: {values['saved_paper']:.1%})"
         return self.panels(title, rows)
 
 
@@ -264,7 +281,9 @@ class Table2(_Ratios):
         return {"without": table2_outcome(programs, empty_plans(programs), machine), "methods": results}
 
     def chart(self, rows: Rows) -> Chart:
-        return self.panels(f"Several jobs that share an RTX 2080 Ti, batch size {rows[0]['batch']}", rows)
+        vdnn, capuchin, _ = self.template_values(rows)["duels"].values()
+        title = f"TENSILE's CBR beats vDNN's in {vdnn['ahead']} of {vdnn['count']} rows"
+        return self.panels(f"{title}, Capuchin's in {capuchin['ahead']} (paper: always)", rows)
 
 
 def plan_all(programs: Sequence[Program], machine: Machine, planner: JobsPlanner, limit: int) -> Sequence[Plan] | None:
@@ -343,7 +362,9 @@ class Ratio(Figure):
             ]
             x_axis = Axis("maximum swapping ratio, %", names=[f"{100 * ratio:g}" for ratio in ratios])
             panels.append(Panel(title, marks, x_axis, Axis(axis, form, (0, None))))
-        return Chart(f"TENSILE's maximum swapping ratio, batch size {rows[0]['batch']}", panels, 2, (4.95, 3.6))
+        best = ", ".join(f"{ratio:.0%}" for ratio in self.template_values(rows)["best"])
+        title = f"MSR / EOR is best at a swapping ratio of {best} for {', '.join(map(str, groups))} jobs"
+        return Chart(title, panels, 2, (4.95, 3.6))
 
 
 def ratio_entry(row: Row) -> Row:

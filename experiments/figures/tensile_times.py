@@ -115,22 +115,32 @@ class Times(Figure):
             series = []
             for key, ink in inks.items():
                 values = [row["held"][name][key] for name in row["networks"]]
-                below = [f"{value:.2f}, below the axis" if value < self.least else "" for value in values]
-                series.append((self.names[key], ink, [max(value, self.least) for value in values], below))
+                texts = []
+                for name, value in zip(row["networks"], values, strict=True):
+                    dot = row["held"][name]["shapes"][key]
+                    below = [f"{value:.2f}"] * (value < self.least) + [f"○ {dot:.2f}"] * (dot < self.least)
+                    texts.append(", ".join(below) + " below" if below else "")
+                series.append((self.names[key], ink, [max(value, self.least) for value in values], texts))
             marks: list[Mark] = []
             for bars, (key, ink), hatch in zip(groups(series, horizontal=True), inks.items(), ("", "///"), strict=True):
                 rule = f"the paper's mean, {self.names[key]}"
-                values = [max(row["held"][name]["shapes"][key], self.least) for name in row["networks"]]
+                dots = [row["held"][name]["shapes"][key] for name in row["networks"]]
+                dots = [None if dot < self.least else dot for dot in dots]
                 marks += [
                     replace(bars, hatch=hatch),
                     Line(
-                        values, bars.positions, label="with shapes as inputs", marker="o", line="", hollow=True, front=5
+                        dots, bars.positions, label="with shapes as inputs", marker="o", line="", hollow=True, front=5
                     ),
                     Rule(self.published[key], color=ink, label=rule, width=1.4, line=DOTTED if hatch else DASHED),
                 ]
             axis = Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0))
-            panels.append(Panel(f"{row['source']}: {row['device']}", marks, axis, Axis(names=names)))
-        return Chart("Kernel times predicted, on networks that were not learned from", panels, 2, (4.95, 4.4), keys=2)
+            source = "modeled" if row["source"] == "model" else "measured"
+            panels.append(Panel(f"Times {source}: {figures.label(row['device'])}", marks, axis, Axis(names=names)))
+        medians = self.template_values(rows)["scores"]
+        plain, products = (f"{span(entry[key] for entry in medians):.2f}" for key in self.published)
+        paper, paper_products = self.published.values()
+        title = f"R², median: {plain} (paper, mean: {paper:.2f}); convolutions: {products} ({paper_products:.2f})"
+        return Chart(title, panels, 2, (4.95, 4.4), keys=2)
 
 
 def timed_program(name: str, task: Row, machine: Machine) -> tuple[Captured, Program, str]:
@@ -263,7 +273,11 @@ class Start(Figure):
             ]
             y = Axis("time lost, of an iteration", "%", (-0.002, None), "symlog", room=2)
             panels.append(Panel(f"{label(row)} of the peak", marks, Axis("iteration", ticks=x), y))
-        return Chart("The first iterations of a job: passive mode or predicted times", panels, 2, (4.95, 3.6), keys=2)
+        first = {key: losses.values if losses else [] for key, losses in self.template_values(rows)["first"].items()}
+        predicted = span([*first["networks"], *first["batches"]])
+        title = f"First iteration: passive mode loses {span(first['passive']):.0%}"
+        title += f", predictions {predicted:.1%}" if predicted else ""
+        return Chart(title, panels, 2, (4.95, 3.6), keys=2)
 
 
 def label(row: Row) -> str:
@@ -390,7 +404,12 @@ class Speed(Figure):
                 ]
             x_axis = Axis("iteration without a plan, ms", "{:g}", scale="log")
             panels.append(Panel(title, marks, x_axis, Axis("saved of the peak", "%", (-0.015, None))))
-        return Chart("TENSILE: saved memory against the iteration time", panels, 2, (4.95, 4.4), keys=3)
+        values = self.template_values(rows)
+        title = "TENSILE: saved memory against the iteration time"
+        if values["mlp"]:
+            here = f", here with kernels × {values['enough']:g}" if values["enough"] else ""
+            title = f"MLP: {values['mlp']:.1%} saved without extra time (paper: {values['claim']:.1%}{here})"
+        return Chart(title, panels, 2, (4.95, 4.4), keys=3)
 
 
 def build_schedule(program: Program, machine: Machine, across_boundary: bool = True) -> tuple[Schedule, Plan]:

@@ -384,8 +384,16 @@ def _set_axis(axes: Axes, xy: str, axis: Axis, label: str) -> None:
         return f"{round(100 * value, 6):g}%" if axis.format == "%" else axis.format.format(value)
 
     axis_.set_major_formatter(FuncFormatter(tick_text))
-    if axis.scale == "log" and axis.ticks is None:
-        axis_.set_minor_formatter(FuncFormatter(lambda value, _: tick_text(value) if f"{value:e}"[0] in "235" else ""))
+    if axis.ticks is not None:
+        return
+    low, high = limits()
+    if axis.scale == "log":
+        labeled = "25" if xy == "x" and high > 100 * low else "235"  # texts of three would touch
+        axis_.set_minor_formatter(
+            FuncFormatter(lambda value, _: tick_text(value) if f"{value:e}"[0] in labeled else "")
+        )
+    elif axis.scale == "linear" and xy == "x" and high >= 1000:
+        axis_.get_major_locator().set_params(nbins=6)
 
 
 def floor(x: Values, y: Values, low: float = 0.0, step: bool = False) -> Line:
