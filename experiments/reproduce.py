@@ -102,7 +102,8 @@ def make(
                 console.print(f"- {note}", highlight=False)
             for claim in run.figure.claims(run.rows):
                 console.print(
-                    f"- {claim.verdict}: {claim.claim} (paper: {claim.paper}; ours: {claim.ours})", highlight=False
+                    f"- {claim.verdict_shown}: {claim.claim} (paper: {claim.paper}; ours: {claim.ours})",
+                    highlight=False,
                 )
     write_pages(out)
     if errors:
@@ -312,7 +313,7 @@ def write_pages(out: Path) -> None:
 def pages(out: Path) -> dict[str, str]:
     """Returns the text of each page by file name; raises FormatError for JSON files that are no results."""
     from experiments.figures.figure import page_title
-    from experiments.figures.verdicts import CONTROLS, OURS, VERDICTS, count_verdicts
+    from experiments.figures.verdicts import OURS, VERDICTS, count_verdicts
 
     results = {name: result(path) for name in names() if (path := out / f"{name}.json").exists()}
     by_page: dict[str, list[str]] = {}
@@ -329,9 +330,7 @@ def pages(out: Path) -> dict[str, str]:
         if lines:
             cells = count_verdicts(claim.verdict for _, claim in lines if claim.paper != OURS)
             counts.append([f"[{title}]({page}.md)", *(str(count) if count else "" for count in cells)])
-        for name, c in lines:
-            verdict = CONTROLS.get(c.verdict, c.verdict) if c.paper == OURS else c.verdict
-            claims.append([f"[{c.claim}]({page}.md#{name})", c.paper, c.ours, verdict])
+        claims += [[f"[{c.claim}]({page}.md#{name})", c.paper, c.ours, c.verdict_shown] for name, c in lines]
     minutes = sum(row.get(SECONDS, 0) for data in results.values() for row in data["rows"]) / 60
     texts["README.md"] = "\n\n".join(
         [

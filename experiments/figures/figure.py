@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 
 from experiments.common.report import Row
 from experiments.figures import WORKLOADS, label, networks, published
-from experiments.figures.verdicts import RULES, VERDICTS
+from experiments.figures.verdicts import CONTROLS, OURS, RULES, VERDICTS
 from simulator.machine import Machine
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ class Claim(NamedTuple):
     paper: str
     ours: str
     verdict: str
+
+    @property
+    def verdict_shown(self) -> str:
+        """The verdict in the words of a control or of a claim of ours, if it is one."""
+        return CONTROLS.get(self.verdict, self.verdict) if self.paper == OURS else self.verdict
 
 
 class Section(NamedTuple):
