@@ -5,14 +5,13 @@ PYTHONPATH=. python docs/draw_concepts.py
 
 from pathlib import Path
 
-from experiments.plotting.palette import FAINT, INK, LIMIT
+from experiments.plotting.palette import FAINT, INK, LIMIT, SPANS
 from experiments.plotting.plots import figure
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate
 
 PATH = Path(__file__).with_name("concepts.png")
 MIB = 2**20
 LIMIT_BYTES = 80 * MIB
-COLORS = {"kernel": "#4a9bd4", "recompute": "#8e5bd0", "swap_out": "#f16913", "swap_in": "#238b45"}
 
 
 def example() -> tuple[Program, Machine, Plan]:
@@ -61,7 +60,7 @@ def draw(path: Path) -> None:
             table = program.kernels if span.stream == "compute" else program.tensors
             x = span.start_ns / 1000
             width = (span.end_ns - span.start_ns) / 1000
-            streams.barh(rows[span.stream], width, left=x, height=0.62, color=COLORS[span.kind], edgecolor="white")
+            streams.barh(rows[span.stream], width, left=x, height=0.62, color=SPANS[span.kind], edgecolor="white")
             name = {"recompute": "recompute ", "swap_out": "swap-out ", "swap_in": "swap-in "}.get(span.kind, "")
             streams.text(
                 x + width / 2,
@@ -97,7 +96,7 @@ def draw(path: Path) -> None:
         )
         x, y = curve(planned)
         memory.fill_between(x, y, step="post", color="#dcebf7", linewidth=0)
-        memory.step(x, y, where="post", color=COLORS["kernel"], linewidth=1.6)
+        memory.step(x, y, where="post", color=SPANS["swap_in"], linewidth=1.6)
         memory.axhline(LIMIT_BYTES / MIB, color=LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))
         memory.text(2, LIMIT_BYTES / MIB + 2, f"limit: {LIMIT_BYTES / MIB:.0f} MiB", fontsize=10)
         memory.set(

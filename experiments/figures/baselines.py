@@ -110,7 +110,8 @@ class Baselines(Figure):
             for agent, ink, marker in zip(lines[0]["by_agent"], self.inks, self.markers, strict=False):
                 values = [line["by_agent"][agent] for line in lines]
                 x = [max(_mean(value), LEAST) if _mean(value) < math.inf else None for value in values]
-                marks.append(Line(x, range(len(lines)), ink, LABELS[agent].strip("`"), marker, "", size=7))
+                y = [i + 0.11 * (len(marks) - (len(lines[0]["by_agent"]) - 1) / 2) for i in range(len(lines))]
+                marks.append(Line(x, y, ink, LABELS[agent].strip("`"), marker, "", size=7))
             floors, randoms = (
                 [max(_mean(line["by_agent"][agent]), LEAST) for line in lines] for agent in (FLOOR, RANDOM)
             )
@@ -120,7 +121,7 @@ class Baselines(Figure):
         heuristic, learned = (sum(family[f"beats_{rival}"] for family in families) for rival in ("heuristic", "dqn"))
         count = sum(len(family["lines"]) for family in families)
         title = f"Random actions beat the best heuristic on {heuristic} of {count} tasks, our DQN on {learned}"
-        note = f"Means over episodes and seeds; below {LEAST:g} %: drawn there."
+        note = f"Means over episodes and seeds (planners 3, trainings 1 or 3); below {LEAST:g} %: drawn there."
         return Chart(title, panels, 2, (4.4, 3.9), (1.2, 0.9), 7, note=note)
 
 

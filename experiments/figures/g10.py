@@ -141,7 +141,7 @@ class G10(Figure):
                     f"{net['label']} by host memory",
                     lines,
                     Axis("host memory (GiB); no point: no plan", limits=(0, None)),
-                    Axis("overhead", "%", (0, None)),
+                    Axis("overhead", "%", (-0.002, None), "symlog", (0, 0.01, 0.1, 1, 3)),
                 )
             )
         nets = self.template_values(rows)["networks"]

@@ -331,6 +331,11 @@ class Fig6(Figure):
             level = Axis("overhead over the kernels", "%", (-0.001, 6), "symlog", (0, 0.01, 0.1, 1))
             overheads.append(Panel(paper.label, losses, shares, level))
         title = "Images/s by batch size, and overhead where memory is short"
+        claims = {claim["rival"]: claim for claim in self.template_values(rows)["claims"]}
+        if {"vDNN", "SuperNeurons"} <= {*claims}:
+            times, behind = claims["vDNN"], claims["SuperNeurons"]
+            title = f"HOME has {times['least'][0]:.2f} to {times['most'][0]:.2f} times vDNN's images/s, "
+            title += f"less than SuperNeurons at {behind['behind']} of {behind['needed']} points"
         return Chart(title, [*images, *overheads], 2, (4.95, 3.0), (0.0, 1.6), keys=2)
 
 
@@ -418,7 +423,7 @@ class Fig7(Figure):
             for part, (ink, hatch) in self.parts.items():
                 width = np.array([line["found"]["parts"][part] / unit if line["found"] else 0.0 for line in methods])
                 texts = [
-                    f"{line['ours'][part] or 0:.0%}" * bool(w > 0.08 * longest)
+                    f"{line['ours'][part] or 0:.0%}" * bool(w > 0.13 * longest)
                     for line, w in zip(methods, width, strict=True)
                 ]
                 marks.append(
@@ -436,9 +441,10 @@ class Fig7(Figure):
                 )
                 starts = starts + width
             for y, line in enumerate(methods):
-                text = f"  {line['found']['overhead']:+.2%}" if line["found"] else "  does not fit"
-                marks.append(Words(starts[y], y, text, "left"))
-            x_axis = Axis("iteration time, over that of the kernels alone", "{:g}×", (0, 1.2 * longest))
+                overhead = line["found"] and line["found"]["overhead"]
+                text = "does not fit" if overhead is None else f"{overhead:+.{2 if overhead < 0.1 else 0}%}"
+                marks.append(Words(starts[y], y, f"  {text}", "left"))
+            x_axis = Axis("iteration time, over that of the kernels alone", "{:g}×", (0, 1.25 * longest))
             title = f"{NETWORKS[row['network']].label}, batch {row['batch']:,}"
             times.append(
                 Panel(title, marks, x_axis, Axis(names=[line["method"].replace(", ", ",\n") for line in methods]))
@@ -455,9 +461,14 @@ class Fig7(Figure):
                 x_axis = Axis("share of the iteration", "%", (-0.03, 0.8))
                 shares.append(Panel("Shares that the paper states", share_marks, x_axis, Axis(names=names)))
         panels = [panel for group in zip_longest(times, shares) for panel in group if panel]
-        found = [line for line in fig7_lines(rows) if line["found"] and line["found"]["overhead"] > 0.01]
-        names = dict.fromkeys(line["method"].partition(" (")[0].partition(", all")[0] for line in found)
-        title = f"In 11 GB, over 1 % of time is lost by {' and by '.join(names)}"
+        named = {**{name: [name] for name in ("HOME", "vDNN")}, "SuperNeurons' rules": self.rules}
+        found = {name: [row["methods"].get(key) for row in rows for key in keys] for name, keys in named.items()}
+        worst = {name: max((r["overhead"] for r in results if r), default=np.nan) for name, results in found.items()}
+        lost = ", ".join(
+            f"{name} {worst[name]:.{2 if worst[name] < 0.1 else 0}%}"
+            for name in sorted(worst, key=lambda name: worst[name])
+        )
+        title = f"Most time lost in 11 GB: {lost}"
         return Chart(title, panels, 2, (4.95, 3.8), keys=3)
 
 
@@ -553,6 +564,7 @@ class Fig9(Figure):
                 "executor": row["executor"],
                 "error": run["predicted_ns"] / run["measured_ns"] - 1,
                 "label": f"{figures.label(run['workload'])} {run['fraction']:.0%}, {run['planner']}",
+                "name": f"{figures.label(run['workload'])} {run['fraction']:.0%}, {look(run['planner']).label}",
             }
             for row in sorted(rows, key=lambda row: row["executor"] != self.graph)
             for run in row["replays"]
@@ -577,12 +589,20 @@ class Fig9(Figure):
 
     def chart(self, rows: Rows) -> Chart:
         lines = self.template_values(rows)["lines"]
-        names = list(dict.fromkeys(line["label"] for line in lines))
+        names = list(dict.fromkeys(line["name"] for line in lines))
         marks: list[Line | Rule] = [Rule(0), Rule(1, line=":", text="paper: below 1 %"), Rule(-1, line=":")]
         for executor, color, marker in ((self.graph, look("home").color, "o"), (self.streams, INK, "^")):
             group = [line for line in lines if line["executor"] == executor]
-            positions = [names.index(line["label"]) for line in group]
+            positions = [names.index(line["name"]) for line in group]
             errors = [100 * line["error"] for line in group]
             marks.append(Line(errors, positions, color, executor, marker, "", hollow=executor == self.streams))
         panel = Panel("", marks, Axis("predicted − measured, % of measured", "{:g}"), Axis(names=names))
-        return Chart("Simulated iterations against replays on an H200", [panel], size=(6.5, 0.3 * len(names) + 1.2))
+        errors = {name: self.template_values(rows)[f"{name}_all"] for name in ("graph", "streams")}
+        means = [
+            f"{errors[name]['mean']:.1%} {text}"
+            for name, text in (("graph", "as one graph"), ("streams", "launched"))
+            if errors[name]
+        ]
+        return Chart(
+            f"Mean error against replays on an H200: {', '.join(means)}", [panel], size=(6.5, 0.3 * len(names) + 1.2)
+        )

@@ -81,7 +81,8 @@ class Search(Figure):
                 look(name).label,
                 look(name).marker,
                 "",
-                size=8,
+                size=7,
+                hollow=True,
             )
             for name, shift in (("home", -0.15), ("annealing", 0.15))
         ]
@@ -162,7 +163,7 @@ class Fig8(Figure):
     def chart(self, rows: Rows) -> Chart:
         panels = []
         for network, runs in figures.group_by(rows).items():
-            marks: list[Mark] = [Rule(1, horizontal=True)]
+            marks: list[Mark] = [Rule(1, horizontal=True, color=FAINT, line="-")]
             others = self.published["others"]
             stated = network in self.published
             text = "paper: close to the end" if stated else f"paper: {others}, mean of all but InceptionV3"
@@ -173,7 +174,7 @@ class Fig8(Figure):
                 seeds = [np.array(run[key], float) / run["ideal_ns"] for run in updates[UPDATES[0]]]
                 marks += [Line(range(1, len(y) + 1), y, ink, width=0.8, alpha=0.5) for y in seeds]
                 mean = curve(updates[UPDATES[0]], key)
-                marks.append(Line(range(1, len(mean) + 1), mean, ink, label, marker, width=2))
+                marks.append(Line(range(1, len(mean) + 1), mean, ink, f"{label}, Algorithm 3", marker, width=2))
             best = curve(updates[UPDATES[1]], "best")
             label = "best, one evaluation per particle"
             marks.append(Line(range(1, len(best) + 1), best, INK, label, line="--", front=4))
@@ -183,8 +184,10 @@ class Fig8(Figure):
             title = f"{NETWORKS[network].label}, batch {runs[0]['batch']:,}"
             x = Axis("iteration of the search", "{:g}", scale="log", ticks=(1, 10, 100, 500))
             panels.append(Panel(title, marks, x, Axis("iteration time / kernels alone", "{:g}×")))
-        title = "HOME's search: particles that fit 11 GB, by iteration time; thin lines are single seeds"
-        return Chart(title, panels, 2, (4.95, 3.2), (0.0, 1.3), keys=2)
+        values = self.template_values(rows)
+        title = f"HOME's search nears its end in {values['needed']:.0f} iterations (paper: 16 to 89)"
+        note = f"Means over {len({row['seed'] for row in rows})} seeds, particles within 11 GB; thin lines: one seed."
+        return Chart(title, panels, 2, (4.95, 3.2), (0.0, 1.3), keys=2, note=note)
 
 
 def curve(runs: Rows, key: str) -> NDArray[np.float64]:

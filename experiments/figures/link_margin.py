@@ -58,11 +58,25 @@ class LinkMargin(Figure):
                     for row, color in zip(lines, (MEASURED, *SWAPPED), strict=False)
                 ],
                 Axis("speed of copies, of the link's", "%"),
-                Axis("overhead of an iteration", "%"),
+                Axis("overhead of an iteration", "%", (0, None)),
             )
             for network, lines in figures.group_by(rows).items()
         ]
-        return Chart("A plan for 80 % of the link loses nothing until copies are slower", panels, 2, (4.95, 3.9))
+        title = "Overhead by speed of copies"
+        margins = sorted({row["margin"] for row in rows} & {*rows[0]["links"]})
+        if margins:
+            slow = margins[(len(margins) - 1) // 2]
+            worst = [
+                max(row["overheads"][row["links"].index(slow)] for row in rows if row["margin"] == margin)
+                for margin in (slow, margins[-1])
+            ]
+            losses = (
+                f"{overhead:.1%} by plans for {margin:.0%}"
+                for margin, overhead in zip((slow, margins[-1]), worst, strict=True)
+            )
+            title = f"Most lost at {slow:.0%} copy speed: {', '.join(losses)}"
+        note = f"One plan of simulated annealing each: {rows[0]['calls']:,} calls, {rows[0]['limit']:.0%} of the peak."
+        return Chart(title, panels, 2, (4.95, 3.9), (0.0, 1.1), note=note)
 
 
 def _losses(rows: Rows) -> Sequence[Row]:

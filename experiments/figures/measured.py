@@ -15,7 +15,7 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures.figure import Figure, Rows
-from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, Rule, Words, between, groups
+from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, Rule, Words, between
 from experiments.plotting.palette import FAINT, INK
 from simulator.machine import Machine
 
@@ -39,13 +39,13 @@ class Measured(Figure):
     ours = "#1f5fa8"
     control = "#f16913"
     kernels: ClassVar = {
-        "conv": "#1f5fa8",
+        "conv": "#4a148c",
         "matmul": "#cb181d",
-        "norm": "#f16913",
+        "norm": "#e377c2",
         "activation": "#238b45",
         "pool": "#8e5bd0",
         "elementwise": "#00a6c8",
-        "optimizer": "#222222",
+        "optimizer": "#17becf",
         "reduce": "#d6336c",
         "copy": "#b8860b",
         "dropout": "#9a9a9a",
@@ -184,9 +184,10 @@ class Measured(Figure):
             panels.append(plans_panel(plans))
         if estimators := means(_rows_of(rows, "peaks")):
             points = _rows_of(rows, "peaks")
+            most = max(mean["of"] for mean in estimators.values())
             marks: list[Mark] = [Rule(1 - BARS["peak"], 1 + BARS["peak"], color="#eeeeee"), ONE]
             for y, name in enumerate(estimators):
-                key, ink = ("error", self.ours) if name == "ours" else (f"{name}_error", self.control)
+                key, ink = ("error", self.ours) if name == "ours" else (f"{name}_error", INK)
                 ratios = [1 + row[key] for row in points if row[key] is not None]
                 marks.append(Line(ratios, [y] * len(ratios), ink, marker="o", line="", alpha=0.6))
             texts = [
@@ -195,8 +196,11 @@ class Measured(Figure):
             ]
             axis = Axis("predicted / measured peak")
             panels.append(Panel(f"Peaks (gray: ±{BARS['peak']:.1%})", marks, axis, Axis(names=texts)))
-            errors = ", ".join(f"{self.estimators[name]} {mean['error']:.0%}" for name, mean in estimators.items())
-            title = f"Mean error of peaks, {len(points)} runs: {errors}"
+            errors = ", ".join(
+                f"{self.estimators[name]} {mean['error']:.0%}" + f" (of {mean['of']})" * (mean["of"] < most)
+                for name, mean in estimators.items()
+            )
+            title = f"Mean error of {most} peaks: {errors}"
         return {"": self.chart(rows), "_memory": Chart(title, panels, 2, (4.95, 3.8), (0.0, 1.3), keys=2)}
 
 
@@ -329,26 +333,30 @@ def scatter(large: list[list[Any]], column: int, title: str) -> Panel:
         group = [kernel for kernel in large if kernel[1] == kind]
         x, y = ([kernel[i] for kernel in group] for i in (2, column))
         marks.append(Line(x, y, Measured.kernels[kind], kind, "o", "", size=4, alpha=0.75))
-    text = f"median error {error(large, column):.1%}\ngray: ±{accepted:.0%}"
-    marks.append(Words(high / 1.1, 0.12, text, "right", top=True))
+    outside = {"v": [k[2] for k in large if k[column] < low], "^": [k[2] for k in large if k[column] > high]}
+    for (marker, x), y in zip(outside.items(), (1.1 * low, high / 1.1), strict=True):
+        marks.append(Line(x, [y] * len(x), FAINT, "kernels beyond the axis", marker, "", size=5, front=4))
+    counts = "\n{} below, {} above the axis".format(*map(len, outside.values()))
+    text = f"median error {error(large, column):.1%}\ngray: ±{accepted:.0%}{counts}"
+    marks.append(Words(high / 1.1, 0.18, text, "right", top=True))
     axes = [Axis(f"{name} (us)", "{:g}", (low, high), "log", (100, 1000)) for name in ("measured", "predicted")]
     return Panel(title, marks, *axes)
 
 
 def kinds_panel(row: Row) -> Panel:
     """Draws sums by kind."""
-    kinds = [kind for kind in row["rows"] if kind[2] >= 100 and kind[3]]
-    series = [
-        (label, ink, [kind[i] / 1e3 for kind in kinds], ())
-        for i, ink, label in ((2, INK, "measured"), (3, Measured.ours, "ours"), (4, Measured.control, "one roofline"))
+    kinds = [kind for kind in row["rows"] if kind[2] >= 100]
+    marks = [
+        Line([kind[i] / 1e3 or np.nan for kind in kinds], range(len(kinds)), ink, name, marker, "", size=8, front=4 - i)
+        for i, ink, name, marker in (
+            (2, INK, "measured", "|"),
+            (3, Measured.ours, "ours", "o"),
+            (4, Measured.control, "one roofline", "s"),
+        )
     ]
+    names = [kind[0] if kind[3] else f"{kind[0]} (predicted: 0)" for kind in kinds]
     title = f"A step by kind: {_title(row['label']).partition(', ')[0]} (fitted)"
-    return Panel(
-        title,
-        groups(series, horizontal=True),
-        Axis("ms of a step", "{:g}", scale="log", ticks=(0.1, 1, 10)),
-        Axis(names=[kind[0] for kind in kinds]),
-    )
+    return Panel(title, marks, Axis("ms of a step", "{:g}", scale="log", ticks=(0.1, 1, 10)), Axis(names=names))
 
 
 def plans_panel(rows: Rows) -> Panel:

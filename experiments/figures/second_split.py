@@ -56,7 +56,8 @@ class SecondSplit(TestSplit):
                 _, ink, marker = look(line.split(",")[0])
                 text = with_calls(line, calls)
                 means = [None if np.isnan(mean) else float(mean) for mean in means_by_line[line, calls]]
-                marks.append(Line(means, range(len(rows)), ink, text, marker, "", size=8, hollow=calls is not None))
+                y = np.arange(len(rows)) + 0.2 * (len(marks) - (len(DRAWN) - 1) / 2)
+                marks.append(Line(means, y, ink, text, marker, "", size=8, hollow=calls is not None))
         below = values["below"]["calls"]
         title = "Overhead on the second split"
         if below is not None:

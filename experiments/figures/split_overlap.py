@@ -61,12 +61,15 @@ class SplitOverlap(Figure):
     def chart(self, rows: Rows) -> Chart:
         by_radius = list(zip(*(row["shares"] for row in rows), strict=True))
         series = [
-            (f"radius {r}", INKS[r % len(INKS)], values, [f"{value:.0%}" for value in values])
+            (f"radius {r}", INKS[r % len(INKS)], values, [f"{value:.0%}" if r else "" for value in values])
             for r, values in enumerate(by_radius)
         ]
         names = [name_of(row) for row in rows]
         x = Axis("kernels whose neighborhood is in a training program", "%", (0, 1), room=1.1)
-        title = "Structural overlap of test networks with training programs"
+        last = by_radius[-1]
+        title = (
+            f"{min(last):.0%} to {max(last):.0%} of a network's kernels are in a training program with their neighbors"
+        )
         return Chart(title, [Panel("", groups(series, horizontal=True), x, Axis(names=names))], 1, (8.6, 5.6), keys=3)
 
 

@@ -19,6 +19,7 @@ from scipy.optimize import isotonic_regression
 
 from experiments.common import report
 from experiments.common.report import ABLATION, MIB, Row
+from experiments.figures import label as name_of
 from experiments.plotting import palette
 from experiments.plotting.palette import FAINT, FLOOR, INK, LIMIT, Look, color, label, look
 from simulator import simulate
@@ -101,6 +102,7 @@ def memory_curve(
             name = f"{label(planner)} plan: peak {y1.max():,.0f} MiB, {after.overhead:+.1%} time"
             axes.step(x1, y1, where="post", color=color(planner), linewidth=1.5, label=name)
         percent = limit_mib * MIB / before.peak_bytes
+        finding = "no plan" if after is None else f"{after.overhead:+.1%} time"
         axes.axhline(
             limit_mib,
             color=LIMIT,
@@ -113,7 +115,7 @@ def memory_curve(
             ylim=(0, 1.28 * top),
             xlabel="time in the iteration (ms)",
             ylabel="GPU memory in use (MiB)",
-            title=f"{before.program} on {machine}: one training iteration",
+            title=f"{name_of(before.program)} on {name_of(machine)}: {finding} in {percent:.0%} of memory (simulated)",
         )
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
         axes.legend(loc="upper left", ncols=1, fontsize=10, handlelength=1.6)
@@ -282,7 +284,7 @@ def unseen_learning(
         axes.set(
             xlabel="simulator calls of the training, on other programs",
             ylabel="overhead on unseen programs",
-            title="DQN from scratch: greedy policy on programs that it was not trained on",
+            title=f"Greedy policy of a DQN from scratch on unseen programs: {means[-1]:.1%} (simulated)",
         )
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=5, fontsize=9.5)
 
@@ -332,12 +334,13 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
             keys.append(Patch(facecolor="white", edgecolor=FAINT, hatch=HATCH, label="no plan fits (proven)"))
         if is_split:
             keys.append(Line2D([], [], color=INK, linewidth=1, linestyle=DOTTED, label="the best planner"))
-        grid[0].figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=9.5)
-        grid[0].figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+        text = f"one run of each planner, seed {rows[0].get('seed', 0)}"
+        grid[0].figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=9.5, title=text)
+        grid[0].figure.suptitle(f"{title} (simulated)", x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
 
 
 def leaders(rows: Sequence[Row]) -> str:
-    """Says which planner has the least overhead at most limits that not every planner solves without any."""
+    """Says which planners have the least overhead at most limits that not every planner solves without any."""
     by_limit: dict[float, dict[str, float]] = {}
     for row in rows:
         found = by_limit.setdefault(row["limit_fraction"], {})
@@ -347,8 +350,9 @@ def leaders(rows: Sequence[Row]) -> str:
     if not paid:
         return "no overhead at any limit" if any(by_limit.values()) else "no plan"
     firsts = [name for found in paid for name in found if found[name] <= min(found.values())]
-    first = max(dict.fromkeys(firsts), key=firsts.count)
-    return f"{label(first)} is lowest at {firsts.count(first)} of {len(paid)} limits with overhead"
+    most = max(map(firsts.count, firsts))
+    names = ", ".join(label(name) for name in dict.fromkeys(firsts) if firsts.count(name) == most)
+    return f"{names}: lowest at {most} of {len(paid)} limits with overhead"
 
 
 def least_overheads(lines: Iterable[dict[float, float]]) -> dict[float, float]:
