@@ -81,6 +81,10 @@ for _name in HUES:
         _members.sort(key=lambda facts: (facts.slot is None, facts.slot))
         FAMILIES[_name] = {facts.key: _look(facts) for facts in _members}
 LOOKS = {name: look for family in FAMILIES.values() for name, look in family.items()}
+LOOKS |= {  # lines of figures that are no planner: the best of all heuristics, and the DQN's walk without its network
+    "published": Look("best published", INK, "D"),
+    "without_network": Look(WITHOUT_NETWORK, "#8a8a8a"),
+}
 ALLOCATORS = {  # keys of simulator.pool; "superneurons" is the heap of SuperNeurons
     "cudamalloc": Look("cudaMalloc", "#9a9a9a", "x"),
     "caching": Look("PyTorch's caching allocator", "#e6550d", "o"),
