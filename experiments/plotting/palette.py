@@ -82,7 +82,7 @@ for _name in HUES:
         FAMILIES[_name] = {facts.key: _look(facts) for facts in _members}
 LOOKS = {name: look for family in FAMILIES.values() for name, look in family.items()}
 LOOKS |= {  # lines of figures that are no planner: the best of all heuristics, and the DQN's walk without its network
-    "published": Look("best published", INK, "D"),
+    "published": Look("best published", "#000000", "D"),
     "without_network": Look(WITHOUT_NETWORK, "#8a8a8a"),
 }
 ALLOCATORS = {  # keys of simulator.pool; "superneurons" is the heap of SuperNeurons
