@@ -209,9 +209,10 @@ class Fig5(Figure):
                 )
             )
         values = self.template_values(rows)
-        title = (
-            f"DQN over edits: above a baseline at {values['above']} of {values['pairs']} pairs of limit and baseline"
-        )
+        title = f"Above a baseline: DQN over edits at {values['above']} of {values['pairs']} pairs"
+        if values["trained"]:
+            printed = values["trained"][0]
+            title += f", {printed['label']} at {printed['above']} of {printed['pairs']}"
         note = f"Lines: means over {values['seeds']} seeds; bands: least to largest. Hollow: not run in the paper."
         return Chart(title, panels, 2, (4.95, 3.6), (0.0, 1.1), keys=3, note=note)
 

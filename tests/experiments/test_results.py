@@ -35,8 +35,10 @@ CHEAP = (
 STAMPED = {
     "baselines",
     "dqn_equation5",
+    "dqn_fig5",
     "g10",
     "home_search",
+    "learning",
     "second_split",
     "smartpool_cause",
     "split_overlap",
