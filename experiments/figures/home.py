@@ -334,8 +334,8 @@ class Fig6(Figure):
         claims = {claim["rival"]: claim for claim in self.template_values(rows)["claims"]}
         if {"vDNN", "SuperNeurons"} <= {*claims}:
             times, behind = claims["vDNN"], claims["SuperNeurons"]
-            title = f"HOME has {times['least'][0]:.2f} to {times['most'][0]:.2f} times vDNN's images/s, "
-            title += f"less than SuperNeurons at {behind['behind']} of {behind['needed']} points"
+            title = f"HOME: {times['least'][0]:.2f} to {times['most'][0]:.2f} times vDNN's images/s, "
+            title += f"behind SuperNeurons at {behind['behind']} of {behind['needed']} points"
         return Chart(title, [*images, *overheads], 2, (4.95, 3.0), (0.0, 1.6), keys=2)
 
 
@@ -603,6 +603,4 @@ class Fig9(Figure):
             for name, text in (("graph", "as one graph"), ("streams", "launched"))
             if errors[name]
         ]
-        return Chart(
-            f"Mean error against replays on an H200: {', '.join(means)}", [panel], size=(6.5, 0.3 * len(names) + 1.2)
-        )
+        return Chart(f"Mean error against an H200: {', '.join(means)}", [panel], size=(8.6, 0.3 * len(names) + 1.2))

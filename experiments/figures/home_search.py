@@ -185,7 +185,8 @@ class Fig8(Figure):
             x = Axis("iteration of the search", "{:g}", scale="log", ticks=(1, 10, 100, 500))
             panels.append(Panel(title, marks, x, Axis("iteration time / kernels alone", "{:g}×")))
         values = self.template_values(rows)
-        title = f"HOME's search nears its end in {values['needed']:.0f} iterations (paper: 16 to 89)"
+        stated = [iterations for name, iterations in self.published.items() if name != "others"]
+        title = f"HOME's search nears its end in {values['needed']:.0f} iterations (paper: {span(stated):.0f})"
         note = f"Means over {len({row['seed'] for row in rows})} seeds, particles within 11 GB; thin lines: one seed."
         return Chart(title, panels, 2, (4.95, 3.2), (0.0, 1.3), keys=2, note=note)
 
