@@ -19,7 +19,6 @@ from scipy.optimize import isotonic_regression
 
 from experiments.common import report
 from experiments.common.report import ABLATION, MIB, Row
-from experiments.figures import label as name_of
 from experiments.plotting import palette
 from experiments.plotting.palette import FAINT, FLOOR, INK, LIMIT, Look, color, label, look
 from simulator import simulate
@@ -115,7 +114,7 @@ def memory_curve(
             ylim=(0, 1.28 * top),
             xlabel="time in the iteration (ms)",
             ylabel="GPU memory in use (MiB)",
-            title=f"{name_of(before.program)} on {name_of(machine)}: {finding} in {percent:.0%} of memory (simulated)",
+            title=f"{before.program} on {machine}: {finding} in {percent:.0%} of memory (simulated)",
         )
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
         axes.legend(loc="upper left", ncols=1, fontsize=10, handlelength=1.6)
