@@ -56,7 +56,7 @@ class SecondSplit(TestSplit):
                 _, ink, marker = look(line.split(",")[0])
                 text = with_calls(line, calls)
                 means = [None if np.isnan(mean) else float(mean) for mean in means_by_line[line, calls]]
-                y = np.arange(len(rows)) + 0.2 * (len(marks) - (len(DRAWN) - 1) / 2)
+                y = [i + 0.2 * (len(marks) - (len(DRAWN) - 1) / 2) for i in range(len(rows))]
                 marks.append(Line(means, y, ink, text, marker, "", size=8, hollow=calls is not None))
         below = values["below"]["calls"]
         title = "Overhead on the second split"
