@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.conftest import is_in_part
+
 ROOT = Path(__file__).resolve().parent.parent
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
@@ -91,3 +93,9 @@ def test_packages_say_that_they_are_typed() -> None:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     packages = [name for name in build["packages"] if name != "configs"]
     assert len(packages) == 5 and all((ROOT / name / "py.typed").exists() for name in packages)
+
+
+def test_a_test_is_in_one_part_of_the_nightly_tier() -> None:
+    names = [f"tests/test_{i}.py::test" for i in range(100)]
+    parts = [[name for name in names if is_in_part(name, f"{k}/3")] for k in (1, 2, 3)]
+    assert all(parts) and sorted(name for part in parts for name in part) == sorted(names)
