@@ -269,6 +269,7 @@ def unet(checkpointed: bool) -> Program:
     return capture(model, nn.MSELoss(), torch.optim.SGD(model.parameters()), batch, machine=A100, as_cuda=True).program
 
 
+@pytest.mark.nightly
 def test_blocks_of_a_unet_are_those_within_its_stages() -> None:
     program = unet(False)
     names = {name.split(".", 2)[2].rstrip("0123456789") for name in blocks(program)}

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from executor import PlannedStep, PlannedSteps, capture_step, fit
 from simulator import Plan
-from tests.executor.training.programs import GPU, bit_identical, random_plan
+from tests.executor.training.programs import GPU, bit_identical, drawn_at_night, random_plan
 from tests.executor.training.test_ambient_modes import MODES, bfloat16
 from tests.executor.training.test_hooks import KINDS, hook_of
 from tests.executor.training.test_random_steps import CLASSES, FEATURES, REFUSALS, WIDTH, Twin
@@ -983,11 +983,7 @@ def program(seed: int) -> Program:
     )
 
 
-SOME = range(25)
-CHUNKS = [pytest.param(range(i, i + 50), marks=pytest.mark.nightly, id=f"{i}") for i in range(0, 1000, 50)]
-
-
-@pytest.mark.parametrize("seeds", [pytest.param(SOME, id="some"), *CHUNKS])
+@pytest.mark.parametrize("seeds", [pytest.param(range(12), id="some"), *drawn_at_night(200)])
 def test_random_events_between_steps(seeds: Iterable[int]) -> None:
     kinds: Counter[str] = Counter()
     counts: Counter[tuple[str, str]] = Counter()

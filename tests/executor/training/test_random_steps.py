@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: F401 (blocks)
 
 from executor import CaptureError, FitError, StepError, fit
-from tests.executor.training.programs import bit_identical
+from tests.executor.training.programs import bit_identical, drawn_at_night
 
 FEATURES = 8
 WIDTH = 16
@@ -465,10 +465,9 @@ def program(seed: int) -> Program:
 
 
 SOME = 6, 13, 26, 30, 35, 43, 86, 93, 104, 115, 130, 175  # of both kinds; between them they have half of the blocks
-CHUNKS = [pytest.param(range(i, i + 50), marks=pytest.mark.nightly, id=f"{i}") for i in range(0, 300, 50)]
 
 
-@pytest.mark.parametrize("seeds", [pytest.param(SOME, id="some"), *CHUNKS])
+@pytest.mark.parametrize("seeds", [pytest.param(SOME, id="some"), *drawn_at_night(150)])
 def test_a_random_step_is_refused_or_equals_eager(seeds: Iterable[int]) -> None:
     counts: Counter[str] = Counter()
     wrong: list[str] = []

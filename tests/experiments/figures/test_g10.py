@@ -24,6 +24,7 @@ def test_the_host_memory_is_the_swept_one() -> None:
     assert machine.h2d_ns(15_754_000) == machine.d2h_ns(15_754_000) == 1_005_000
 
 
+@pytest.mark.nightly
 def test_swaps_within_g10s_memory_and_link_are_above_their_floor() -> None:
     (task,) = g10.G10().tasks(figure_settings("g10", quick=True))
     row = g10.G10().run(task, Machine.load("a100_40gb"))

@@ -33,6 +33,7 @@ def test_a_changed_measurement_is_another_task(tmp_path: Path, monkeypatch: pyte
     assert [a == b for a, b in zip(before, after, strict=True)] == [False, True]
 
 
+@pytest.mark.nightly
 def test_rows_of_a_trace() -> None:
     task = fig.Measured().tasks(figure_settings("measured", parts=["steps"]))[0]
     row = {**task, **fig.Measured().run(task, H100)}

@@ -294,6 +294,7 @@ def test_table2_by_hand() -> None:
     assert entry["speedup"]["ours"] == pytest.approx(2) and entry["speedup"]["each"] == pytest.approx(32.9 / 21.5)
 
 
+@pytest.mark.nightly
 def test_table4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses networks with one block in the stages that are not repeated."""
     capacity.capture_base.cache_clear()

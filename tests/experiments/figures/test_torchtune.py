@@ -40,6 +40,7 @@ def nbytes(captured: Program, kind: str) -> int:
     return sum(tensor.nbytes for tensor in captured.tensors if tensor.kind == kind and tensor.persistent)
 
 
+@pytest.mark.nightly
 def test_each_option_saves_memory() -> None:
     steps = [Options(), Options(compile=True), ALL]
     peaks = [program(options).peak_bytes for options in steps]
@@ -74,6 +75,7 @@ def test_early_update_offloading_and_8_bits_save_memory() -> None:
     assert PAGED.paging_s(early, MACHINE) == pytest.approx(2 * one_way, rel=0.05)
 
 
+@pytest.mark.nightly
 def test_lora_trains_its_parts_only_and_nf4_packs_the_rest() -> None:
     lora = Options(lora_rank=4, lora=("q", "v", "down"))
     packed_lora = replace(lora, compile=True, chunked_loss=True, checkpoint=True, nf4=True)

@@ -117,6 +117,7 @@ def test_a_trace_that_is_wrong_is_refused(tmp_path, name, old, new, named):
         steps.of_trace(steps.Trace.load(tmp_path / "h100_resnet50.csv"))
 
 
+@pytest.mark.nightly
 def test_the_coefficients_in_the_files_are_the_fits(monkeypatch, capsys):
     h100 = fit.h100()
     v100 = fit.fit_v100()
