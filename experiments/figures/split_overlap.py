@@ -34,20 +34,25 @@ class SplitOverlap(Figure):
 
     def tasks(self, settings: DictConfig) -> Rows:
         config = cli.to_dict(settings)
+        shared = {"rounds": config["rounds"], "training": config["training"]}
         return [
-            {"network": figures.network(name, "splits"), "split": split, "changes": changes, "rounds": config["rounds"]}
+            {"network": figures.network(name, "splits"), "split": split, "changes": changes, **shared}
             for split, members in config["splits"].items()
             for name, changes in members.items()
         ]
 
     def run(self, task: Row, machine: Machine) -> Row:
         tested = figures.program(task["network"], machine, **task["changes"])
-        known = training_labels(task["rounds"])
+        known = training_labels(task["rounds"], task["training"])
         shares = [
             round(share(labels, labels_known), 4)
             for labels, labels_known in zip(neighborhoods(tested, task["rounds"]), known, strict=True)
         ]
-        return {"kernels": len(tested.kernels), "shares": shares, "training_programs": len(training_settings())}
+        return {
+            "kernels": len(tested.kernels),
+            "shares": shares,
+            "training_programs": len(training_settings()[: task["training"]]),
+        }
 
     def template_values(self, rows: Rows) -> Row:
         lines = [{**row, "label": name_of(row), "cells": [f"{value:.0%}" for value in row["shares"]]} for row in rows]
@@ -120,13 +125,13 @@ def training_settings() -> list[dict[str, Any]]:
 
 
 @cache
-def training_labels(rounds: int) -> list[set[str]]:
-    """Returns the labels of all kernels of the training programs, by radius."""
+def training_labels(rounds: int, count: int | None) -> list[set[str]]:
+    """Returns the labels of all kernels of the first training programs (None: of all), by radius."""
     from experiments import workloads  # captures need PyTorch
 
     known: list[set[str]] = [set() for _ in range(rounds + 1)]
     machine = Machine.load("v100")  # durations do not count
-    for settings in training_settings():
+    for settings in training_settings()[:count]:
         captured = workloads.load({"name": settings["family"], **settings}, machine).program
         for labels, found in zip(known, neighborhoods(captured, rounds), strict=True):
             labels |= set(found)
