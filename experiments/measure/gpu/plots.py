@@ -43,7 +43,10 @@ def scatter(path: Path, replays: Sequence[dict[str, Any]], trained: Sequence[dic
             marks += [Line(ends, ends * error, FAINT, line=DASHED, width=0.8, front=1) for error in (0.95, 1.05)]
         scale = "log" if ends[1] > 8 * ends[0] else "linear"
         panels.append(Panel(title, marks, *(Axis(name, "{:g}", scale=scale) for name in ("predicted", "measured"))))
-    draw(path, Chart("Predicted and measured", panels, 2, (4.95, 4.4), keys=5))
+    times = [r["measured_ns"] / r["predicted_ns"] for r in replays if r["predicted_ns"]]
+    away = max(abs(r["measured_peak"] / r["predicted_peak"] - 1) for r in (*replays, *trained) if r["predicted_peak"])
+    title = f"Replays take {min(times):.2f} to {max(times):.2f} times the predicted time; peaks within {away:.1%}"
+    draw(path, Chart(title, panels, 2, (4.95, 4.4), keys=5))
 
 
 def timelines(path: Path, measured: Measured, workload: str, planner: str) -> None:
