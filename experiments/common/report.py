@@ -81,7 +81,6 @@ Row = dict[str, Any]
 Workspace = Literal["least"] | bool
 ABLATION = "without the network"  # the DQN's walk with uniformly drawn edits
 MIB = 2**20
-MB = 1e6  # unit of the papers' tables
 
 
 def row(

@@ -14,7 +14,7 @@ from agents.planner import MIB, Candidates
 from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import bisect
-from experiments.common.report import MB, Row
+from experiments.common.report import Row
 from experiments.figures import published
 from experiments.figures.figure import Figure, Rows, span
 from experiments.figures.smartpool_loads import PAPER, ZERO, last_kernels, limits_mb, our_limit, run_planner, waits
@@ -58,8 +58,7 @@ class Fig8(Figure):
                 limit = our_limit(program, task["network"], task["limit"])
                 timeline = run_planner(agents.make("autoswap_bo"), program, machine, limit)
             peak = timeline.peak_bytes
-            (x, y) = plots.steady_memory(timeline)
-            y = y * MB / MIB
+            x, y = plots.steady_memory(timeline)
         swap_outs = [s for s in timeline.spans if s.kind == "swap_out" and s.start_ns >= timeline.last_start_ns]
         return {
             "ours": limit,
@@ -122,7 +121,7 @@ class Fig9(Figure):
     """Fig. 9: overhead of AutoSwap's priority scores and of Bayesian optimization (BO)."""
 
     name = "smartpool_fig9"
-    styles = (("-", "#08306b"), ("--", "#4a9bd4"), (":", "#f16913"), ("-.", "#8e5bd0"))  # line and color, by SCORES
+    dashes = ("-", "--", ":", "-.")  # by SCORES
 
     def tasks(self, settings: DictConfig) -> Rows:
         network = settings.network
@@ -177,7 +176,7 @@ class Fig9(Figure):
             floor_area(x, y, -0.003, step=True),
             Rule(self.published["free_mb"], color=FAINT, text="the paper's limit\nof no overhead"),
         ]
-        for name, overheads, (dash, _) in zip(SCORES, lines.scores, self.styles, strict=True):
+        for name, overheads, dash in zip(SCORES, lines.scores, self.dashes, strict=True):
             label, ink, marker = look(name)
             end = f"{label.split()[-1]} {overheads[-1]:.0%}"
             marks.append(Line(lines.paper, overheads, ink, label.split()[-1], marker, dash, end=end))

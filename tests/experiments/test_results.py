@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import agents
+from agents.planner import MIB
 from experiments import evaluate, pack, reproduce, workloads
 from experiments.figures import dqn, fingerprint
 from experiments.measure.speed import packing
@@ -34,14 +35,18 @@ CHEAP = (
 # Results made before fingerprints; remaking one removes its name.
 STAMPED = {
     "baselines",
+    "checkmate",
+    "core",
     "dqn_equation5",
     "dqn_fig5",
     "dqn_paper",
     "g10",
+    "home_fig6",
     "home_fig7",
     "home_fig8",
     "home_fig9",
     "home_search",
+    "home_table2",
     "home_table3",
     "learning",
     "link_margin",
@@ -201,6 +206,11 @@ def test_the_cheapest_row_is_reproduced(name: str) -> None:
     assert len(tasks) == len(rows)
     i = min(range(len(rows)), key=lambda i: rows[i][reproduce.SECONDS])
     check_reproduced({**tasks[i], **figure.run(tasks[i], Machine.load(saved["machine"]))}, rows[i])
+
+
+def test_the_curves_of_smartpool_fig8_reach_their_peaks() -> None:
+    for row in committed("smartpool_fig8")["rows"]:
+        assert max(used for _, used in row["curve_points"]) == pytest.approx(row["peak"] / MIB, abs=1e-3)
 
 
 @pytest.mark.nightly
