@@ -32,7 +32,6 @@ CHEAP = (
     "superneurons_table3",
     "tensile_table1",
 )
-# Results made before fingerprints; remaking one removes its name.
 TIMED = (reproduce.SECONDS, "search_s", "evaluation_s", "processor", "plan_ms", "seconds")  # keys of a row
 # Slow planners, and those with time limits.
 SLOW = (
